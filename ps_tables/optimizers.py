@@ -29,7 +29,7 @@ BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
 
 # NAdam keeps a product over all steps, which a table whose rows come and go cannot have for each of them.
 TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")
-ROW_OPTIMIZERS = (*TORCH_OPTIMIZERS, "RowWiseAdagrad", "FTRL")
+ROW_OPTIMIZERS = (*TORCH_OPTIMIZERS, "RowWiseAdagrad", "Ftrl")
 
 
 class RowOptimizer(ABC):
@@ -146,7 +146,7 @@ class _RowWiseAdagrad(RowOptimizer):
         weights += gradients.mul_(scale[:rows, None])
 
 
-class _Ftrl(RowOptimizer):
+class _FtrlProximal(RowOptimizer):
     """FTRL-Proximal, an element at a time: `z` and `n` are the paper's."""
 
     def __init__(self, capacity: int, dim: int) -> None:
@@ -176,8 +176,8 @@ def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -
         return _TorchOptimizer(name, values, capacity, dim)
     if name == "RowWiseAdagrad":
         return _RowWiseAdagrad(capacity, dim)
-    if name == "FTRL":
-        return _Ftrl(capacity, dim)
+    if name == "Ftrl":
+        return _FtrlProximal(capacity, dim)
     raise InvalidRequest(f"a table's optimizer is one of {', '.join(ROW_OPTIMIZERS)}, got {name!r}")
 
 

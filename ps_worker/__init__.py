@@ -9,6 +9,7 @@ config.py       A worker's settings: arguments first, then PS_* variables, then 
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
 cluster/        How a worker reaches the servers: the only room of the worker that knows gRPC and messages
+tables/         Tables of rows in a model: modules that look like torch's embeddings
 data/           Each worker's share of the data
 state/          A worker's own part of a checkpoint
 timeline/       When each bucket of each step was ready, sent, staged, applied, admitted and landed
@@ -22,6 +23,7 @@ own_servers.py  The servers that `ps-worker run` starts itself: their settings, 
 cli.py          The command `ps-worker`
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
@@ -43,9 +45,14 @@ from ps_runtime.version import version
 
 if TYPE_CHECKING:
     from ps_worker.session import Session, connect
+    from ps_worker.tables.modules import Embedding, EmbeddingBag
+    from ps_worker.tables.optimizers import Ftrl, RowWiseAdagrad
 
 __all__ = [
+    "Embedding",
+    "EmbeddingBag",
     "Fenced",
+    "Ftrl",
     "InvalidRequest",
     "JobFinished",
     "JobInUse",
@@ -54,6 +61,7 @@ __all__ = [
     "NonFiniteGradient",
     "NotFound",
     "PSError",
+    "RowWiseAdagrad",
     "Session",
     "UnknownWorker",
     "Unreachable",
@@ -64,10 +72,18 @@ __all__ = [
 __version__ = version()
 
 
-def __getattr__(name: str) -> Any:
-    """Imports torch when a session is asked for: the launcher and `ps-worker --help` do without."""
-    if name in ("Session", "connect"):
-        from ps_worker import session
+_AT = {
+    "Session": "ps_worker.session",
+    "connect": "ps_worker.session",
+    "Embedding": "ps_worker.tables.modules",
+    "EmbeddingBag": "ps_worker.tables.modules",
+    "Ftrl": "ps_worker.tables.optimizers",
+    "RowWiseAdagrad": "ps_worker.tables.optimizers",
+}
 
-        return getattr(session, name)
+
+def __getattr__(name: str) -> Any:
+    """Imports torch when what needs it is asked for: the launcher and `ps-worker --help` do without."""
+    if name in _AT:
+        return getattr(importlib.import_module(_AT[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
+from ps_worker.tables.modules import Embedding
 from ps_worker.values import PrepareOptions
 
 
@@ -142,5 +143,7 @@ def _refuse_sparse(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(f"{key} makes sparse gradients; use sparse=False")
+        if isinstance(module, Embedding):
+            raise Unsupported(f"{key or 'the model'} is a table of rows: the modes single and ddp train it so far")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

@@ -44,7 +44,14 @@ MAY_IMPORT = {
     "ps_worker.values": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
-    "ps_worker.model": {"ps_worker.values", "ps_worker.metrics", "ps_worker.timeline", "ps_runtime.troubles"},
+    "ps_worker.tables": {"ps_tables"},
+    "ps_worker.model": {
+        "ps_worker.values",
+        "ps_worker.metrics",
+        "ps_worker.timeline",
+        "ps_worker.tables",
+        "ps_runtime.troubles",
+    },
     "ps_worker.data": {"ps_worker.values", "ps_worker.metrics"},
     "ps_worker.cluster": {
         "ps_worker.values",
@@ -62,6 +69,7 @@ MAY_IMPORT = {
         "ps_worker.data",
         "ps_worker.cluster",
         "ps_worker.state",
+        "ps_worker.tables",
         "ps_runtime",
     },
     "ps_worker.ray": {"ps_worker.config", "ps_worker.session", "ps_worker.cluster", "ps_runtime", "ps_launch"},

@@ -23,7 +23,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("Adagrad", {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
     ("RMSprop", {"centered": True, "momentum": 0.5}),
     ("RowWiseAdagrad", {"eps": 1e-3, "initial_accumulator_value": 0.5}),
-    ("FTRL", {"beta": 1.0, "l1": 0.01, "l2": 0.1}),
+    ("Ftrl", {"beta": 1.0, "l1": 0.01, "l2": 0.1}),
 ]
 PLAIN: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROW_OPTIMIZERS]
 
@@ -114,7 +114,7 @@ def test_row_wise_adagrad_keeps_the_sum_of_the_means_of_squares() -> None:
 
 def test_ftrl_is_that_of_its_paper() -> None:
     values = {"lr": 0.5, "beta": 1.0, "l1": 0.3, "l2": 0.2}
-    array, optimizer = rows_of("FTRL", values, torch.zeros(1, 1))
+    array, optimizer = rows_of("Ftrl", values, torch.zeros(1, 1))
     weight = z = n = 0.0
     seen = []
     for version, gradient in enumerate((0.2, 1.5, -0.4, 2.0, -3.0), 1):
@@ -134,7 +134,7 @@ def test_a_learning_rate_that_changes_counts_from_the_next_step_on() -> None:
         optimizer.step(array, np.zeros(1, np.int64), torch.ones(1, 2), 1, {"lr": 0.1}, 1)
         before = read(array, 1)
         optimizer.step(array, np.zeros(1, np.int64), torch.ones(1, 2), 1, {"lr": 1e-9}, 2)
-        if name != "FTRL":  # whose weights are a function of the rate, and of sums
+        if name != "Ftrl":  # whose weights are a function of the rate, and of sums
             assert torch.allclose(read(array, 1), before, atol=1e-6), name
 
 
@@ -151,5 +151,5 @@ def test_large_updates_are_stepped_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["NAdam", "LBFGS", "", "rowwiseadagrad"])
 def test_an_optimizer_that_rows_cannot_have_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"a table's optimizer is one of SGD, .*RowWiseAdagrad, FTRL, got"):
+    with pytest.raises(InvalidRequest, match=r"a table's optimizer is one of SGD, .*RowWiseAdagrad, Ftrl, got"):
         row_optimizer(name, {}, 10, 2)

@@ -111,7 +111,7 @@ def test_sync_ends_with_the_same_bits(admit_after: int, expire_after: int, shard
     assert 0 < rows < 200 if admit_after or expire_after else rows > 100
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RowWiseAdagrad", "FTRL"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RowWiseAdagrad", "Ftrl"])
 def test_sync_ends_with_the_same_bits_with_every_optimizer(optimizer: str) -> None:
     spec = replace(SPEC, admit_after=3, expire_after=10)
     assert torch.equal(weights(trained(spec, 3, 1, optimizer)), undisturbed(spec, optimizer))

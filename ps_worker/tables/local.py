@@ -1,0 +1,165 @@
+"""The tables of a model in this process, and a replica of them on each rank of DDP.
+
+A step adds up the gradients of all ranks, row by row in the order of ranks, and divides by how many there are: what the
+shards do in sync. So all replicas stay alike to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import HyperParameters
+from ps_protocol.optimizers import check_change, hyper_parameters, optimizer_name
+from ps_protocol.tables import MAX_ROWS, TableSpec
+from ps_tables.contributions import RowGradients
+from ps_tables.optimizers import ROW_OPTIMIZERS
+from ps_tables.table import Table
+from ps_worker.tables.modules import Embedding, named_tables
+
+# Returns what all ranks gave, by rank. what: the call, for messages
+Exchange = Callable[[bytes, str], Mapping[int, bytes]]
+
+
+@dataclass
+class _LocalTable:
+    """One table, and what steps it.
+
+    group:   the parameter group that has the handle; None: no optimizer has it, and the rows stay as they are
+    stepper: the number of that optimizer
+    values:  hyper-parameters, as they were last
+    """
+
+    module: Embedding
+    table: Table
+    optimizer: str
+    group: dict[str, Any] | None
+    stepper: int | None
+    values: HyperParameters
+    version: int = 0
+
+    def read_values(self) -> HyperParameters:
+        """Returns the hyper-parameters of the step. Raises InvalidRequest for a change that a table cannot make."""
+        if self.module.settings.optimizer is None and self.group is not None:
+            values = hyper_parameters(self.optimizer, self.group)
+            if values != self.values:
+                check_change(self.optimizer, self.values, values)
+                if values.get("momentum") and not self.values.get("momentum"):
+                    raise InvalidRequest(
+                        f"{self.module.name}: momentum cannot be switched on in a table that is trained"
+                    )
+                self.values = values
+        return self.values
+
+
+class LocalTables:
+    """The tables of some models. For the training thread.
+
+    Raises InvalidRequest or Unsupported for tables that cannot be trained so.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange
+    ) -> None:
+        self._exchange = exchange
+        tables = named_tables(models)
+        handles = {id(module.weight) for module in tables.values()}
+        if len(handles) < len(tables):
+            raise InvalidRequest("two tables share one weight: use one module twice instead")
+        self._tables = [_made(name, module, optimizers) for name, module in tables.items()]
+        for index in {each.stepper for each in self._tables if each.stepper is not None}:
+            optimizers[index].register_step_pre_hook(partial(self._before, index))
+
+    def _before(
+        self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Steps the tables of one optimizer before it steps its own parameters; returns what its `step` is called with.
+
+        A closure is called first, and once: it makes the gradients.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer, lambda: loss), {}
+        for each in self._tables:
+            if each.stepper == index:
+                self._step(each)
+        return args, kwargs
+
+    def _step(self, each: _LocalTable) -> None:
+        own = each.module.lookups.take()
+        values = each.read_values()
+        every = self._exchange(_encoded(own), f"the step of table {each.module.name!r}")
+        contributions = [_decoded(every[rank]) for rank in sorted(every)] if len(every) > 1 else [own]
+        each.version += 1
+        each.table.apply(RowGradients.union(contributions), len(contributions), each.version, values)
+
+
+def _made(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> _LocalTable:
+    """Returns the table of a module, and has the module know its name and its group."""
+    module.name = name
+    spec = module.settings.spec(name, module.weight.shape[1])
+    stepper, group = next(
+        (
+            (index, group)
+            for index, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            if any(parameter is module.weight for parameter in group["params"])
+        ),
+        (None, None),
+    )
+    optimizer, values = _optimizer_of(module, None if stepper is None else optimizers[stepper], group)
+    table = Table(spec, optimizer, values, _capacity(spec))
+    module.lookups.begin(table, group)
+    return _LocalTable(module, table, optimizer, group, stepper, values)
+
+
+def _optimizer_of(
+    module: Embedding, optimizer: torch.optim.Optimizer | None, group: dict[str, Any] | None
+) -> tuple[str, HyperParameters]:
+    """Returns the name of a table's optimizer, and its hyper-parameters."""
+    own = module.settings.optimizer
+    if own is not None:
+        return own.name, own.values
+    if optimizer is None or group is None:
+        return "SGD", {"lr": 0.0}  # it is never stepped
+    name = optimizer_name(optimizer)
+    if name not in ROW_OPTIMIZERS:
+        raise Unsupported(f"{module.name}: {name} cannot step rows; these can: {', '.join(ROW_OPTIMIZERS)}")
+    values = hyper_parameters(name, group)
+    if values.get("weight_decay") and not module.settings.lazy_decay:
+        raise InvalidRequest(
+            f"{module.name}: weight_decay is {values['weight_decay']}, and a row would decay only in the steps that "
+            "have it: give its weight a group with weight_decay=0, or say lazy_decay=True"
+        )
+    return name, values
+
+
+def _capacity(spec: TableSpec) -> int:
+    """Returns how many rows a table may have at most: as many as this machine's memory holds, if it does not say."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(MAX_ROWS, spec.max_rows or memory // (4 * spec.dim))
+
+
+def _encoded(gradients: RowGradients) -> bytes:
+    return safetensors.torch.save(
+        {
+            "ids": torch.from_numpy(gradients.ids),
+            "counts": torch.from_numpy(gradients.counts),
+            "gradients": gradients.gradients,
+        }
+    )
+
+
+def _decoded(data: bytes) -> RowGradients:
+    tensors = safetensors.torch.load(data)
+    return RowGradients(tensors["ids"].numpy(), tensors["counts"].numpy(), tensors["gradients"])

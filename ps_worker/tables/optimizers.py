@@ -1,0 +1,33 @@
+"""Optimizers that only tables have. A table without one is stepped as its group of the script's optimizer is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import HyperParameters
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """An optimizer of a table's own: the name by which ps_tables knows it, and its hyper-parameters."""
+
+    name: str
+    values: HyperParameters
+
+    def __post_init__(self) -> None:
+        for key, value in self.values.items():
+            if not isinstance(value, float | int) or not 0 <= value < math.inf:
+                raise InvalidRequest(f"{self.name}: {key} must be a finite number from 0, got {value!r}")
+
+
+def RowWiseAdagrad(lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> TableOptimizer:
+    """Returns Adagrad with one sum a row, of the means of its gradients' squares: a `dim`-th of the memory."""
+    values = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
+    return TableOptimizer("RowWiseAdagrad", values)
+
+
+def Ftrl(lr: float = 0.05, beta: float = 0.0, l1: float = 0.0, l2: float = 0.0) -> TableOptimizer:
+    """Returns FTRL-Proximal (McMahan et al., KDD 2013), whose l1 has weights become zero; lr is the paper's alpha."""
+    return TableOptimizer("Ftrl", {"lr": lr, "beta": beta, "l1": l1, "l2": l2})

@@ -1,0 +1,273 @@
+"""Embedding and EmbeddingBag are torch's, in a script that trains in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ps_worker
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_tables.initial import initial_rows
+
+IDS = 100  # of those that are known to torch's modules
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+class Model(nn.Module):
+    """Two tables, one of them in bags, and a layer above them."""
+
+    def __init__(self, item: nn.Module, tags: nn.Module, weighted: nn.Module) -> None:
+        super().__init__()
+        self.item, self.tags, self.weighted = item, tags, weighted
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, item: torch.Tensor, tags: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> Any:
+        twice = self.item(item) + self.item(item.flip(0))
+        rows = [twice, self.tags(tags, offsets), self.weighted(tags, offsets, weights)]
+        return self.top(torch.cat(rows, 1)).squeeze(1)
+
+
+def batches(count: int, scale: int = 1) -> Iterator[tuple[torch.Tensor, ...]]:
+    random = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        item, tags = (torch.randint(0, IDS, (n,), generator=random) * scale for n in (20, 60))
+        offsets, weights = torch.arange(0, 60, 3), torch.rand(60, generator=random)
+        yield item, tags, offsets, weights, torch.rand(20, generator=random)
+
+
+@pytest.fixture
+def session() -> Iterator[ps_worker.Session]:
+    with ps_worker.connect(mode="single") as session:
+        yield session
+
+
+def ours_and_theirs(mode: str = "mean") -> tuple[Model, Model]:
+    ours = Model(ps_worker.Embedding(4), ps_worker.EmbeddingBag(4, mode), ps_worker.EmbeddingBag(4, "sum"))
+    theirs = Model(
+        nn.Embedding(IDS, 4, sparse=mode != "max"),
+        nn.EmbeddingBag(IDS, 4, mode=mode, sparse=mode != "max"),
+        nn.EmbeddingBag(IDS, 4, mode="sum", sparse=mode != "max"),
+    )
+    theirs.top.load_state_dict(ours.top.state_dict())
+    for name in ("item", "tags", "weighted"):
+        spec = ours.get_submodule(name).settings.spec(name, 4)  # type: ignore[operator, union-attr]
+        theirs.get_submodule(name).weight.data = initial_rows(spec.initializer, np.arange(IDS), 4)
+    return ours, theirs
+
+
+def trains(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    *inputs, wanted = batch
+    optimizer.zero_grad()
+    loss = (model(*inputs) - wanted).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def assert_alike(ours: Model, theirs: Model, difference: float = 1e-6) -> None:
+    for name in ("item", "tags", "weighted"):
+        rows = ours.get_submodule(name).rows(torch.arange(IDS))  # type: ignore[operator]
+        assert float((rows - theirs.get_submodule(name).weight.detach()).abs().max()) < difference
+    assert torch.allclose(ours.top.weight, theirs.top.weight, atol=difference)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_the_loop_as_it_was_trains_as_with_torchs_own_modules(
+    session: ps_worker.Session, mode: str, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    ours, theirs = ours_and_theirs(mode)
+    reference = optimizer(theirs.parameters(), lr=0.1)
+    prepared, stepper = session.prepare(ours, optimizer(ours.parameters(), lr=0.1))
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in (reference, stepper)]
+    for batch in batches(15):
+        assert torch.allclose(trains(prepared, stepper, batch), trains(theirs, reference, batch), rtol=1e-5)
+        for schedule in schedules:
+            schedule.step()
+    assert_alike(ours, theirs)
+
+
+def test_a_table_has_an_optimizer_of_its_own(session: ps_worker.Session) -> None:
+    model = nn.Sequential(ps_worker.Embedding(4, optimizer=ps_worker.RowWiseAdagrad(lr=0.5)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session.prepare(model, optimizer)
+    before = model[0].rows(torch.tensor([7]))
+    model(torch.tensor([7])).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model[0].rows(torch.tensor([7])), before - 0.5)
+
+
+def test_any_number_is_an_id_and_an_evaluation_makes_no_row(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4, initial="uniform", scale=0.01)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    ids = torch.tensor([[0, -1], [2**63 - 1, -(2**63)], [5, 5]])
+    assert len(table) == 0
+    with torch.no_grad():
+        before = model(ids)
+    assert (before.shape, len(table), bool(table)) == ((3, 2, 4), 0, True)
+    model(ids).sum().backward()
+    optimizer.step()
+    assert len(table) == 5
+    model.eval()
+    after = model(torch.cat([ids, torch.tensor([[8, 9]])]))  # with gradients on, and never a backward
+    assert len(table) == 5
+    expected = before - torch.tensor([1.0, 1.0, 2.0])[:, None, None]  # 5 occurs twice
+    assert torch.allclose(after[:3], expected)
+    optimizer.step()
+    assert torch.equal(model(ids), after[:3]), "and a step without a gradient changes nothing"
+
+
+def loss_of(model: nn.Module, *ids: int) -> torch.Tensor:
+    return model(torch.tensor(ids)).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_gradients_add_up_until_the_step_and_zero_grad_takes_them_away(session: ps_worker.Session, by: str) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    loss_of(model, 1, 2).backward()
+    (optimizer if by == "optimizer" else model).zero_grad()
+    loss_of(model, 2, 3).backward()
+    (2 * loss_of(model, 3)).backward()
+    optimizer.step()
+    optimizer.step()  # what it had is used up
+    assert table.rows(torch.tensor([1, 2, 3]))[:, 0].tolist() == [0.0, -1.0, -3.0]
+    loss_of(model, 1).backward()
+    (optimizer if by == "optimizer" else model).zero_grad()
+    optimizer.step()
+    assert table.rows(torch.tensor([1]))[0, 0] == 0.0
+    late = loss_of(model, 2)
+    loss_of(model, 1).backward()
+    (optimizer if by == "optimizer" else model).zero_grad()
+    late.backward()
+    optimizer.step()
+    assert table.rows(torch.tensor([1, 2]))[:, 0].tolist() == [0.0, -2.0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+def test_a_closure_makes_the_gradients_of_its_step_and_is_called_once(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = loss_of(model, 4)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 0.0
+    assert optimizer.step(closure=closure) == -4.0
+    assert (len(calls), table.rows(torch.tensor([4]))[0, 0]) == (2, -2.0)
+
+
+def test_scaled_gradients_are_unscaled_and_those_that_overflow_are_left_out(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 3) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert table.rows(torch.tensor([3]))[0].tolist() == [-2.0] * 4
+
+
+def test_rows_are_clipped_over_the_optimizers_groups(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    loss_of(model, 3).backward()
+    norm = torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.5)
+    optimizer.step()
+    assert (float(norm), float(table.rows(torch.tensor([3])).norm())) == pytest.approx((2.0, 0.5), rel=1e-4)
+
+
+def test_a_copy_reads_the_same_rows_and_trains_none(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    teacher = copy.deepcopy(model)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert torch.equal(teacher(torch.tensor([1])), model(torch.tensor([1])))
+    loss_of(teacher, 1).backward()
+    before = table.rows(torch.tensor([1]))
+    optimizer.step()
+    assert torch.equal(table.rows(torch.tensor([1])), before)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file))
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {"0.weight": (0, 4)}
+
+
+def test_a_table_that_no_optimizer_has_is_read_and_never_trained(session: ps_worker.Session) -> None:
+    model = nn.Sequential(ps_worker.Embedding(4), nn.Linear(4, 1))
+    session.prepare(model, optimizer := torch.optim.SGD(model[1].parameters(), lr=1.0))
+    before = model[0].rows(torch.tensor([1]))
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].rows(torch.tensor([1])), before)
+    assert len(model[0]) == 0
+
+
+def test_tables_of_one_model_begin_unlike_and_say_what_they_are(session: ps_worker.Session) -> None:
+    model = nn.ModuleDict({"a": ps_worker.Embedding(3), "b": ps_worker.EmbeddingBag(3, admit_after=2)})
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    first, second = (model[name].rows(torch.tensor([1])) for name in "ab")
+    assert not torch.equal(first, second)
+    assert [repr(model[name]) for name in "ab"] == ["Embedding(3)", "EmbeddingBag(3, admit_after=2)"]
+    bags = model["b"](torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]))
+    assert torch.equal(bags, torch.zeros(2, 3)), "empty bags, and no id at all"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ps_worker.Embedding(0), "dim must be from 1 to 4096, got 0"),
+        (lambda: ps_worker.Embedding(4, scale=float("nan")), "the scale of initial values must be finite, got nan"),
+        (
+            lambda: ps_worker.Embedding(4, initial="xavier"),
+            "rows begin as one of constant, uniform, normal, got 'xavier'",
+        ),
+        (
+            lambda: ps_worker.RowWiseAdagrad(lr=float("nan")),
+            "RowWiseAdagrad: lr must be a finite number from 0, got nan",
+        ),
+        (lambda: ps_worker.Ftrl(l1=-1.0), "Ftrl: l1 must be a finite number from 0, got -1.0"),
+        (lambda: ps_worker.Embedding(4, admit_after=-1), "admit_after must be from 0 to"),
+        (lambda: ps_worker.EmbeddingBag(4, "median"), "mode must be sum, mean or max, got 'median'"),
+    ],
+)
+def test_settings_that_no_table_can_have_are_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make()
+
+
+def test_what_would_train_something_else_than_it_says_is_refused(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4)
+    with pytest.raises(InvalidRequest, match=r"Embedding: its rows are there after session.prepare"):
+        table(torch.tensor([1]))
+    model = nn.Sequential(table)
+    with pytest.raises(InvalidRequest, match=r"0: weight_decay is 0.01, .* say lazy_decay=True"):
+        session.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(Unsupported, match=r"0: NAdam cannot step rows; these can: SGD, "):
+        session.prepare(model, torch.optim.NAdam(model.parameters()))
+    tied = nn.ModuleList([table, ps_worker.Embedding(4)])
+    tied[1].weight = table.weight
+    with pytest.raises(InvalidRequest, match="two tables share one weight"):
+        session.prepare(tied, torch.optim.SGD(tied.parameters(), lr=1.0))
+    _, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(InvalidRequest, match=r"0: ids are int64 or int32, got torch.float32"):
+        model(torch.tensor([1.0]))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    loss_of(model, 1).backward()
+    with pytest.raises(InvalidRequest, match="0: momentum cannot be switched on in a table that is trained"):
+        optimizer.step()
