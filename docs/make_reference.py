@@ -16,6 +16,7 @@ from typing import Any
 import ps_worker
 from ps_worker import session
 from ps_worker.model.optimizer import ServerOptimizer
+from ps_worker.tables import modules, optimizers
 
 _DEFINED = (ast.FunctionDef, ast.ClassDef)
 
@@ -26,7 +27,7 @@ HEAD = """# Reference
 Made from the docstrings by `make reference`; do not edit it by hand. Guides: [training.md](training.md),
 [save-and-resume.md](save-and-resume.md). Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
-* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) ·
+* [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Tables](#tables) ·
   [Frameworks](#frameworks) · [Errors](#errors)
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
@@ -46,7 +47,7 @@ EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
 def document() -> str:
     """Returns the whole page."""
     parts = [HEAD, *entry("##", "connect", session.connect, "ps_worker."), *session_entries(), *optimizer_entries()]
-    return "\n".join([*parts, *framework_entries(), *error_table()]) + "\n"
+    return "\n".join([*parts, *table_entries(), *framework_entries(), *error_table()]) + "\n"
 
 
 def session_entries() -> Iterator[str]:
@@ -69,6 +70,19 @@ def optimizer_entries() -> Iterator[str]:
     yield text_of(inspect.getdoc(ServerOptimizer) or "", set()) + "\n"
     for name in OPTIMIZER_METHODS:
         yield from entry("###", f"optimizer.{name}", getattr(ServerOptimizer, name))
+
+
+def table_entries() -> Iterator[str]:
+    """Yields the modules whose rows are in tables, and the optimizers that only tables have."""
+    yield "## Tables\n"
+    yield "[tables.md](tables.md) says what they promise.\n"
+    for cls in (modules.Embedding, modules.EmbeddingBag):
+        yield f"### ps_worker.{cls.__name__}\n"
+        signature = inspect.signature(cls.__init__).replace(return_annotation=cls.__name__)
+        yield f"```python\n{called(f'ps_worker.{cls.__name__}', signature)}\n```\n"
+        yield text_of(inspect.getdoc(cls) or "", None) + "\n"
+    for function in (optimizers.RowWiseAdagrad, optimizers.Ftrl):
+        yield from entry("###", f"ps_worker.{function.__name__}", function)
 
 
 def framework_entries() -> Iterator[str]:

@@ -58,9 +58,9 @@ class Embedding(nn.Module):
     dim:          elements of a row, float32
     optimizer:    of the rows: ps_worker.RowWiseAdagrad or ps_worker.Ftrl; by default that of the handle's group,
                   lazily: a step moves the rows of its batch, and no others
-    initial, scale, seed: how a row begins: "normal" with this standard deviation, "uniform" in [-scale, scale), or
-                  "constant"; the seed is by default made from the module's name. An id that training has not seen has
-                  this value, also in evaluation; looking it up makes no row
+    initial, scale, seed: how a row begins: "normal" with this standard deviation, "uniform" in [-scale, scale), or the
+                  scale itself as a "constant"; the seed is by default made from the module's name. An id that training
+                  has not seen has this value, also in evaluation; looking it up makes no row
     admit_after:  an id becomes a row with the step in which it has occurred so often; 0 and 1: at once
     expire_after: a row is forgotten when so many steps have not trained it; 0: never
     max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
