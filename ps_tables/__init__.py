@@ -4,6 +4,7 @@ Pure, like the servers' core: no socket, clock, thread, environment or message. 
 
 candidates.py     Ids that are not rows yet: how often each has occurred
 contributions.py  Gradients of rows: those of one worker's step, and the sum of several
+distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
 index.py          Which row an id has: open addressing, a whole batch of ids at a time
 initial.py        The value of a row that nobody has trained: a function of seed, id and column

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ps_protocol.row_ids import Ids
+from ps_tables.distinct import distinct
 
 Counts = npt.NDArray[np.int64]
 
@@ -38,24 +39,22 @@ class RowGradients:
     @staticmethod
     def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
         """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
-        distinct, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        sums = torch.zeros(len(distinct), gradients.shape[1])
-        sums.index_add_(0, torch.from_numpy(places.reshape(-1)), gradients)
-        return RowGradients(distinct, counts, sums)
+        each, places, counts = distinct(ids)
+        sums = torch.zeros(len(each), gradients.shape[1])
+        return RowGradients(each, counts, sums.index_add_(0, torch.from_numpy(places), gradients))
 
     @staticmethod
     def union(contributions: Sequence[RowGradients]) -> RowGradients:
         """Returns the sum of at least one contribution: each row's gradients are added in the order given."""
         if len(contributions) == 1:
             return contributions[0]
-        every = np.concatenate([each.ids for each in contributions])
-        distinct, places = np.unique(every, return_inverse=True)
-        counts = np.zeros(len(distinct), np.int64)
-        sums = torch.zeros(len(distinct), contributions[0].gradients.shape[1])
+        ids, places, _ = distinct(np.concatenate([each.ids for each in contributions]))
+        counts = np.zeros(len(ids), np.int64)
+        sums = torch.zeros(len(ids), contributions[0].gradients.shape[1])
         first = 0
         for each in contributions:
-            at = places.reshape(-1)[first : first + len(each)]
+            at = places[first : first + len(each)]
             counts[at] += each.counts  # distinct within one contribution
             sums.index_add_(0, torch.from_numpy(at), each.gradients)
             first += len(each)
-        return RowGradients(distinct, counts, sums)
+        return RowGradients(ids, counts, sums)

@@ -17,6 +17,7 @@ from torch import nn
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
+from ps_tables.distinct import distinct
 
 
 class Source(Protocol):
@@ -61,16 +62,15 @@ class Lookups:
             raise InvalidRequest(f"{name}: ids are int64 or int32, got {ids.dtype}")
         if self.source is None:
             raise InvalidRequest(f"{name}: its rows are there after session.prepare, which got no model that has it")
-        distinct, places, counts = np.unique(
-            ids.detach().reshape(-1).cpu().numpy().astype(np.int64), return_inverse=True, return_counts=True
-        )
-        rows = torch.empty(len(distinct), self.handle.shape[1])
-        self.source.pull(distinct, rows)
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        wanted, places, counts = distinct(flat)
+        rows = torch.empty(len(wanted), self.handle.shape[1])
+        self.source.pull(wanted, rows)
         rows = rows.to(self.handle.device)
         if torch.is_grad_enabled() and self.handle.requires_grad:
             if self._group is not None:
                 rows.requires_grad_()
-                rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, distinct, counts))
+                rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, wanted, counts))
             rows = _Joined.apply(rows, self.handle)  # type: ignore[no-untyped-call]
         return rows.to(self.handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
 
@@ -121,6 +121,29 @@ class Lookups:
 
     def __reduce__(self) -> Any:
         return Lookups, (self.handle,)
+
+
+def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns rows by their places: [n, dim] and [...] to [..., dim].
+
+    Backward adds up each row's gradients in the order of places, several times as fast as that of torch's embedding
+    (measured).
+    """
+    found: torch.Tensor = _Expanded.apply(rows, places.reshape(-1))  # type: ignore[no-untyped-call]
+    return found.view(*places.shape, rows.shape[1])
+
+
+class _Expanded(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(places)
+        context.count = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = context.saved_tensors
+        return gradient.new_zeros(context.count, gradient.shape[1]).index_add(0, places, gradient), None
 
 
 class _Joined(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.tables import Initializer, TableSpec, validate_table
-from ps_worker.tables.lookups import Lookups
+from ps_worker.tables.lookups import Lookups, expanded
 from ps_worker.tables.optimizers import TableOptimizer
 
 
@@ -92,7 +92,7 @@ class Embedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns rows: [...] int64 or int32, to [..., dim]."""
         rows, places = self._find(ids)
-        return functional.embedding(places, rows)
+        return expanded(rows, places)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns rows as they are now, apart from any training: [...] to [..., dim]."""

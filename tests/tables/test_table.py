@@ -11,6 +11,7 @@ import torch
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
+from ps_tables.distinct import distinct
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.table import Applied, Table
@@ -129,12 +130,36 @@ def test_memory_of_rows_that_went_is_used_again() -> None:
 def test_many_gradients_of_an_id_are_one_row_of_the_sum() -> None:
     ids, values = np.array([5, -2, 5, 5]), torch.arange(8.0).view(4, 2)
     summed = RowGradients.summed(ids, values)
-    assert (summed.ids.tolist(), summed.counts.tolist()) == ([-2, 5], [1, 3])
-    assert summed.gradients.tolist() == [[2.0, 3.0], [10.0, 13.0]]
+    assert by_id(summed) == {-2: (1, [2.0, 3.0]), 5: (3, [10.0, 13.0])}
     union = RowGradients.union([summed, RowGradients.summed(np.array([9, 5]), torch.ones(2, 2))])
-    assert (union.ids.tolist(), union.counts.tolist()) == ([-2, 5, 9], [1, 4, 1])
-    assert union.gradients.tolist() == [[2.0, 3.0], [11.0, 14.0], [1.0, 1.0]]
+    assert by_id(union) == {-2: (1, [2.0, 3.0]), 5: (4, [11.0, 14.0]), 9: (1, [1.0, 1.0])}
     assert RowGradients.union([summed]) is summed
+
+
+def by_id(rows: RowGradients) -> dict[int, tuple[int, list[float]]]:
+    each = zip(rows.counts.tolist(), rows.gradients.tolist(), strict=True)
+    return dict(zip(rows.ids.tolist(), each, strict=True))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.zeros(0, np.int64),
+        np.array([3]),
+        np.array([0, -1, 2**63 - 1, -(2**63), 0, -1]),
+        np.random.default_rng(1).zipf(1.3, 5_000),
+        np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 5_000),
+        np.tile(np.arange(100) << 40, 30),
+    ],
+    ids=["none", "one", "edges", "zipf", "all distinct", "alike in their low bits"],
+)
+def test_distinct_ids_are_those_of_numpy(ids: Ids) -> None:
+    expected, counts = np.unique(ids, return_counts=True)
+    each, places, found = distinct(ids)
+    assert np.array_equal(each[places], ids)
+    order = np.argsort(each)
+    assert np.array_equal(each[order], expected)
+    assert np.array_equal(found[order], counts)
 
 
 def test_versions_beyond_32_bits_are_counted_from_a_later_one_on() -> None:

@@ -1,0 +1,139 @@
+"""Tables of rows: a step of one process beside torch's sparse embedding, and a table that grows.
+
+A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and optimizer,
+with nothing else in the model. `ids` of torch's embedding are row numbers; ours are hashes of them. The growing table
+gets new ids alone: how long its longest update takes, and its peak memory over that of its rows."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ps_worker
+from bench.machine import memory
+from bench.pictures import Bar, bars
+from bench.results import THREADS, Result, label, median_ms, result
+from ps_protocol.row_ids import mix
+from ps_protocol.tables import Initializer, TableSpec
+from ps_tables.contributions import RowGradients
+from ps_tables.table import Table
+
+SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+ZIPF = 1.05
+BATCH = 10_000  # new ids in an update of the growing table
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The command line of `python -m bench rows`."""
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table that is trained (%(default)s)")
+    parser.add_argument("--dim", type=int, default=64, help="elements of a row (%(default)s)")
+    parser.add_argument("--ids", type=int, default=26_624, help="of a step, with repeats (%(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="of each system, in turns of five (%(default)s)")
+    parser.add_argument("--grow", type=int, default=10_000_000, help="rows of the growing table; 0: none (%(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measures."""
+    torch.set_num_threads(THREADS)
+    lines = []
+    for name in OPTIMIZERS:
+        lines += _steps(arguments, name)
+    if arguments.grow:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(grow, (arguments.grow, arguments.dim))
+        size = 4 * arguments.grow * arguments.dim
+        lines.append(result("rows", "growing table", workers=1, shards=0, size=size, **found))
+    return lines
+
+
+def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
+    """One optimizer, ours beside torch's."""
+    hashes = torch.from_numpy(mix(np.arange(arguments.rows)).astype(np.int64))
+    batches = list(_batches(arguments))
+    seconds: dict[str, list[float]] = {"torch": [], "ours": []}
+    systems = {
+        "torch": _trained(torch.nn.Embedding(arguments.rows, arguments.dim, sparse=True), name),
+        "ours": _trained(ps_worker.Embedding(arguments.dim), name, session=ps_worker.connect(mode="single")),
+    }
+    ids = {"torch": batches, "ours": [hashes[batch] for batch in batches]}
+    for part in hashes.split(100_000):
+        systems["ours"](part)  # all rows are there
+    for first in range(0, len(batches), 5):
+        for system, step in systems.items():
+            for batch in ids[system][first : first + 5]:
+                before = time.perf_counter()
+                step(batch)
+                seconds[system].append(time.perf_counter() - before)
+    size = 4 * arguments.rows * arguments.dim
+    medians = {system: median_ms(found[5:]) for system, found in seconds.items()}
+    common = {"workers": 1, "shards": 0, "size": size, "optimizer": name}
+    return [
+        result("rows", f"torch {name}", ms=medians["torch"], **common),
+        result(
+            "rows", f"ours {name}", ms=medians["ours"], ratios={"torch": medians["ours"] / medians["torch"]}, **common
+        ),
+    ]
+
+
+def _batches(arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
+    random = np.random.default_rng(7)
+    shares = np.cumsum(1.0 / np.arange(1, arguments.rows + 1) ** ZIPF)
+    order = random.permutation(arguments.rows)  # popular rows lie anywhere
+    for _ in range(arguments.steps + 5):
+        drawn = shares.searchsorted(random.random(arguments.ids) * shares[-1]).clip(0, arguments.rows - 1)
+        yield torch.from_numpy(order[drawn])
+
+
+def _trained(
+    module: torch.nn.Module, name: str, session: ps_worker.Session | None = None
+) -> Callable[[torch.Tensor], None]:
+    """Returns a step of a module alone."""
+    optimizer: Any = OPTIMIZERS[name](module.parameters(), lr=0.01)
+    if session is not None:
+        module, optimizer = session.prepare(module, optimizer)
+
+    def step(ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        rows = module(ids)
+        rows.backward(torch.full_like(rows, 1e-3))
+        optimizer.step()
+
+    return step
+
+
+def grow(rows: int, dim: int) -> dict[str, Any]:
+    """Returns what a table has taken that got so many rows, with row-wise Adagrad."""
+    torch.set_num_threads(THREADS)
+    table = Table(TableSpec("rows", dim, Initializer("uniform", 0.01)), "RowWiseAdagrad", {"lr": 0.01}, rows)
+    gradients, seconds = torch.full((BATCH, dim), 1e-3), []
+    counts = np.ones(BATCH, np.int64)
+    table.apply(RowGradients(mix(np.arange(BATCH)).astype(np.int64), counts, gradients), 1, 1)
+    before = memory()["peak"]
+    for version, first in enumerate(range(BATCH, rows, BATCH), 2):
+        ids = mix(np.arange(first, first + BATCH)).astype(np.int64)
+        began = time.perf_counter()
+        table.apply(RowGradients(ids, counts, gradients), 1, version)
+        seconds.append(time.perf_counter() - began)
+    held = (rows - BATCH) * (dim + 1) * 4
+    return {
+        "ms": median_ms(seconds),
+        "longest_ms": round(max(seconds) * 1e3, 1),
+        "late_ms": round(statistics.median(seconds[-100:]) * 1e3, 2),
+        "ratios": {"rows * (dim + 1) * 4 bytes": (memory()["peak"] - before) / held},
+        "index_and_versions_bytes": table.nbytes - rows * (dim + 1) * 4,
+    }
+
+
+def draw(lines: list[Result], path: Path) -> None:
+    """Steps beside torch's."""
+    found = [Bar(label(line), line["ms"], line["system"].startswith("ours")) for line in lines]
+    bars(path, "ms", {"A step of a table, and an update of a growing one": found})
