@@ -32,6 +32,16 @@ class Candidates:
         """Bytes of memory."""
         return self.entries.nbytes + self.entries.end * self._counts.itemsize
 
+    def snapshot(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Returns all of it: ids, in no order, how often each has occurred, and with which version last; [n] each."""
+        ids, numbers = self.entries.entries()
+        counts = self._counts.take(numbers).astype(np.int64)
+        return {"ids": ids, "counts": counts, "last": self.entries.versions(numbers)}
+
+    def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64]) -> None:
+        """Takes the place of an empty one; see `snapshot`."""
+        self._counts[self.entries.add(ids, last)] = counts
+
     def admit(self, ids: Ids, counts: Counts, version: int) -> npt.NDArray[np.bool_]:
         """Counts occurrences of distinct ids that are no rows; returns which become rows now: [n], [n] to [n]."""
         numbers = self.entries.find(ids)

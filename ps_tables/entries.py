@@ -53,8 +53,11 @@ class Entries:
         numbers[self._used.take(numbers, mode="clip") < self._threshold] = -1
         return numbers
 
-    def add(self, ids: Ids, version: int) -> RowNumbers:
-        """Makes entries for distinct ids that have none, used now; returns their numbers. There must be room."""
+    def add(self, ids: Ids, version: int | npt.NDArray[np.int64]) -> RowNumbers:
+        """Makes entries for distinct ids that have none; returns their numbers. There must be room.
+
+        version: that uses them, or used each of them last
+        """
         numbers = self._index.find(ids)  # an expired entry is used again
         missing = np.flatnonzero(numbers < 0)
         if len(missing) > self._capacity - self._end + len(self._free):
@@ -68,11 +71,12 @@ class Entries:
         self.use(numbers, version)
         return numbers
 
-    def use(self, numbers: RowNumbers, version: int) -> None:
-        """Notes that entries are used."""
-        if version - self._base > _HIGHEST:
-            self._rebase(version - self._base - _HIGHEST // 2)
-        self._used[numbers] = version - self._base
+    def use(self, numbers: RowNumbers, version: int | npt.NDArray[np.int64]) -> None:
+        """Notes that entries are used by a version, or by one each."""
+        highest = int(np.max(version, initial=0)) - self._base
+        if highest > _HIGHEST:
+            self._rebase(highest - _HIGHEST // 2)
+        self._used[numbers] = np.maximum(version - np.int64(self._base), 1)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
         """Takes distinct entries away."""

@@ -10,11 +10,13 @@ anybody looks, nor on which other rows are on this shard.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import HyperParameters
 from ps_protocol.row_ids import Ids, mix
 from ps_protocol.tables import TableSpec
@@ -22,7 +24,7 @@ from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
-from ps_tables.memory import RowArray
+from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.optimizers import row_optimizer
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
@@ -61,6 +63,7 @@ class Table:
         self._weights = RowArray(capacity, spec.dim)
         self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
+        self.version = 0  # updates made
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -91,6 +94,7 @@ class Table:
         values:  hyper-parameters to use from this update on
         """
         self._values.update(values or {})
+        self.version = version
         numbers = self._rows.find(update.ids)
         new = self._admitted(update, np.flatnonzero(numbers < 0), version)
         self._rows.use(numbers[numbers >= 0], version)
@@ -110,6 +114,45 @@ class Table:
         self._optimizer.step(self._weights, numbers[stepped], sums, count, self._values, version)
         return Applied(len(stepped), len(new), len(update) - len(stepped), forgotten + self._expire(version))
 
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
+
+        ids [n], weights [n, dim], state.* [n, dim] or [n, 1] of the optimizer, and last [n], the version that trained
+        each; waiting.ids, waiting.counts and waiting.last of ids that are not admitted yet; version [1]
+        """
+        ids, numbers = _in_order(*self._rows.entries())
+        found = {"ids": ids, "last": self._rows.versions(numbers), "version": np.array([self.version])}
+        if self._candidates is not None:
+            waiting = self._candidates.snapshot()
+            order = np.argsort(mix(waiting["ids"]))
+            found |= {f"waiting.{name}": values[order] for name, values in waiting.items()}
+        tensors = {name: torch.from_numpy(values) for name, values in found.items()}
+        for name, array in self._arrays().items():
+            tensors[name] = torch.empty(len(ids), array.dim)
+            array.read(numbers, tensors[name])
+        return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the place of an empty table; see `snapshot`. Raises InvalidRequest for what is none of this table.
+
+        Where the optimizer is another one than that of the snapshot, all rows begin without a state.
+        """
+        ids = _checked(tensors, self.spec, self._capacity)
+        numbers = self._rows.add(ids, tensors["last"].numpy())
+        arrays = self._arrays()
+        if not arrays.keys() <= tensors.keys() or any(tensors[name].shape[1] != arrays[name].dim for name in arrays):
+            self._optimizer.reset(numbers, self._values)
+            arrays = {"weights": self._weights}
+        for name, array in arrays.items():
+            array.write(numbers, tensors[name])
+        if self._candidates is not None and "waiting.ids" in tensors:
+            ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
+            self._candidates.restore(ids, counts, last)
+        self.version = int(tensors["version"])
+
+    def _arrays(self) -> dict[str, RowArray]:
+        return {"weights": self._weights, **{f"state.{name}": each for name, each in self._optimizer.state.items()}}
+
     def _admitted(self, update: RowGradients, unknown: np.ndarray, version: int) -> np.ndarray:
         """Returns which of the update's ids become rows. unknown: those that are none, by place in the update"""
         if self._candidates is None or not len(unknown):
@@ -127,3 +170,23 @@ class Table:
         if self._candidates is not None:
             self._candidates.entries.sweep()
         return expired
+
+
+def _in_order(ids: Ids, numbers: RowNumbers) -> tuple[Ids, RowNumbers]:
+    order = np.argsort(mix(ids))
+    return ids[order], numbers[order]
+
+
+def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int) -> Ids:
+    """Returns the ids of a snapshot. Raises InvalidRequest where it is none of a table, or does not fit."""
+    missing = {"ids", "last", "version", "weights"} - tensors.keys()
+    if missing:
+        raise InvalidRequest(f"table {spec.name!r}: expected rows as they were saved, got none of {sorted(missing)}")
+    ids, weights = tensors["ids"].numpy(), tensors["weights"]
+    if tuple(weights.shape) != (len(ids), spec.dim):
+        raise InvalidRequest(
+            f"table {spec.name!r}: expected {len(ids)} rows of {spec.dim} elements, got {tuple(weights.shape)}"
+        )
+    if len(ids) > capacity:
+        raise InvalidRequest(f"table {spec.name!r} has room for {capacity} rows, got {len(ids)}")
+    return ids

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -104,7 +105,7 @@ class Ddp:
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all ranks, over the process group."""
-        own = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self._device)
+        own = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)).to(self._device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(value)], device=self._device))
         counts = [int(size) for size in sizes]

@@ -19,6 +19,7 @@ from torch import nn
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import HyperParameters
 from ps_protocol.optimizers import check_change, hyper_parameters, optimizer_name
+from ps_protocol.row_ids import Ids
 from ps_protocol.tables import MAX_ROWS, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.optimizers import ROW_OPTIMIZERS
@@ -39,12 +40,11 @@ class _LocalTable:
     """
 
     module: Embedding
-    table: Table
+    rows: _Rows
     optimizer: str
     group: dict[str, Any] | None
     stepper: int | None
     values: HyperParameters
-    version: int = 0
 
     def read_values(self) -> HyperParameters:
         """Returns the hyper-parameters of the step. Raises InvalidRequest for a change that a table cannot make."""
@@ -58,6 +58,31 @@ class _LocalTable:
                     )
                 self.values = values
         return self.values
+
+
+class _Rows:
+    """Where the lookups of a module find rows: a table that a loaded one may take the place of."""
+
+    def __init__(self, make: Callable[[], Table]) -> None:
+        self._make = make
+        self.table = make()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> int:
+        """Reads rows; see Table."""
+        return self.table.pull(ids, out)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of all rows."""
+        return self.table.snapshot()
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Has these rows, and no others."""
+        table = self._make()
+        table.restore(tensors)
+        self.table = table
 
 
 class LocalTables:
@@ -75,8 +100,17 @@ class LocalTables:
         if len(handles) < len(tables):
             raise InvalidRequest("two tables share one weight: use one module twice instead")
         self._tables = [_made(name, module, optimizers) for name, module in tables.items()]
+        for each in self._tables:
+            self._begin_alike(each)
         for index in {each.stepper for each in self._tables if each.stepper is not None}:
             optimizers[index].register_step_pre_hook(partial(self._before, index))
+
+    def _begin_alike(self, each: _LocalTable) -> None:
+        """Has a table begin with the rows that its module was given before; on all ranks with those of rank 0."""
+        every = self._exchange(each.module.loaded, f"the rows of table {each.module.name!r}")
+        if every[min(every)]:
+            each.rows.load(safetensors.torch.load(every[min(every)]))
+        each.module.loaded = b""
 
     def _before(
         self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,8 +134,8 @@ class LocalTables:
         values = each.read_values()
         every = self._exchange(_encoded(own), f"the step of table {each.module.name!r}")
         contributions = [_decoded(every[rank]) for rank in sorted(every)] if len(every) > 1 else [own]
-        each.version += 1
-        each.table.apply(RowGradients.union(contributions), len(contributions), each.version, values)
+        table = each.rows.table
+        table.apply(RowGradients.union(contributions), len(contributions), table.version + 1, values)
 
 
 def _made(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> _LocalTable:
@@ -118,9 +152,9 @@ def _made(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimiz
         (None, None),
     )
     optimizer, values = _optimizer_of(module, None if stepper is None else optimizers[stepper], group)
-    table = Table(spec, optimizer, values, _capacity(spec))
-    module.lookups.begin(table, group)
-    return _LocalTable(module, table, optimizer, group, stepper, values)
+    rows = _Rows(partial(Table, spec, optimizer, values, _capacity(spec)))
+    module.lookups.begin(rows, group)
+    return _LocalTable(module, rows, optimizer, group, stepper, values)
 
 
 def _optimizer_of(

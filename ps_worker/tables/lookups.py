@@ -29,6 +29,12 @@ class Source(Protocol):
     def pull(self, ids: Ids, out: torch.Tensor) -> object:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
 
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of all rows, and of what belongs to them."""
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Has these rows, as `snapshot` returned them, and no others."""
+
 
 _ID_TYPES = (torch.int64, torch.int32)
 

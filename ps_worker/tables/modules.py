@@ -1,7 +1,8 @@
 """Embedding and EmbeddingBag: torch's modules, whose ids are any 64-bit numbers and whose rows are in a table.
 
 A module has one parameter, `weight`, of shape [0, dim]: a handle. So `model.parameters()`, parameter groups, schedulers
-and `state_dict()` work as they do; the handle's group is the optimizer of the rows, unless the module has its own.
+and `state_dict()` work as they do; the handle's group is the optimizer of the rows, unless the module has its own. What
+`state_dict()` has besides is the rows, as bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
@@ -88,6 +90,7 @@ class Embedding(nn.Module):
         self.settings.spec(self.name, dim)
         self.weight = nn.Parameter(torch.empty(0, dim))
         self.lookups = Lookups(self.weight)
+        self.loaded = b""  # rows of a state_dict that came before `prepare`: a safetensors file
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns rows: [...] int64 or int32, to [..., dim]."""
@@ -99,6 +102,20 @@ class Embedding(nn.Module):
         with torch.no_grad():
             rows, places = self._find(ids)
             return rows[places]
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Returns what `state_dict` has of the table beside its handle: all rows, as bytes of a safetensors file."""
+        source = self.lookups.source
+        content = self.loaded if source is None else safetensors.torch.save(source.snapshot())
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Has the rows of a `state_dict`, now or with `prepare`. Raises InvalidRequest if they fit no such table."""
+        content = state.cpu().numpy().tobytes()
+        if self.lookups.source is None:
+            self.loaded = content
+        elif content:
+            self.lookups.source.load(safetensors.torch.load(content))
 
     def __len__(self) -> int:
         """How many rows the table has."""

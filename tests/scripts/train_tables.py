@@ -27,11 +27,24 @@ class Model(nn.Module):
         return self.top(torch.cat([self.item(item), self.tags(tags)], 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
+def earlier() -> dict[str, torch.Tensor]:
+    """The state of a model that was trained a little."""
+    with ps_worker.connect(mode="single", job="earlier") as session:
+        own = Model()
+        model, optimizer = session.prepare(own, torch.optim.Adagrad(own.parameters(), lr=0.1))
+        model(torch.arange(5) * 2**40, torch.ones(5, 3, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        return dict(own.state_dict())
+
+
 def main() -> None:
     """Trains."""
-    session = ps_worker.connect()
     torch.manual_seed(0)
+    state = earlier()
+    session = ps_worker.connect()
     own = Model()
+    if session.rank == 0:
+        own.load_state_dict(state)
     model, optimizer = session.prepare(own, torch.optim.Adagrad(own.parameters(), lr=0.1))
     random = torch.Generator().manual_seed(1)
     for _ in range(STEPS):

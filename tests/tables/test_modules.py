@@ -201,11 +201,45 @@ def test_a_copy_reads_the_same_rows_and_trains_none(session: ps_worker.Session) 
     before = table.rows(torch.tensor([1]))
     optimizer.step()
     assert torch.equal(table.rows(torch.tensor([1])), before)
+
+
+@pytest.mark.parametrize("prepared_first", [False, True])
+def test_a_state_dict_has_the_rows_and_training_goes_on_from_it(
+    session: ps_worker.Session, prepared_first: bool
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(ps_worker.Embedding(4, admit_after=2), nn.Linear(4, 1))
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    model, optimizer = session.prepare(*made())
+    for _ in range(3):
+        loss_of(model, 1, 1, 2).backward()
+        optimizer.step()
     file = io.BytesIO()
-    torch.save(model.state_dict(), file)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
-    model.load_state_dict(torch.load(file))
-    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {"0.weight": (0, 4)}
+    saved = torch.load(file)
+    assert tuple(saved["model"]["0.weight"].shape) == (0, 4)
+    again, stepper = made()
+    with ps_worker.connect(mode="single", job="again") as other:
+        if prepared_first:
+            again, stepper = other.prepare(again, stepper)
+        again.load_state_dict(saved["model"])
+        assert again.state_dict()["0._extra_state"].equal(saved["model"]["0._extra_state"])
+        if not prepared_first:
+            again, stepper = other.prepare(again, stepper)
+        stepper.load_state_dict(saved["optimizer"])
+        for each, of in ((model, optimizer), (again, stepper)):
+            of.zero_grad()
+            loss_of(each, 1, 2, 5).backward()
+            of.step()
+        assert torch.equal(again[0].rows(torch.arange(9)), model[0].rows(torch.arange(9)))
+        assert len(again[0]) == len(model[0]) == 2
+    narrow = nn.Sequential(ps_worker.Embedding(3), nn.Linear(3, 1))
+    with ps_worker.connect(mode="single", job="narrow") as third:
+        third.prepare(narrow, torch.optim.SGD(narrow.parameters()))
+        with pytest.raises(InvalidRequest, match=r"table '0': expected 2 rows of 3 elements, got \(2, 4\)"):
+            narrow[0].set_extra_state(saved["model"]["0._extra_state"])
 
 
 def test_a_table_that_no_optimizer_has_is_read_and_never_trained(session: ps_worker.Session) -> None:

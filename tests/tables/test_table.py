@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
@@ -160,6 +161,42 @@ def test_distinct_ids_are_those_of_numpy(ids: Ids) -> None:
     order = np.argsort(each)
     assert np.array_equal(each[order], expected)
     assert np.array_equal(found[order], counts)
+
+
+def test_what_is_saved_is_the_same_however_the_table_came_to_be() -> None:
+    one, other = table(), table(capacity=300)
+    for version, ids in enumerate(([1, 2, 3], [4, 2], [9, -5]), 1):
+        one.apply(gradients(*ids), 1, version)
+        other.apply(gradients(*reversed(ids)), 1, version)
+    saved = one.snapshot()
+    assert sorted(saved) == ["ids", "last", "state.sum", "version", "weights"]
+    assert sorted(saved["ids"].tolist()) == [-5, 1, 2, 3, 4, 9]
+    again = table()
+    again.restore(saved)
+    assert (len(again), again.version) == (6, 3)
+    for found in (other.snapshot(), again.snapshot()):
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+    changed = Table(SPEC, "SGD", {"lr": 0.1, "momentum": 0.9}, 100)
+    changed.restore(saved)
+    assert torch.equal(changed.snapshot()["weights"], saved["weights"]), "another optimizer begins without a state"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.zeros(6, 5)}, r"table 't': expected 6 rows of 4 elements, got \(6, 5\)"),
+        ({"ids": torch.arange(7)}, r"table 't': expected 7 rows of 4 elements, got \(6, 4\)"),
+        ({"last": None}, r"table 't': expected rows as they were saved, got none of \['last'\]"),
+    ],
+)
+def test_rows_of_another_table_are_refused(change: dict[str, torch.Tensor | None], message: str) -> None:
+    full = table()
+    full.apply(gradients(*range(6)), 1, 1)
+    saved = {name: value for name, value in {**full.snapshot(), **change}.items() if value is not None}
+    with pytest.raises(InvalidRequest, match=message):
+        table().restore(saved)
+    with pytest.raises(InvalidRequest, match="has room for 5 rows, got 6"):
+        table(capacity=5).restore(full.snapshot())
 
 
 def test_versions_beyond_32_bits_are_counted_from_a_later_one_on() -> None:

@@ -117,6 +117,41 @@ def test_sync_ends_with_the_same_bits_with_every_optimizer(optimizer: str) -> No
     assert torch.equal(weights(trained(spec, 3, 1, optimizer)), undisturbed(spec, optimizer))
 
 
+def cut(snapshots: list[dict[str, torch.Tensor]], shards: int) -> list[dict[str, torch.Tensor]]:
+    """The rows of some shards, for another number of them."""
+    together = {name: torch.cat([each[name] for each in snapshots]) for name in snapshots[0] if name != "version"}
+    parts = []
+    for shard in range(shards):
+        part = {"version": snapshots[0]["version"]}
+        for name, values in together.items():
+            ids = together["waiting.ids" if name.startswith("waiting.") else "ids"].numpy()
+            part[name] = values[torch.from_numpy(shards_of(ids, shards) == shard)]
+        parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3), (2, 5)])
+@pytest.mark.parametrize("optimizer", ["Adam", "RowWiseAdagrad"])
+def test_rows_that_were_saved_go_on_as_if_nothing_had_happened_on_any_number_of_shards(
+    before: int, after: int, optimizer: str
+) -> None:
+    """With what is not admitted yet, what expires next, and the optimizer's state."""
+    spec = replace(SPEC, admit_after=4, expire_after=8)
+    first = [TableShard(spec, optimizer, SYNC) for _ in range(before)]
+    then = [TableShard(spec, optimizer, SYNC) for _ in range(after)]
+    saved_at = 13
+    for shard, rank, clock, contribution in pushes(before, 1):
+        if clock <= saved_at:
+            first[shard].push(rank, clock, contribution)
+    for shard, part in zip(then, cut([shard.table.snapshot() for shard in first], after), strict=True):
+        shard.table.restore(part)
+        shard.rule.restore(saved_at, dict.fromkeys(range(WORKERS), saved_at))
+    for number, rank, clock, contribution in pushes(after, 2):
+        if clock > saved_at:
+            then[number].push(rank, clock, contribution)
+    assert torch.equal(weights(then), undisturbed(spec, optimizer))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sync_is_an_embedding_and_an_optimizer_of_torch_on_the_combined_batch() -> None:
     embedding = torch.nn.Embedding(200, DIM, sparse=True)
