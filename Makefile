@@ -21,8 +21,9 @@ RELEASED := proto/released.binpb
 LOCK := $(IN_VENV)/python -m tests.tools.requirements lock
 RESOLVE := .venv-lock/bin/uv pip compile --quiet --no-header --universal --python-version 3.10 --generate-hashes \
 	--constraint constraints.txt --output-file
-# What depends on the libraries' versions most: the wire, errors, TLS, metrics, checkpoints, optimizers, one cluster.
-RANGE_TESTS := tests/protocol tests/project/test_supply_chain.py tests/security/test_tls.py tests/cluster/test_push_pull.py
+# What depends on the libraries' versions most: the wire, errors, TLS, metrics, checkpoints, optimizers, one cluster, tables.
+RANGE_TESTS := tests/protocol tests/project/test_supply_chain.py tests/security/test_tls.py tests/cluster/test_push_pull.py \
+	tests/tables/test_modules.py tests/tables/test_table.py
 FRAMEWORK_TESTS := tests/frameworks
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
