@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ps_protocol.errors import LimitExceeded
+
 RowNumbers = npt.NDArray[np.int64]
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.12
@@ -22,7 +24,10 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.12
 def reserved(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Returns an array of zeros, [count], whose memory is used where it has been written."""
     nbytes = max(1, count) * np.dtype(dtype).itemsize
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except OSError as error:
+        raise LimitExceeded(f"{nbytes} bytes of addresses for a table cannot be had ({error}): set max_rows") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=dtype)

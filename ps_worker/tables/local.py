@@ -34,7 +34,7 @@ Exchange = Callable[[bytes, str], Mapping[int, bytes]]
 class _LocalTable:
     """One table, and what steps it.
 
-    group:   the parameter group that has the handle; None: no optimizer has it, and the rows stay as they are
+    group:   returns the parameter group that has the handle; None: no optimizer has it, and the rows stay as they are
     stepper: the number of that optimizer
     values:  hyper-parameters, as they were last
     """
@@ -42,14 +42,14 @@ class _LocalTable:
     module: Embedding
     rows: _Rows
     optimizer: str
-    group: dict[str, Any] | None
+    group: Callable[[], dict[str, Any]] | None
     stepper: int | None
     values: HyperParameters
 
     def read_values(self) -> HyperParameters:
         """Returns the hyper-parameters of the step. Raises InvalidRequest for a change that a table cannot make."""
         if self.module.settings.optimizer is None and self.group is not None:
-            values = hyper_parameters(self.optimizer, self.group)
+            values = hyper_parameters(self.optimizer, self.group())
             if values != self.values:
                 check_change(self.optimizer, self.values, values)
                 if values.get("momentum") and not self.values.get("momentum"):
@@ -130,8 +130,8 @@ class LocalTables:
         return args, kwargs
 
     def _step(self, each: _LocalTable) -> None:
-        own = each.module.lookups.take()
         values = each.read_values()
+        own = each.module.lookups.take()
         every = self._exchange(_encoded(own), f"the step of table {each.module.name!r}")
         contributions = [_decoded(every[rank]) for rank in sorted(every)] if len(every) > 1 else [own]
         table = each.rows.table
@@ -142,34 +142,31 @@ def _made(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimiz
     """Returns the table of a module, and has the module know its name and its group."""
     module.name = name
     spec = module.settings.spec(name, module.weight.shape[1])
-    stepper, group = next(
-        (
-            (index, group)
-            for index, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
-            if any(parameter is module.weight for parameter in group["params"])
-        ),
-        (None, None),
-    )
-    optimizer, values = _optimizer_of(module, None if stepper is None else optimizers[stepper], group)
+    found = ((index, partial(_group_of, optimizer, module.weight)) for index, optimizer in enumerate(optimizers))
+    stepper, group = next(((index, group) for index, group in found if group()), (None, None))
+    optimizer, values = _optimizer_of(module, None if stepper is None else optimizers[stepper])
     rows = _Rows(partial(Table, spec, optimizer, values, _capacity(spec)))
     module.lookups.begin(rows, group)
     return _LocalTable(module, rows, optimizer, group, stepper, values)
 
 
-def _optimizer_of(
-    module: Embedding, optimizer: torch.optim.Optimizer | None, group: dict[str, Any] | None
-) -> tuple[str, HyperParameters]:
+def _group_of(optimizer: torch.optim.Optimizer, handle: nn.Parameter) -> dict[str, Any]:
+    """Returns the parameter group of an optimizer that has a handle; an empty one if none has."""
+    groups = (group for group in optimizer.param_groups if any(each is handle for each in group["params"]))
+    return next(groups, {})
+
+
+def _optimizer_of(module: Embedding, optimizer: torch.optim.Optimizer | None) -> tuple[str, HyperParameters]:
     """Returns the name of a table's optimizer, and its hyper-parameters."""
     own = module.settings.optimizer
     if own is not None:
         return own.name, own.values
-    if optimizer is None or group is None:
+    if optimizer is None:
         return "SGD", {"lr": 0.0}  # it is never stepped
     name = optimizer_name(optimizer)
     if name not in ROW_OPTIMIZERS:
         raise Unsupported(f"{module.name}: {name} cannot step rows; these can: {', '.join(ROW_OPTIMIZERS)}")
-    values = hyper_parameters(name, group)
+    values = hyper_parameters(name, _group_of(optimizer, module.weight))
     if values.get("weight_decay") and not module.settings.lazy_decay:
         raise InvalidRequest(
             f"{module.name}: weight_decay is {values['weight_decay']}, and a row would decay only in the steps that "

@@ -8,6 +8,7 @@ is in the graph, too, so that it has a gradient when its rows do: an empty one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,12 +50,16 @@ class Lookups:
     def __init__(self, handle: nn.Parameter) -> None:
         self.handle = handle
         self.source: Source | None = None
-        self._group: dict[str, Any] | None = None
+        self._group: Callable[[], dict[str, Any]] | None = None
         self._complete = False  # the handle got a gradient after the rows that have one
         self._leaves: list[tuple[torch.Tensor, Ids, Counts]] = []  # with a gradient, in the order of backward
 
-    def begin(self, source: Source, group: dict[str, Any] | None) -> None:
-        """Has rows come from a source. group: the parameter group that has the handle; None: no optimizer does"""
+    def begin(self, source: Source, group: Callable[[], dict[str, Any]] | None) -> None:
+        """Has rows come from a source.
+
+        group: returns the parameter group that has the handle: `load_state_dict` of its optimizer makes it anew; None: no
+               optimizer has it
+        """
         self.source, self._group = source, group
         if self.handle.requires_grad:
             self.handle.register_post_accumulate_grad_hook(self._has_all)
@@ -92,7 +97,7 @@ class Lookups:
                 return  # a second backward through the same graph
         self._forget([old for old in self._leaves if old[0].grad is None])
         self._leaves.append((leaf, ids, counts))
-        self._group["params"].append(leaf)
+        self._group()["params"].append(leaf)
 
     def _has_all(self, _: torch.Tensor) -> None:
         self._complete = True
@@ -117,7 +122,8 @@ class Lookups:
         gone = {id(leaf) for leaf, _, _ in leaves}
         self._leaves = [each for each in self._leaves if id(each[0]) not in gone]
         if self._group is not None and gone:
-            self._group["params"][:] = [each for each in self._group["params"] if id(each) not in gone]
+            parameters = self._group()["params"]
+            parameters[:] = [each for each in parameters if id(each) not in gone]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lookups:
         """A copy of a model (a teacher, an average) reads the same rows, and trains none."""

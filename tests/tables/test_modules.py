@@ -152,6 +152,25 @@ def test_gradients_add_up_until_the_step_and_zero_grad_takes_them_away(session: 
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 
+def test_hyper_parameters_count_that_came_after_a_state_was_loaded(session: ps_worker.Session) -> None:
+    """Which makes the optimizer's groups anew."""
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    loss_of(model, 1).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.step()
+    optimizer.zero_grad()
+    assert table.rows(torch.tensor([1]))[0, 0] == -0.25
+    optimizer.param_groups[0]["momentum"] = 0.9
+    loss_of(model, 1).backward()
+    with pytest.raises(InvalidRequest, match="momentum cannot be switched on"):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    assert table.rows(torch.tensor([1]))[0, 0] == -0.5, "the gradient was not lost"
+
+
 def test_a_closure_makes_the_gradients_of_its_step_and_is_called_once(session: ps_worker.Session) -> None:
     table = ps_worker.Embedding(4, initial="constant", scale=0.0)
     model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
