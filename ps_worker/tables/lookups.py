@@ -57,8 +57,8 @@ class Lookups:
     def begin(self, source: Source, group: Callable[[], dict[str, Any]] | None) -> None:
         """Has rows come from a source.
 
-        group: returns the parameter group that has the handle: `load_state_dict` of its optimizer makes it anew; None: no
-               optimizer has it
+        group: returns the parameter group that has the handle: `load_state_dict` of its optimizer makes it anew; None:
+               no optimizer has it
         """
         self.source, self._group = source, group
         if self.handle.requires_grad:
