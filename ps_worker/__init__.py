@@ -23,7 +23,6 @@ own_servers.py  The servers that `ps-worker run` starts itself: their settings, 
 cli.py          The command `ps-worker`
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
@@ -72,18 +71,18 @@ __all__ = [
 __version__ = version()
 
 
-_AT = {
-    "Session": "ps_worker.session",
-    "connect": "ps_worker.session",
-    "Embedding": "ps_worker.tables.modules",
-    "EmbeddingBag": "ps_worker.tables.modules",
-    "Ftrl": "ps_worker.tables.optimizers",
-    "RowWiseAdagrad": "ps_worker.tables.optimizers",
-}
-
-
 def __getattr__(name: str) -> Any:
     """Imports torch when what needs it is asked for: the launcher and `ps-worker --help` do without."""
-    if name in _AT:
-        return getattr(importlib.import_module(_AT[name]), name)
+    if name in ("Session", "connect"):
+        from ps_worker import session
+
+        return getattr(session, name)
+    if name in ("Embedding", "EmbeddingBag"):
+        from ps_worker.tables import modules
+
+        return getattr(modules, name)
+    if name in ("Ftrl", "RowWiseAdagrad"):
+        from ps_worker.tables import optimizers
+
+        return getattr(optimizers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

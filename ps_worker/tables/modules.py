@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import safetensors.torch
 import torch
@@ -126,8 +126,9 @@ class Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Describes it in the model's text."""
-        changed = {name: value for name, value in vars(self.settings).items() if value != getattr(TableSettings, name)}
-        return ", ".join([str(self.weight.shape[1]), *(f"{name}={value!r}" for name, value in changed.items())])
+        usual = asdict(TableSettings())
+        changed = [f"{name}={value!r}" for name, value in vars(self.settings).items() if value != usual[name]]
+        return ", ".join([str(self.weight.shape[1]), *changed])
 
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.lookups.handle = self.weight  # another one since a copy, or `.to(device)`
