@@ -18,7 +18,7 @@ from ps_worker.data.loaders import PreparedLoader, refused_of_loader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.strategies.strategy import Prepared
-from ps_worker.tables.local import LocalTables
+from ps_worker.tables.modules import prepare_tables
 from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
@@ -43,7 +43,7 @@ class Single:
     ) -> Prepared:
         """Returns all as they are."""
         self._log_refused(refused_of(models, optimizers))
-        LocalTables(models, optimizers, self.exchange)
+        prepare_tables(models, optimizers, None)
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers

@@ -9,9 +9,9 @@ is in the graph, too, so that it has a gradient when its rows do: an empty one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,119 +20,134 @@ from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
 from ps_tables.distinct import distinct
 
+_ID_TYPES = (torch.int64, torch.int32)
+_LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
+
 
 class Source(Protocol):
     """Where rows are."""
 
-    def __len__(self) -> int:
-        """How many rows there are."""
-
     def pull(self, ids: Ids, out: torch.Tensor) -> object:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of all rows, and of what belongs to them."""
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Has these rows, as `snapshot` returned them, and no others."""
+@dataclass(frozen=True)
+class _Leaf:
+    """Rows that were looked up: [n, dim], with a gradient.
 
+    group: the parameters of the group that has joined; None: none has
+    """
 
-_ID_TYPES = (torch.int64, torch.int32)
+    rows: torch.Tensor
+    ids: Ids
+    counts: Counts
+    group: list[Any] | None
+
+    def gradients(self) -> RowGradients:
+        """Returns its gradient, on the CPU."""
+        assert self.rows.grad is not None
+        return RowGradients(self.ids, self.counts, self.rows.grad.to("cpu", torch.float32).contiguous())
+
+    def leave(self) -> None:
+        """Takes it out of its group."""
+        if self.group is not None:
+            self.group[:] = [each for each in self.group if each is not self.rows]
 
 
 class Lookups:
     """The lookups of one table since the last step. For the training thread.
 
-    handle: the table's parameter, [0, dim]
-    source: where its rows are; None before `begin`
+    group: finds the parameters of the group that has a handle, if rows may join it
     """
 
-    def __init__(self, handle: nn.Parameter) -> None:
-        self.handle = handle
-        self.source: Source | None = None
-        self._group: Callable[[], dict[str, Any]] | None = None
-        self._complete = False  # the handle got a gradient after the rows that have one
-        self._leaves: list[tuple[torch.Tensor, Ids, Counts]] = []  # with a gradient, in the order of backward
+    def __init__(self, group: Callable[[nn.Parameter], list[Any] | None]) -> None:
+        self._group = group
+        self._leaves: list[_Leaf] = []  # in the order of backward
+        self._sum: RowGradients | None = None  # of those that have been added up
+        self._handle: nn.Parameter | None = None  # that has the hook
+        self._complete = False  # it got a gradient after the rows that have one
 
-    def begin(self, source: Source, group: Callable[[], dict[str, Any]] | None) -> None:
-        """Has rows come from a source.
-
-        group: returns the parameter group that has the handle: `load_state_dict` of its optimizer makes it anew; None:
-               no optimizer has it
-        """
-        self.source, self._group = source, group
-        if self.handle.requires_grad:
-            self.handle.register_post_accumulate_grad_hook(self._has_all)
-
-    def find(self, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def find(self, source: Source, handle: nn.Parameter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the distinct rows of some ids, [n, dim], and the place of each id among them, shaped as the ids.
 
-        name: of the module, for messages. Raises InvalidRequest for ids of another type, and before `prepare`.
+        handle: the table's parameter, [0, dim]. Raises InvalidRequest for what are no ids.
         """
-        if ids.dtype not in _ID_TYPES:
-            raise InvalidRequest(f"{name}: ids are int64 or int32, got {ids.dtype}")
-        if self.source is None:
-            raise InvalidRequest(f"{name}: its rows are there after session.prepare, which got no model that has it")
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
-        wanted, places, counts = distinct(flat)
-        rows = torch.empty(len(wanted), self.handle.shape[1])
-        self.source.pull(wanted, rows)
-        rows = rows.to(self.handle.device)
-        if torch.is_grad_enabled() and self.handle.requires_grad:
-            if self._group is not None:
-                rows.requires_grad_()
-                rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, wanted, counts))
-            rows = _Joined.apply(rows, self.handle)  # type: ignore[no-untyped-call]
-        return rows.to(self.handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
+            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise InvalidRequest(f"ids are a tensor of int64 or int32, got {got}")
+        wanted, places, counts = distinct(ids.detach().reshape(-1).to("cpu", torch.int64).numpy())
+        rows = torch.empty(len(wanted), handle.shape[1])
+        source.pull(wanted, rows)
+        rows = rows.to(handle.device)
+        if torch.is_grad_enabled() and handle.requires_grad:
+            self._watch(handle)
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, handle, wanted, counts))
+            rows = _Joined.apply(rows, handle)  # type: ignore[no-untyped-call]
+        return rows.to(handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
 
-    def _has_gradient(self, leaf: torch.Tensor, ids: Ids, counts: Counts) -> None:
-        assert self._group is not None
-        if (
-            self._complete and self.handle.grad is None
-        ):  # `zero_grad` of the model since then: it knows the handle alone
-            self._complete = False
-            self._forget(list(self._leaves))
-        for other, _, _ in self._leaves:
-            if other is leaf:
-                return  # a second backward through the same graph
-        self._forget([old for old in self._leaves if old[0].grad is None])
-        self._leaves.append((leaf, ids, counts))
-        self._group()["params"].append(leaf)
+    def take(self, handle: nn.Parameter) -> RowGradients | None:
+        """Ends the step; returns what its rows' gradients are, added up. None: no row has one."""
+        leaves, kept = self._leaves, self._sum
+        self._forget()
+        # What `zero_grad` has taken away counts no more.
+        parts = [leaf.gradients() for leaf in leaves if leaf.rows.grad is not None]
+        parts = [kept, *parts] if kept is not None else parts
+        return RowGradients.union(parts) if parts and handle.grad is not None else None
+
+    def leave_groups(self) -> Callable[[], None]:
+        """Takes all rows out of their groups; returns what puts them back."""
+        before = [(leaf.group, list(leaf.group)) for leaf in self._leaves if leaf.group is not None]
+        for leaf in self._leaves:
+            leaf.leave()
+
+        def back() -> None:
+            for group, parameters in before:
+                group[:] = parameters
+
+        return back
+
+    def _watch(self, handle: nn.Parameter) -> None:
+        if self._handle is not handle:
+            self._handle = handle
+            handle.register_post_accumulate_grad_hook(self._has_all)
+
+    def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
+        if self._complete and handle.grad is None:  # `zero_grad` of the model since then: it knows the handle alone
+            self._forget()
+        self._complete = self._complete and handle.grad is not None
+        if any(other.rows is leaf for other in self._leaves):
+            return  # a second backward through the same graph
+        gone = [other for other in self._leaves if other.rows.grad is None]  # `zero_grad` of the optimizer
+        for other in gone:
+            other.leave()
+        group = self._group(handle)
+        if group is not None:
+            group.append(leaf)
+        self._leaves = [other for other in self._leaves if other not in gone]
+        self._leaves.append(_Leaf(leaf, ids, counts, group))
+        self._add_up()
+
+    def _add_up(self) -> None:
+        """Keeps the memory of gradients that no optimizer may ever use to that of their sum."""
+        if len(self._leaves) > _LEAVES and all(leaf.group is None for leaf in self._leaves):
+            parts = [leaf.gradients() for leaf in self._leaves]
+            self._sum = RowGradients.union([self._sum, *parts] if self._sum is not None else parts)
+            self._leaves = []
 
     def _has_all(self, _: torch.Tensor) -> None:
         self._complete = True
 
-    def take(self) -> RowGradients:
-        """Ends the step; returns what its rows' gradients are, added up."""
-        leaves = list(self._leaves)
-        self._forget(leaves)
-        # What `zero_grad` has taken away counts no more.
-        alive = [leaf for leaf in leaves if leaf[0].grad is not None and self.handle.grad is not None]
-        if not alive:
-            nothing = np.zeros(0, np.int64)
-            return RowGradients(nothing, nothing, torch.zeros(0, self.handle.shape[1]))
-        return RowGradients.union(
-            [
-                RowGradients(ids, counts, leaf.grad.to("cpu", torch.float32).contiguous())  # type: ignore[union-attr]
-                for leaf, ids, counts in alive
-            ]
-        )
-
-    def _forget(self, leaves: list[tuple[torch.Tensor, Ids, Counts]]) -> None:
-        gone = {id(leaf) for leaf, _, _ in leaves}
-        self._leaves = [each for each in self._leaves if id(each[0]) not in gone]
-        if self._group is not None and gone:
-            parameters = self._group()["params"]
-            parameters[:] = [each for each in parameters if id(each) not in gone]
+    def _forget(self) -> None:
+        for leaf in self._leaves:
+            leaf.leave()
+        self._leaves, self._sum = [], None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lookups:
-        """A copy of a model (a teacher, an average) reads the same rows, and trains none."""
-        copied = Lookups(memo.get(id(self.handle), self.handle))
-        copied.source = self.source
-        return copied
+        return Lookups(self._group)
 
     def __reduce__(self) -> Any:
-        return Lookups, (self.handle,)
+        return Lookups, (self._group,)
 
 
 def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

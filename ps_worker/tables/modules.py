@@ -1,55 +1,24 @@
 """Embedding and EmbeddingBag: torch's modules, whose ids are any 64-bit numbers and whose rows are in a table.
 
-A module has one parameter, `weight`, of shape [0, dim]: a handle. So `model.parameters()`, parameter groups, schedulers
-and `state_dict()` work as they do; the handle's group is the optimizer of the rows, unless the module has its own. What
-`state_dict()` has besides is the rows, as bytes.
+A module has one parameter, `weight`, of shape [0, dim]: a handle, for optimizers, groups and schedulers to hold. The
+optimizer that has it steps the rows, unless the module has its own. `state_dict()` has the rows as bytes beside it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.tables import Initializer, TableSpec, validate_table
 from ps_worker.tables.lookups import Lookups, expanded
 from ps_worker.tables.optimizers import TableOptimizer
-
-
-@dataclass(frozen=True)
-class TableSettings:
-    """What a module asks of its table; see Embedding."""
-
-    optimizer: TableOptimizer | None = None
-    initial: str = "normal"
-    scale: float = 1.0
-    seed: int | None = None
-    admit_after: int = 0
-    expire_after: int = 0
-    max_rows: int = 0
-    lazy_decay: bool = False
-
-    def spec(self, name: str, dim: int) -> TableSpec:
-        """Returns the table of a module of that name. Raises InvalidRequest for settings that no table can have."""
-        seed = self.seed
-        if seed is None:  # or an id would begin alike in all tables
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        spec = TableSpec(
-            name,
-            dim,
-            Initializer(self.initial, self.scale, seed),
-            self.admit_after,
-            self.expire_after,
-            self.max_rows,
-        )
-        validate_table(spec)
-        return spec
+from ps_worker.tables.rows import Exchange, LocalRows, TableSettings
+from ps_worker.tables.stepping import check, joined_group, register
 
 
 class Embedding(nn.Module):
@@ -61,14 +30,14 @@ class Embedding(nn.Module):
     optimizer:    of the rows: ps_worker.RowWiseAdagrad or ps_worker.Ftrl; by default that of the handle's group,
                   lazily: a step moves the rows of its batch, and no others
     initial, scale, seed: how a row begins: "normal" with this standard deviation, "uniform" in [-scale, scale), or the
-                  scale itself as a "constant"; the seed is by default made from the module's name. An id that training
-                  has not seen has this value, also in evaluation; looking it up makes no row
+                  scale itself as a "constant"; by default the seed is one of torch's random numbers. An id that
+                  training has not seen has this value, also in evaluation; looking it up makes no row
     admit_after:  an id becomes a row with the step in which it has occurred so often; 0 and 1: at once
-    expire_after: a row is forgotten when so many steps have not trained it; 0: never
+    expire_after: a row is forgotten when so many steps that trained others have not trained it; 0: never
     max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
     lazy_decay:   the optimizer may have a weight_decay, though a row then decays only in the steps that have it
 
-    Clipping the norm of `model.parameters()` does not see rows: it sees the handle, which has no element.
+    What a script does through `model.parameters()`, to values or gradients, reaches the handle, and no row.
     """
 
     def __init__(
@@ -86,40 +55,44 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = TableSettings(optimizer, initial, scale, seed, admit_after, expire_after, max_rows, lazy_decay)
-        self.name = ""  # in the model, once it is prepared
-        self.settings.spec(self.name, dim)
+        if optimizer is not None and not isinstance(optimizer, TableOptimizer):
+            raise InvalidRequest(
+                f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
+            )
+        self.local = LocalRows(self.settings, dim)
         self.weight = nn.Parameter(torch.empty(0, dim))
-        self.lookups = Lookups(self.weight)
-        self.loaded = b""  # rows of a state_dict that came before `prepare`: a safetensors file
+        self.lookups = Lookups(joined_group)
+        register(self)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns rows: [...] int64 or int32, to [..., dim]."""
-        rows, places = self._find(ids)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        register(self)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
+        """Returns rows: [...] ids of int64 or int32, to [..., dim]."""
+        rows, places = self._find(input)
         return expanded(rows, places)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns rows as they are now, apart from any training: [...] to [..., dim]."""
         with torch.no_grad():
             rows, places = self._find(ids)
-            return rows[places]
+            return expanded(rows, places)
 
     def get_extra_state(self) -> torch.Tensor:
         """Returns what `state_dict` has of the table beside its handle: all rows, as bytes of a safetensors file."""
-        source = self.lookups.source
-        content = self.loaded if source is None else safetensors.torch.save(source.snapshot())
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self.local.state()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Has the rows of a `state_dict`, now or with `prepare`. Raises InvalidRequest if they fit no such table."""
-        content = state.cpu().numpy().tobytes()
-        if self.lookups.source is None:
-            self.loaded = content
-        elif content:
-            self.lookups.source.load(safetensors.torch.load(content))
+        """Has the rows of a `state_dict`, and no others. Raises InvalidRequest if they fit no such table."""
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+            got = state.dtype if isinstance(state, torch.Tensor) else type(state).__name__
+            raise InvalidRequest(f"a table's extra state is bytes, a tensor of uint8, got {got}")
+        self.local.load(state.cpu().numpy().tobytes())
 
     def __len__(self) -> int:
         """How many rows the table has."""
-        return 0 if self.lookups.source is None else len(self.lookups.source)
+        return len(self.local)
 
     def __bool__(self) -> bool:
         return True  # also without a row
@@ -130,9 +103,9 @@ class Embedding(nn.Module):
         changed = [f"{name}={value!r}" for name, value in vars(self.settings).items() if value != usual[name]]
         return ", ".join([str(self.weight.shape[1]), *changed])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # hashing ids is no work for a compiler
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.lookups.handle = self.weight  # another one since a copy, or `.to(device)`
-        return self.lookups.find(ids, self.name or type(self).__name__)
+        return self.lookups.find(self.local, self.weight, ids)
 
 
 class EmbeddingBag(Embedding):
@@ -175,15 +148,15 @@ class EmbeddingBag(Embedding):
 
     def forward(
         self,
-        ids: torch.Tensor,
+        input: torch.Tensor,  # torch's name
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns one row a bag: [bags, n] ids, or [n] ids and [bags] offsets, to [bags, dim].
 
-        per_sample_weights: shaped as ids, for mode "sum"
+        per_sample_weights: shaped as the ids, for mode "sum"
         """
-        rows, places = self._find(ids)
+        rows, places = self._find(input)
         if not len(rows):  # torch wants one row at least, also where all bags are empty
             rows = rows.new_zeros(1, rows.shape[1])
         return functional.embedding_bag(
@@ -205,3 +178,21 @@ def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
             if isinstance(module, Embedding):
                 found[f"{number}.{name}" if len(models) > 1 else name or "table"] = module
     return found
+
+
+def prepare_tables(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange | None
+) -> None:
+    """Makes the tables of some models ready to be trained by these optimizers, or by others later.
+
+    exchange: in ddp, what the ranks tell each other with; all begin with the rows of rank 0
+    Raises InvalidRequest or Unsupported for tables that cannot be trained so.
+    """
+    tables: Mapping[str, Embedding] = named_tables(models)
+    if len({id(module.weight) for module in tables.values()}) < len(tables):
+        raise InvalidRequest("two tables share one weight: use one module twice instead")
+    for name, module in tables.items():
+        module.local.name = name
+    check(list(tables.values()), optimizers)
+    for module in tables.values():
+        module.local.share(exchange)

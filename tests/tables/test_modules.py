@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_tables.initial import initial_rows
 
 IDS = 100  # of those that are known to torch's modules
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -57,8 +56,7 @@ def ours_and_theirs(mode: str = "mean") -> tuple[Model, Model]:
     )
     theirs.top.load_state_dict(ours.top.state_dict())
     for name in ("item", "tags", "weighted"):
-        spec = ours.get_submodule(name).settings.spec(name, 4)  # type: ignore[operator, union-attr]
-        theirs.get_submodule(name).weight.data = initial_rows(spec.initializer, np.arange(IDS), 4)
+        theirs.get_submodule(name).weight.data = ours.get_submodule(name).rows(torch.arange(IDS))  # type: ignore[operator]
     return ours, theirs
 
 
@@ -162,13 +160,18 @@ def test_hyper_parameters_count_that_came_after_a_state_was_loaded(session: ps_w
     optimizer.step()
     optimizer.zero_grad()
     assert table.rows(torch.tensor([1]))[0, 0] == -0.25
-    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.param_groups[0]["weight_decay"] = 0.1
     loss_of(model, 1).backward()
-    with pytest.raises(InvalidRequest, match="momentum cannot be switched on"):
+    with pytest.raises(InvalidRequest, match=r"0: weight_decay is 0.1, .* say lazy_decay=True"):
         optimizer.step()
-    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.param_groups[0].update(weight_decay=0.0, momentum=0.9)
     optimizer.step()
     assert table.rows(torch.tensor([1]))[0, 0] == -0.5, "the gradient was not lost"
+    optimizer.step()
+    assert table.rows(torch.tensor([1]))[0, 0] == -0.5, "and counts once"
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert table.rows(torch.tensor([1]))[0, 0] == pytest.approx(-0.5 - 0.25 * 1.9), "momentum from then on"
 
 
 def test_a_closure_makes_the_gradients_of_its_step_and_is_called_once(session: ps_worker.Session) -> None:
@@ -209,17 +212,92 @@ def test_rows_are_clipped_over_the_optimizers_groups(session: ps_worker.Session)
     assert (float(norm), float(table.rows(torch.tensor([3])).norm())) == pytest.approx((2.0, 0.5), rel=1e-4)
 
 
-def test_a_copy_reads_the_same_rows_and_trains_none(session: ps_worker.Session) -> None:
+def test_a_copy_has_rows_of_its_own_and_any_optimizer_trains_them(session: ps_worker.Session) -> None:
     table = ps_worker.Embedding(4)
     model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
-    teacher = copy.deepcopy(model)
     loss_of(model, 1).backward()
     optimizer.step()
-    assert torch.equal(teacher(torch.tensor([1])), model(torch.tensor([1])))
-    loss_of(teacher, 1).backward()
-    before = table.rows(torch.tensor([1]))
+    every = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    start = table.rows(torch.arange(3))
+    loss_of(model, 1).backward()
     optimizer.step()
-    assert torch.equal(table.rows(torch.tensor([1])), before)
+    assert not torch.equal(table.rows(torch.arange(3)), start)
+    for other in every:
+        assert torch.equal(other[0].rows(torch.arange(3)), start)
+        own = torch.optim.SGD(other.parameters(), lr=0.5)
+        loss_of(other, 2).backward()
+        own.step()
+        assert torch.equal(other[0].rows(torch.arange(3)), start - torch.tensor([0.0, 0.0, 0.5])[:, None])
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other[0].rows(torch.arange(9)), table.rows(torch.arange(9)))
+
+
+def test_rows_need_no_session_and_stay_over_the_next_one() -> None:
+    """Plain torch: a notebook, a test, a service that predicts."""
+    model = nn.Sequential(ps_worker.Embedding(4, initial="constant", scale=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        loss_of(model, 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(2):
+        with ps_worker.connect(mode="single") as session:
+            prepared, stepper = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            loss_of(prepared, 7).backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert model[0].rows(torch.tensor([7]))[0].tolist() == [-4.0] * 4
+
+
+def test_an_optimizer_that_comes_later_trains_rows(session: ps_worker.Session) -> None:
+    model = nn.Sequential(ps_worker.Embedding(4, initial="constant", scale=0.0), nn.Linear(4, 1))
+    prepared, optimizer = session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=1.0))
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    model[1].weight.data.fill_(1.0)
+    loss_of(prepared, 7).backward()
+    optimizer.step()
+    assert model[0].rows(torch.tensor([7]))[0].tolist() == [-1.0] * 4
+    model[1].weight.data.fill_(1.0)
+    again = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    optimizer.zero_grad()
+    loss_of(prepared, 7).backward()
+    again.step()
+    assert model[0].rows(torch.tensor([7]))[0].tolist() == [-1.5] * 4
+
+
+def test_a_state_between_backward_and_step_names_no_rows_and_can_be_loaded(session: ps_worker.Session) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.Adam(table.parameters(), lr=1.0))
+    loss_of(model, 1).backward()
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["params"] == [0]
+    optimizer.load_state_dict(state)
+    assert len(optimizer.param_groups[0]["params"]) == 2, "and the rows are there again"
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    assert table.rows(torch.tensor([1]))[0, 0] == pytest.approx(-1.0)
+
+
+def test_steps_that_train_no_row_let_none_expire(session: ps_worker.Session) -> None:
+    model = nn.Sequential(ps_worker.Embedding(4, expire_after=3), nn.Linear(4, 1))
+    prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(prepared, 1).backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_of(prepared, 1).backward()
+        optimizer.step()
+    assert len(model[0]) == 1
+
+
+def test_gradients_that_no_optimizer_ever_uses_take_no_more_memory_than_their_sum() -> None:
+    model = nn.Sequential(ps_worker.Embedding(4, initial="constant", scale=0.0))
+    for _ in range(50):
+        loss_of(model, 1, 2).backward()
+    assert len(model[0].lookups._leaves) < 10
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert model[0].rows(torch.tensor([1, 2, 3]))[:, 0].tolist() == [-50.0, -50.0, 0.0]
 
 
 @pytest.mark.parametrize("prepared_first", [False, True])
@@ -240,6 +318,7 @@ def test_a_state_dict_has_the_rows_and_training_goes_on_from_it(
     saved = torch.load(file)
     assert tuple(saved["model"]["0.weight"].shape) == (0, 4)
     again, stepper = made()
+    empty = again.state_dict()
     with ps_worker.connect(mode="single", job="again") as other:
         if prepared_first:
             again, stepper = other.prepare(again, stepper)
@@ -254,6 +333,8 @@ def test_a_state_dict_has_the_rows_and_training_goes_on_from_it(
             of.step()
         assert torch.equal(again[0].rows(torch.arange(9)), model[0].rows(torch.arange(9)))
         assert len(again[0]) == len(model[0]) == 2
+        again.load_state_dict(empty)
+        assert len(again[0]) == 0
     narrow = nn.Sequential(ps_worker.Embedding(3), nn.Linear(3, 1))
     with ps_worker.connect(mode="single", job="narrow") as third:
         third.prepare(narrow, torch.optim.SGD(narrow.parameters()))
@@ -296,6 +377,10 @@ def test_tables_of_one_model_begin_unlike_and_say_what_they_are(session: ps_work
         ),
         (lambda: ps_worker.Ftrl(l1=-1.0), "Ftrl: l1 must be a finite number from 0, got -1.0"),
         (lambda: ps_worker.Embedding(4, admit_after=-1), "admit_after must be from 0 to"),
+        (
+            lambda: ps_worker.Embedding(4, optimizer=torch.optim.SGD),
+            r"optimizer must be ps_worker.RowWiseAdagrad\(...\) or",
+        ),
         (lambda: ps_worker.EmbeddingBag(4, "median"), "mode must be sum, mean or max, got 'median'"),
     ],
 )
@@ -306,8 +391,6 @@ def test_settings_that_no_table_can_have_are_refused_when_it_is_made(make: Calla
 
 def test_what_would_train_something_else_than_it_says_is_refused(session: ps_worker.Session) -> None:
     table = ps_worker.Embedding(4)
-    with pytest.raises(InvalidRequest, match=r"Embedding: its rows are there after session.prepare"):
-        table(torch.tensor([1]))
     model = nn.Sequential(table)
     with pytest.raises(InvalidRequest, match=r"0: weight_decay is 0.01, .* say lazy_decay=True"):
         session.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -317,10 +400,19 @@ def test_what_would_train_something_else_than_it_says_is_refused(session: ps_wor
     tied[1].weight = table.weight
     with pytest.raises(InvalidRequest, match="two tables share one weight"):
         session.prepare(tied, torch.optim.SGD(tied.parameters(), lr=1.0))
-    _, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(InvalidRequest, match=r"0: ids are int64 or int32, got torch.float32"):
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(InvalidRequest, match=r"ids are a tensor of int64 or int32, got torch.float32"):
         model(torch.tensor([1.0]))
-    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(InvalidRequest, match=r"ids are a tensor of int64 or int32, got list"):
+        table.rows([1])
+    with pytest.raises(InvalidRequest, match=r"a table's extra state is bytes, a tensor of uint8, got torch.float16"):
+        model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
+    with pytest.raises(InvalidRequest, match=r"table '0': expected rows as state_dict has them, got "):
+        table.set_extra_state(torch.zeros(9, dtype=torch.uint8))
     loss_of(model, 1).backward()
-    with pytest.raises(InvalidRequest, match="0: momentum cannot be switched on in a table that is trained"):
-        optimizer.step()
+    with pytest.raises(Unsupported, match=r"optimizer Mine cannot run on a parameter server: .* of its own"):
+        Mine(model.parameters(), lr=0.1).step()
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer that shards do not know."""

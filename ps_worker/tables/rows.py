@@ -1,0 +1,171 @@
+"""The rows of one module in this process, and their steps; a replica of them on each rank of DDP.
+
+In DDP a step adds up the gradients of all ranks, row by row in the order of ranks, and divides by how many there are:
+what the shards do in sync. So all replicas stay alike to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import HyperParameters
+from ps_protocol.optimizers import tensors_kept
+from ps_protocol.row_ids import Ids
+from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table
+from ps_tables.contributions import RowGradients
+from ps_tables.initial import initial_rows
+from ps_tables.optimizers import TORCH_OPTIMIZERS
+from ps_tables.table import Table
+from ps_worker.tables.optimizers import TableOptimizer
+
+# Returns what all ranks gave, by rank. what: the call, for messages
+Exchange = Callable[[bytes, str], Mapping[int, bytes]]
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What a module asks of its table; see Embedding."""
+
+    optimizer: TableOptimizer | None = None
+    initial: str = "normal"
+    scale: float = 1.0
+    seed: int | None = None
+    admit_after: int = 0
+    expire_after: int = 0
+    max_rows: int = 0
+    lazy_decay: bool = False
+
+    def spec(self, name: str, dim: int, seed: int) -> TableSpec:
+        """Returns the table that they describe. Raises InvalidRequest for settings that no table can have."""
+        start = Initializer(self.initial, self.scale, seed)
+        spec = TableSpec(name, dim, start, self.admit_after, self.expire_after, self.max_rows)
+        validate_table(spec)
+        return spec
+
+
+class LocalRows:
+    """The rows of one module.
+
+    seed: of rows that nobody has trained; that of the settings, or one of torch's random numbers
+    name: of the module in its model, for messages; once it is prepared
+    exchange: in ddp, what the ranks tell each other with; None: this process is alone
+    """
+
+    def __init__(self, settings: TableSettings, dim: int) -> None:
+        seed = settings.seed
+        self.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        self.name = ""
+        self.exchange: Exchange | None = None
+        self._settings, self._dim = settings, dim
+        self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
+        self._table: Table | None = None  # made when there are rows
+        self._loaded: dict[str, torch.Tensor] = {}  # rows of a state_dict, until a step says with which optimizer
+        self._spec()
+
+    def _spec(self) -> TableSpec:
+        return self._settings.spec(self.name, self._dim, self.seed)
+
+    def __len__(self) -> int:
+        return 0 if self._table is None else len(self._table)
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+        if self._table is None:
+            out.copy_(initial_rows(self._spec().initializer, ids, self._dim))
+        else:
+            self._table.pull(ids, out)
+
+    def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
+        """Makes an update; none where no rank has a gradient.
+
+        optimizer: a name of ps_tables.optimizers.ROW_OPTIMIZERS; where it is another one than before, rows begin
+                   without a state
+        own:       this rank's gradients; None: it has none
+        """
+        if self.exchange is None:
+            contributions = [own] if own is not None else []
+            count = 1
+        else:
+            every = self.exchange(_encoded(own), f"the step of table {self.name!r}")
+            contributions = [_decoded(every[rank]) for rank in sorted(every) if every[rank]]
+            count = len(every)
+        if contributions:
+            table = self._table_with(optimizer, values)
+            table.apply(RowGradients.union(contributions), count, table.version + 1, values)
+
+    def _table_with(self, optimizer: str, values: HyperParameters) -> Table:
+        kept = tensors_kept(optimizer, values) if optimizer in TORCH_OPTIMIZERS else ()
+        if self._table is None or self._loaded or self._kind != (optimizer, kept):
+            table = Table(self._spec(), optimizer, values, _capacity(self._spec()))
+            rows = self._loaded or (self._table.snapshot() if self._table is not None else {})
+            if rows:
+                table.restore(rows)
+            self._table, self._kind, self._loaded = table, (optimizer, kept), {}
+        return self._table
+
+    def state(self) -> bytes:
+        """Returns all rows and what belongs to them: a safetensors file."""
+        rows = self._loaded or ({} if self._table is None else self._table.snapshot())
+        return safetensors.torch.save({**rows, "seed": torch.tensor([self.seed], dtype=torch.uint64)})
+
+    def load(self, state: bytes) -> None:
+        """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
+        try:
+            rows = safetensors.torch.load(state)
+            seed = int(rows.pop("seed"))
+        except (SafetensorError, KeyError) as error:
+            raise InvalidRequest(f"table {self.name!r}: expected rows as state_dict has them, got {error}") from None
+        table = None
+        if rows:
+            spec = self._settings.spec(self.name, self._dim, seed)
+            table = Table(spec, "SGD", {"lr": 0.0}, _capacity(spec))  # to be read, until a step names its optimizer
+            table.restore(rows)
+        self.seed, self._table, self._loaded, self._kind = seed, table, rows, ("SGD", ())
+
+    def share(self, exchange: Exchange | None) -> None:
+        """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
+        self.exchange = exchange
+        if exchange is not None:
+            own = self.state()
+            every = exchange(own, f"the rows of table {self.name!r}")
+            if own != every[min(every)]:
+                self.load(every[min(every)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
+        return _again(self._settings, self._dim, self.state())
+
+    def __reduce__(self) -> Any:
+        return _again, (self._settings, self._dim, self.state())
+
+
+def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:
+    """Returns a copy with rows of its own, of this process alone."""
+    rows = LocalRows(settings, dim)
+    rows.load(state)
+    return rows
+
+
+def _capacity(spec: TableSpec) -> int:
+    """Returns how many rows a table may have at most: as many as this machine's memory holds, if it does not say."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(MAX_ROWS, spec.max_rows or memory // (4 * spec.dim))
+
+
+def _encoded(gradients: RowGradients | None) -> bytes:
+    if gradients is None:
+        return b""
+    arrays = {"ids": torch.from_numpy(gradients.ids), "counts": torch.from_numpy(gradients.counts)}
+    return safetensors.torch.save({**arrays, "gradients": gradients.gradients})
+
+
+def _decoded(data: bytes) -> RowGradients:
+    tensors = safetensors.torch.load(data)
+    return RowGradients(tensors["ids"].numpy(), tensors["counts"].numpy(), tensors["gradients"])

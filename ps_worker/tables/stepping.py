@@ -1,0 +1,140 @@
+"""What steps a table: the step of whichever optimizer has its handle, made before or after `prepare`.
+
+A hook of all optimizers does it, before an optimizer steps parameters of its own. An optimizer that is known beforehand
+(from `prepare`, or because it has stepped a table already) has the rows of a step in its groups from backward on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import HyperParameters
+from ps_protocol.optimizers import hyper_parameters, optimizer_name
+from ps_tables.optimizers import ROW_OPTIMIZERS
+from ps_worker.tables.lookups import Lookups
+from ps_worker.tables.rows import LocalRows, TableSettings
+
+
+class Stepped(Protocol):
+    """A module with a table."""
+
+    weight: nn.Parameter
+    settings: TableSettings
+    local: LocalRows
+    lookups: Lookups
+
+
+_tables = weakref.WeakSet[Any]()  # all modules with a table
+_known = weakref.WeakSet[Optimizer]()
+
+
+def register(table: Stepped) -> None:
+    """Has a module's table stepped."""
+    _tables.add(table)
+
+
+def know(optimizer: Optimizer) -> None:
+    """Has rows join this optimizer's groups from backward on. Its state_dict has none of them."""
+    if optimizer in _known:
+        return
+    _known.add(optimizer)
+    backs: list[Callable[[], None]] = []
+
+    def leave(optimizer: Optimizer, *_: Any) -> None:
+        backs.extend(table.lookups.leave_groups() for table in _tables_of(optimizer))
+
+    def back(*_: Any) -> None:
+        while backs:
+            backs.pop()()
+
+    optimizer.register_state_dict_pre_hook(leave)
+    optimizer.register_state_dict_post_hook(back)
+    optimizer.register_load_state_dict_pre_hook(leave)
+    optimizer.register_load_state_dict_post_hook(back)
+
+
+def joined_group(handle: nn.Parameter) -> list[Any] | None:
+    """Returns the parameters of the group that has a handle, for its rows to join; None where they may not.
+
+    In ddp they may not: they have this rank's gradients alone, and what is made of all parameters of a group, such as
+    their norm, must be the same on all ranks.
+    """
+    if any(table.weight is handle and table.local.exchange is not None for table in _tables):
+        return None
+    for optimizer in _known:
+        for group in optimizer.param_groups:
+            if any(each is handle for each in group["params"]):
+                return group["params"]  # type: ignore[no-any-return]
+    return None
+
+
+def optimizer_of(table: Stepped, optimizer: Optimizer) -> tuple[str, HyperParameters]:
+    """Returns the name of what steps a table where this optimizer has its handle, and its hyper-parameters now.
+
+    Raises Unsupported or InvalidRequest for an optimizer that cannot step rows, or would do something else with them.
+    """
+    own, name = table.settings.optimizer, table.local.name or "a table"
+    if own is not None:
+        return own.name, own.values
+    try:
+        cls = optimizer_name(optimizer)
+    except Unsupported as error:
+        raise Unsupported(f"{name}: {error}; or give the table an optimizer of its own") from None
+    if cls not in ROW_OPTIMIZERS:
+        raise Unsupported(f"{name}: {cls} cannot step rows; these can: {', '.join(ROW_OPTIMIZERS)}")
+    group = next(each for each in optimizer.param_groups if any(table.weight is one for one in each["params"]))
+    values = hyper_parameters(cls, group)
+    if values.get("weight_decay") and not table.settings.lazy_decay:
+        raise InvalidRequest(
+            f"{name}: weight_decay is {values['weight_decay']}, and a row would decay only in the steps that "
+            "have it: give its weight a group with weight_decay=0, or say lazy_decay=True"
+        )
+    return cls, values
+
+
+def check(tables: Sequence[Stepped], optimizers: Sequence[Optimizer]) -> None:
+    """Raises what `optimizer_of` raises for the tables and optimizers of a script; has these known."""
+    for optimizer in optimizers:
+        for table in _tables_of(optimizer):
+            if table in tables:
+                optimizer_of(table, optimizer)
+    for optimizer in optimizers:
+        know(optimizer)
+
+
+def _tables_of(optimizer: Optimizer) -> list[Any]:
+    """Returns the modules whose handles an optimizer has, in the order of their names: the same on all ranks."""
+    if not _tables:
+        return []
+    handles = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return sorted((each for each in _tables if id(each.weight) in handles), key=lambda table: table.local.name)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Steps the tables of an optimizer. Returns what its `step` is to be called with: a closure, which makes the
+    gradients, is called here, and once."""
+    tables = _tables_of(optimizer)
+    if not tables:
+        return None
+    know(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = (optimizer, lambda: loss), {}
+    orders = [(table, *optimizer_of(table, optimizer)) for table in tables]  # all may be refused: before any is stepped
+    for table, name, values in orders:
+        table.local.step(name, values, table.lookups.take(table.weight))
+    return args, kwargs
+
+
+register_optimizer_step_pre_hook(_before_step)
