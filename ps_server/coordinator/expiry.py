@@ -45,5 +45,5 @@ class Expiry:
             guarded("leases", job.expire)
             timing = self._cluster.timing
             limit = timing.deserted if job.members.ever_joined() else timing.unjoined
-            if job.life.deserted_for(job.members.empty()) > limit:
+            if job.life.deserted_for(job.members.empty(without_awaited=True)) > limit:
                 self._background.apart("deserted", name, job.desert)

@@ -216,19 +216,18 @@ class CoordinatedJob:
         state: its clock and its own state then, for the checkpoints to come
         done:  its script has come to its end
         """
+        state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
         with self.life.deciding():  # not between what a rollback decides and what it books
             left = self.members.leave(rank, incarnation, key, done)
-            if left is not None:
-                self.accounting.give_up(rank)
-        if left is None:
-            return self.life.has_ended
-        member, was_live = left
+            if left is None:
+                return self.life.has_ended
+            member, was_live = left
+            self.accounting.give_up(rank)
+            if self.checkpoints is not None and was_live:  # another one's state may be of steps that were rolled back
+                self.checkpoints.left(rank, state)
         how = f"{', done' if done else ''}{'' if was_live else ', and does not join again'}"
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
-        if self.checkpoints is not None and was_live:  # the state of another one may be of steps that were rolled back
-            limit = self._cluster.limits.state_bytes
-            self.checkpoints.left(rank, _if_small(self.spec.name, rank, state, limit))
         # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
         self._remove(member)
         self._registry.save()
@@ -289,9 +288,9 @@ class CoordinatedJob:
 
     def desert(self) -> None:
         """Ends the job because its workers are gone, after a last checkpoint; not if one comes."""
-        seconds = self.life.deserted_for(self.members.empty())
+        seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
-            if not self.members.empty() or not self.life.is_running:
+            if not self.members.empty(without_awaited=True) or not self.life.is_running:
                 return
             self.life.begin(Phase.ENDING)
         try:

@@ -104,11 +104,17 @@ class JobMembers:
         with self._lock:
             return self._on_disk.roster(self._membership)
 
-    def all(self, and_fenced: bool = False) -> list[Member]:
-        """Returns the live workers, by rank. and_fenced: with those that were, until their own join failed half way"""
+    def all(self, and_fenced: bool = False, and_away: bool = False) -> list[Member]:
+        """Returns the live workers, by rank.
+
+        and_fenced: with those that were, until their own join failed half way
+        and_away:   with those that were, until a rollback, and are expected to join again
+        """
         with self._lock:
-            members = {**(self._fenced if and_fenced else {}), **self._membership.members}
-            return sorted(members.values(), key=lambda member: member.rank)
+            rejoining, away = self._membership.rejoining, self._membership.away
+            gone = {rank: member for rank, member in away.items() if rank in rejoining} if and_away else {}
+            members = {**gone, **(self._fenced if and_fenced else {}), **self._membership.members}
+            return [members[rank] for rank in sorted(members)]
 
     def rejoining(self) -> tuple[int, ...]:
         """Returns the ranks that are expected to join again after a rollback."""
@@ -120,10 +126,14 @@ class JobMembers:
         with self._lock:
             return self._membership.last_incarnation
 
-    def empty(self) -> bool:
-        """Whether no worker is live, none joins at this moment, and none is expected to join again."""
+    def empty(self, without_awaited: bool = False) -> bool:
+        """Whether no worker is live, none joins at this moment, and none is expected to join again.
+
+        without_awaited: those that are expected to join again do not count
+        """
         with self._lock:
-            return not self._membership.members and not self._membership.rejoining and not self._joining
+            awaited = self._membership.rejoining and not without_awaited
+            return not (self._membership.members or awaited or self._joining)
 
     def pending_removals(self) -> set[Removal]:
         """Returns what shards may still count: workers that are gone, and those that join at this moment."""

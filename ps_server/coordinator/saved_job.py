@@ -28,6 +28,7 @@ class SavedJob:
     workers:          the live ones; by its attempt, one whose answer was lost gets the same when it asks again
     lost_steps, redone_steps, unaccounted, began, departed, settled: what rollbacks have cost; see core.accounting
     rejoining:        ranks that are expected to join again, after a rollback
+    away:             what is known of the workers that had them
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
     continues:        the run and the checkpoint that this run began with
     launches:         that have taken part
@@ -49,6 +50,7 @@ class SavedJob:
     departed: Mapping[int, int] = field(default_factory=dict)
     settled: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
     rejoining: tuple[int, ...] = ()
+    away: tuple[Member, ...] = ()
     pending_removals: tuple[tuple[int, int, int], ...] = ()
     continues: tuple[str, str] | None = None
     rounds_completed: int = 0
@@ -59,7 +61,7 @@ class SavedJob:
 def saved(job: CoordinatedJob) -> SavedJob:
     """Returns what another coordinator needs to resume a job. Waits for no join."""
     completed, rounds = job.rounds.done()
-    accounting = job.accounting
+    accounting, live = job.accounting, job.members.all()
     return SavedJob(
         spec=job.spec_data,
         run=job.placed.run,
@@ -68,7 +70,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         last_incarnation=job.members.last_incarnation(),
         restore_count=job.members.restore_count,
         started=job.members.roster()[2],
-        workers=tuple(job.members.all()),
+        workers=tuple(live),
         lost_steps=accounting.lost_steps,
         redone_steps=accounting.redone_steps,
         unaccounted=dict(accounting.unaccounted),
@@ -76,6 +78,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         departed=dict(accounting.departed),
         settled=dict(accounting.settled),
         rejoining=job.members.rejoining(),
+        away=tuple(member for member in job.members.all(and_away=True) if member not in live),
         pending_removals=tuple(sorted(job.members.pending_removals())),
         continues=job.placed.continues,
         rounds_completed=completed,
@@ -96,6 +99,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     # Also one whose workers were all gone: what they trained belongs into a last checkpoint before it ends.
     membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
+    membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}
     # Otherwise the cluster has another number of shards now, and every part of the job is lost.

@@ -107,7 +107,7 @@ class StateFile:
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
     data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
-    for worker in data["workers"]:
+    for worker in (*data["workers"], *data["away"]):
         del worker["expires"], worker["heard"]  # by the clock of a process that is gone when they are read
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
@@ -127,7 +127,8 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["launches"] = tuple(data.get("launches", ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
-    data["workers"] = tuple(_worker(worker) for worker in data["workers"])
+    for workers in ("workers", "away"):
+        data[workers] = tuple(_worker(worker) for worker in data.get(workers, ()))
     data["rounds"] = tuple(
         Round(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})
         for saved in data.get("rounds", ())

@@ -112,8 +112,9 @@ def test_a_worker_that_was_away_at_the_end_is_told_so(cluster: OneProcess) -> No
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("restart", [False, True])
 def test_workers_that_come_to_their_end_after_a_rollback_took_them_off_do_not_join_again(
-    cluster: OneProcess, tmp_path: Path, mode: str, done: bool
+    cluster: OneProcess, tmp_path: Path, mode: str, done: bool, restart: bool
 ) -> None:
     """Each had made its last step: it leaves the place that the rollback has taken from it."""
     spec = vector_job("job", mode, CELLS, 2)
@@ -129,6 +130,10 @@ def test_workers_that_come_to_their_end_after_a_rollback_took_them_off_do_not_jo
         job.members.heartbeat(worker.rank, member.incarnation, worker.clock, member.key)
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
+    if restart:
+        cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+        cluster.while_waiting()
+        job = cluster.coordinator.job("job")
     assert job.members.rejoining() == (0, 1)
     with pytest.raises(Forbidden):
         cluster.coordinator.leave("job", 1, workers[1].place.member.incarnation, b"another key", workers[1].run)
@@ -150,6 +155,25 @@ def test_workers_that_come_to_their_end_after_a_rollback_took_them_off_do_not_jo
             cluster.coordinator.register_job(spec, "a")
     else:
         assert cluster.coordinator.register_job(spec, "a")[1]
+
+
+def test_a_job_whose_workers_all_died_after_a_rollback_is_deserted(cluster: OneProcess) -> None:
+    """One of them leaves, and another one's process is known to be gone: no live worker waits for either."""
+    spec = vector_job("job", "sync", CELLS, 2)
+    workers = [DirectWorker(cluster, spec, rank, "a") for rank in range(2)]
+    workers[0].initialise()
+    job = cluster.coordinator.job("job")
+    cluster.while_waiting(lambda: train(workers))
+    job.checkpoint()
+    cluster.while_waiting()
+    cluster.start_shard(1)
+    cluster.coordinator.recover_jobs()
+    assert job.life.deserted_for(empty=False) == 0.0  # the last look before
+    cluster.clock.seconds += 500.0
+    assert job.life.deserted_for(job.members.empty(without_awaited=True)) == 500.0
+    workers[0].leave(done=True)
+    job.desert()
+    assert cluster.coordinator.jobs() == {}
 
 
 @pytest.mark.parametrize("restore", [False, True])
