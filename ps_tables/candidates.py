@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ps_protocol.row_ids import Ids
+from ps_protocol.row_ids import Ids, mix
 from ps_tables.contributions import Counts
 from ps_tables.entries import Entries
 from ps_tables.memory import reserved
@@ -54,6 +54,8 @@ class Candidates:
         self.entries.remove(ids[known & admitted], numbers[known & admitted])
         new = np.flatnonzero(~known & ~admitted)
         self.entries.make_room(len(new), version)
-        new = new[: self._capacity - len(self.entries)]
+        room = self._capacity - len(self.entries)
+        if len(new) > room:
+            new = new[np.argsort(mix(ids[new]), kind="stable")[:room]]
         self._counts[self.entries.add(ids[new], version)] = total[new]
         return admitted

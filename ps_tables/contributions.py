@@ -40,7 +40,7 @@ class RowGradients:
     def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
         """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
         each, places, counts = distinct(ids)
-        sums = torch.zeros(len(each), gradients.shape[1])
+        sums = torch.zeros(len(each), gradients.shape[1], dtype=torch.float32, device="cpu")
         return RowGradients(each, counts, sums.index_add_(0, torch.from_numpy(places), gradients))
 
     @staticmethod
@@ -50,7 +50,7 @@ class RowGradients:
             return contributions[0]
         ids, places, _ = distinct(np.concatenate([each.ids for each in contributions]))
         counts = np.zeros(len(ids), np.int64)
-        sums = torch.zeros(len(ids), contributions[0].gradients.shape[1])
+        sums = torch.zeros(len(ids), contributions[0].gradients.shape[1], dtype=torch.float32, device="cpu")
         first = 0
         for each in contributions:
             at = places[first : first + len(each)]

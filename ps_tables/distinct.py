@@ -10,14 +10,15 @@ from ps_protocol.row_ids import Ids, mix
 Places = npt.NDArray[np.int64]
 
 
-def distinct(ids: Ids) -> tuple[Ids, Places, Places]:
+def distinct(ids: Ids, salt: int = 0) -> tuple[Ids, Places, Places]:
     """Returns each id once, the place of each id of the batch among those, and how often each occurs.
 
     [n] to [m], [n] and [m]. The order is that of places in the batch: of the last id of several, mostly.
+    salt: what slots depend on besides ids, so that nobody can choose ids that share a slot
     """
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
     mask = np.int64(slots_count - 1)
-    slots = mix(ids).view(np.int64) & mask
+    slots = mix(ids ^ np.int64(salt)).view(np.int64) & mask
     owner = np.full(slots_count, -1, np.int32)  # by slot, the place in the batch of the id that has it
     first = np.empty(len(ids), np.int64)  # by place, the place of the id's owner
     waiting = np.arange(len(ids))

@@ -137,7 +137,9 @@ class Entries:
 
     def _rebase(self, shift: int) -> None:
         """Counts versions from a later one on, so that 32 bits hold them: those before it become that one."""
-        live = self._used[: self._end]
-        live[live > 0] = np.maximum(live[live > 0].astype(np.int64), shift + 1) - shift
+        used = self._used[: self._end]
+        expired = used < self._threshold
+        np.copyto(used, np.maximum(used.astype(np.int64), shift + 1) - shift, casting="unsafe")
+        used[expired] = 0  # and stay so, until they are swept
         self._threshold = max(1, self._threshold - shift)
         self._base += shift

@@ -142,6 +142,7 @@ class Index:
 
         So all ids come up in the end, also if some are removed or inserted meanwhile, and the index made anew.
         """
+        self._move(count)  # what is in old slots comes up in new ones
         start = self._walked if self._walked < len(self._slots) else 0
         self._walked = min(len(self._slots), start + count)
         part = self._slots.entries(start, self._walked)[:2]

@@ -74,7 +74,9 @@ class RowOptimizer(ABC):
     def reset(self, rows: RowNumbers, values: HyperParameters) -> None:
         """Has rows begin without a state: zeros, if the optimizer says nothing else."""
         for name, array in self.state.items():
-            array.write(rows, torch.full((len(rows), array.dim), self._first(name, values)))
+            array.write(
+                rows, torch.full((len(rows), array.dim), self._first(name, values), dtype=torch.float32, device="cpu")
+            )
 
     def _first(self, name: str, values: HyperParameters) -> float:
         """Returns what a state begins with."""
@@ -100,7 +102,7 @@ class RowOptimizer(ABC):
         length = -(-numel // PADDING) * PADDING
         memory = self._gathered.get(name)
         if memory is None or len(memory) < length:
-            memory = self._gathered[name] = torch.zeros(length)
+            memory = self._gathered[name] = torch.zeros(length, dtype=torch.float32, device="cpu")
         memory[numel:length] = 0
         return memory[:length]
 
@@ -110,11 +112,11 @@ class _TorchOptimizer(RowOptimizer):
 
     def __init__(self, name: str, values: HyperParameters, capacity: int, dim: int) -> None:
         super().__init__(dim, {kept: RowArray(capacity, dim) for kept in tensors_kept(name, values)})
-        self._parameter = torch.empty(0)
+        self._parameter = torch.empty(0, dtype=torch.float32, device="cpu")
         fused = {"fused": True} if name in FUSED_ON_CPU else {}
         self._optimizer = ELEMENTWISE[name]([self._parameter], **values, **fused)  # type: ignore[arg-type]
         self._bare_step = bare_step(self._optimizer)
-        self._steps = torch.zeros(())
+        self._steps = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def _step(
         self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int

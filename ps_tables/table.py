@@ -57,7 +57,7 @@ class Table:
 
     def __init__(self, spec: TableSpec, optimizer: str, values: HyperParameters, capacity: int, salt: int = 0) -> None:
         self.spec = spec
-        self._values = dict(values)
+        self._name, self._values = optimizer, dict(values)
         self._capacity = capacity
         self._rows = Entries(capacity, salt)
         self._weights = RowArray(capacity, spec.dim)
@@ -117,8 +117,8 @@ class Table:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
 
-        ids [n], weights [n, dim], state.* [n, dim] or [n, 1] of the optimizer, and last [n], the version that trained
-        each; waiting.ids, waiting.counts and waiting.last of ids that are not admitted yet; version [1]
+        ids [n], weights [n, dim], state.OPTIMIZER.* [n, dim] or [n, 1], and last [n], the version that trained each;
+        waiting.ids, waiting.counts and waiting.last of ids that are not admitted yet; version [1]
         """
         ids, numbers = _in_order(*self._rows.entries())
         found = {"ids": ids, "last": self._rows.versions(numbers), "version": np.array([self.version])}
@@ -128,7 +128,7 @@ class Table:
             found |= {f"waiting.{name}": values[order] for name, values in waiting.items()}
         tensors = {name: torch.from_numpy(values) for name, values in found.items()}
         for name, array in self._arrays().items():
-            tensors[name] = torch.empty(len(ids), array.dim)
+            tensors[name] = torch.empty(len(ids), array.dim, dtype=torch.float32, device="cpu")
             array.read(numbers, tensors[name])
         return tensors
 
@@ -137,21 +137,24 @@ class Table:
 
         Where the optimizer is another one than that of the snapshot, all rows begin without a state.
         """
-        ids = _checked(tensors, self.spec, self._capacity)
-        numbers = self._rows.add(ids, tensors["last"].numpy())
         arrays = self._arrays()
-        if not arrays.keys() <= tensors.keys() or any(tensors[name].shape[1] != arrays[name].dim for name in arrays):
-            self._optimizer.reset(numbers, self._values)
+        if not arrays.keys() <= tensors.keys():
             arrays = {"weights": self._weights}
+        ids = _checked(tensors, self.spec, self._capacity, {name: array.dim for name, array in arrays.items()})
+        numbers = self._rows.add(ids, tensors["last"].numpy())
+        self._optimizer.reset(numbers, self._values)
         for name, array in arrays.items():
-            array.write(numbers, tensors[name])
+            array.write(numbers, tensors[name].contiguous())
         if self._candidates is not None and "waiting.ids" in tensors:
-            ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
+            waiting = [tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last")]
+            newest = np.argsort(-waiting[2], kind="stable")[: self._capacity]
+            ids, counts, last = (values[newest] for values in waiting)
             self._candidates.restore(ids, counts, last)
         self.version = int(tensors["version"])
 
     def _arrays(self) -> dict[str, RowArray]:
-        return {"weights": self._weights, **{f"state.{name}": each for name, each in self._optimizer.state.items()}}
+        kept = self._optimizer.state.items()
+        return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}
 
     def _admitted(self, update: RowGradients, unknown: np.ndarray, version: int) -> np.ndarray:
         """Returns which of the update's ids become rows. unknown: those that are none, by place in the update"""
@@ -177,16 +180,29 @@ def _in_order(ids: Ids, numbers: RowNumbers) -> tuple[Ids, RowNumbers]:
     return ids[order], numbers[order]
 
 
-def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int) -> Ids:
-    """Returns the ids of a snapshot. Raises InvalidRequest where it is none of a table, or does not fit."""
+def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int, arrays: Mapping[str, int]) -> Ids:
+    """Returns the ids of a snapshot. Raises InvalidRequest where it is none of a table, or does not fit.
+
+    arrays: by name, the elements of a row that are expected
+    """
     missing = {"ids", "last", "version", "weights"} - tensors.keys()
     if missing:
         raise InvalidRequest(f"table {spec.name!r}: expected rows as they were saved, got none of {sorted(missing)}")
-    ids, weights = tensors["ids"].numpy(), tensors["weights"]
-    if tuple(weights.shape) != (len(ids), spec.dim):
-        raise InvalidRequest(
-            f"table {spec.name!r}: expected {len(ids)} rows of {spec.dim} elements, got {tuple(weights.shape)}"
-        )
+    ids = tensors["ids"]
     if len(ids) > capacity:
         raise InvalidRequest(f"table {spec.name!r} has room for {capacity} rows, got {len(ids)}")
-    return ids
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        name: ((len(ids), dim), torch.float32) for name, dim in arrays.items()
+    }
+    for prefix in ("", "waiting.") if "waiting.ids" in tensors else ("",):
+        count = len(tensors[f"{prefix}ids"])
+        named = ("ids", "last", "counts") if prefix else ("ids", "last")
+        expected |= {prefix + name: ((count,), torch.int64) for name in named}
+    for name, (shape, dtype) in expected.items():
+        got = tensors.get(name)
+        if got is None or tuple(got.shape) != shape or got.dtype != dtype:
+            found = "nothing" if got is None else f"{tuple(got.shape)} of {got.dtype}"
+            raise InvalidRequest(f"table {spec.name!r}: expected {name} to be {shape} of {dtype}, got {found}")
+        if name.endswith("ids") and len(np.unique(got.numpy())) < len(got):
+            raise InvalidRequest(f"table {spec.name!r}: expected {name} once each, got some twice")
+    return ids.numpy()

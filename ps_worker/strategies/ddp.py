@@ -62,7 +62,7 @@ class Ddp:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Wraps each model that trains; its usual bucketing, with gradients as views into the buckets."""
-        prepare_tables(models, optimizers, self.exchange)
+        prepare_tables(models, optimizers, self.exchange, self.rank)
         wrapped = [self._wrapped(model, {"gradient_as_bucket_view": True, **options.ddp}) for model in models]
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)

@@ -43,7 +43,7 @@ class Single:
     ) -> Prepared:
         """Returns all as they are."""
         self._log_refused(refused_of(models, optimizers))
-        prepare_tables(models, optimizers, None)
+        prepare_tables(models, optimizers)
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers

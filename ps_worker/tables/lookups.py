@@ -8,6 +8,7 @@ is in the graph, too, so that it has a gradient when its rows do: an empty one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
 from ps_tables.distinct import distinct
+
+SALT = int.from_bytes(os.urandom(8), "little", signed=True)  # so nobody can choose ids that share a slot
 
 _ID_TYPES = (torch.int64, torch.int32)
 _LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
@@ -46,12 +49,17 @@ class _Leaf:
     def gradients(self) -> RowGradients:
         """Returns its gradient, on the CPU."""
         assert self.rows.grad is not None
-        return RowGradients(self.ids, self.counts, self.rows.grad.to("cpu", torch.float32).contiguous())
+        return RowGradients(self.ids, self.counts, self.rows.grad.detach().to("cpu", torch.float32).contiguous())
 
     def leave(self) -> None:
         """Takes it out of its group."""
         if self.group is not None:
             self.group[:] = [each for each in self.group if each is not self.rows]
+
+    def end(self) -> None:
+        """Takes it out of its group, without its gradient: another backward of its graph begins a new one."""
+        self.leave()
+        self.rows.grad = None
 
 
 class Lookups:
@@ -75,8 +83,8 @@ class Lookups:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
             got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise InvalidRequest(f"ids are a tensor of int64 or int32, got {got}")
-        wanted, places, counts = distinct(ids.detach().reshape(-1).to("cpu", torch.int64).numpy())
-        rows = torch.empty(len(wanted), handle.shape[1])
+        wanted, places, counts = distinct(ids.detach().reshape(-1).to("cpu", torch.int64).numpy(), SALT)
+        rows = torch.empty(len(wanted), handle.shape[1], dtype=torch.float32, device="cpu")
         source.pull(wanted, rows)
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:
@@ -88,11 +96,10 @@ class Lookups:
 
     def take(self, handle: nn.Parameter) -> RowGradients | None:
         """Ends the step; returns what its rows' gradients are, added up. None: no row has one."""
-        leaves, kept = self._leaves, self._sum
-        self._forget()
         # What `zero_grad` has taken away counts no more.
-        parts = [leaf.gradients() for leaf in leaves if leaf.rows.grad is not None]
-        parts = [kept, *parts] if kept is not None else parts
+        parts = [leaf.gradients() for leaf in self._leaves if leaf.rows.grad is not None]
+        parts = [self._sum, *parts] if self._sum is not None else parts
+        self._forget()
         return RowGradients.union(parts) if parts and handle.grad is not None else None
 
     def leave_groups(self) -> Callable[[], None]:
@@ -132,15 +139,16 @@ class Lookups:
         """Keeps the memory of gradients that no optimizer may ever use to that of their sum."""
         if len(self._leaves) > _LEAVES and all(leaf.group is None for leaf in self._leaves):
             parts = [leaf.gradients() for leaf in self._leaves]
-            self._sum = RowGradients.union([self._sum, *parts] if self._sum is not None else parts)
-            self._leaves = []
+            total = RowGradients.union([self._sum, *parts] if self._sum is not None else parts)
+            self._forget()
+            self._sum = total
 
     def _has_all(self, _: torch.Tensor) -> None:
         self._complete = True
 
     def _forget(self) -> None:
         for leaf in self._leaves:
-            leaf.leave()
+            leaf.end()
         self._leaves, self._sum = [], None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lookups:

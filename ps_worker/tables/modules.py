@@ -157,11 +157,13 @@ class EmbeddingBag(Embedding):
         per_sample_weights: shaped as the ids, for mode "sum"
         """
         rows, places = self._find(input)
-        if not len(rows):  # torch wants one row at least, also where all bags are empty
-            rows = rows.new_zeros(1, rows.shape[1])
+        # A row for each id of the batch, not for each distinct one: their gradients are added up by `expanded`, in the
+        # order of the batch, whatever other ids are in it. torch wants one row at least, also where all bags are empty.
+        each = expanded(rows, places.reshape(-1))
+        each = each if len(each) else torch.cat([each, each.new_zeros(1, each.shape[1])])
         return functional.embedding_bag(
-            places,
-            rows,
+            torch.arange(places.numel(), device=each.device).view(places.shape),
+            each,
             offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
@@ -175,17 +177,21 @@ def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
     found: dict[str, Embedding] = {}
     for number, model in enumerate(models):
         for name, module in model.named_modules():
-            if isinstance(module, Embedding):
+            if isinstance(module, Embedding) and module not in found.values():
                 found[f"{number}.{name}" if len(models) > 1 else name or "table"] = module
     return found
 
 
 def prepare_tables(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange | None
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    exchange: Exchange | None = None,
+    rank: int = 0,
 ) -> None:
     """Makes the tables of some models ready to be trained by these optimizers, or by others later.
 
     exchange: in ddp, what the ranks tell each other with; all begin with the rows of rank 0
+    rank:     of this process
     Raises InvalidRequest or Unsupported for tables that cannot be trained so.
     """
     tables: Mapping[str, Embedding] = named_tables(models)
@@ -195,4 +201,4 @@ def prepare_tables(
         module.local.name = name
     check(list(tables.values()), optimizers)
     for module in tables.values():
-        module.local.share(exchange)
+        module.local.share(exchange, rank)

@@ -20,6 +20,8 @@ class TableOptimizer:
         for key, value in self.values.items():
             if not isinstance(value, float | int) or not 0 <= value < math.inf:
                 raise InvalidRequest(f"{self.name}: {key} must be a finite number from 0, got {value!r}")
+        if self.name == "Ftrl" and not self.values["lr"]:
+            raise InvalidRequest("Ftrl: lr must be above 0, because it is divided by")
 
 
 def RowWiseAdagrad(lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> TableOptimizer:

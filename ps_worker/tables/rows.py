@@ -24,10 +24,14 @@ from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
 from ps_tables.optimizers import TORCH_OPTIMIZERS
 from ps_tables.table import Table
+from ps_worker.tables.lookups import SALT
 from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
 Exchange = Callable[[bytes, str], Mapping[int, bytes]]
+
+
+_INDEX_BYTES = 32  # of an id: its slots, most of them filled, and its version
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,21 @@ class LocalRows:
     def _table_with(self, optimizer: str, values: HyperParameters) -> Table:
         kept = tensors_kept(optimizer, values) if optimizer in TORCH_OPTIMIZERS else ()
         if self._table is None or self._loaded or self._kind != (optimizer, kept):
-            table = Table(self._spec(), optimizer, values, _capacity(self._spec()))
+            table = self._made(self._spec(), optimizer, values, len(kept))
             rows = self._loaded or (self._table.snapshot() if self._table is not None else {})
             if rows:
                 table.restore(rows)
             self._table, self._kind, self._loaded = table, (optimizer, kept), {}
         return self._table
+
+    def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters, kept: int = 2) -> Table:
+        """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say.
+
+        kept: numbers that its optimizer keeps for each element
+        """
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        row_bytes = 4 * spec.dim * (1 + kept) + _INDEX_BYTES
+        return Table(spec, optimizer, values, min(MAX_ROWS, spec.max_rows or memory // row_bytes), SALT)
 
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
@@ -126,18 +139,17 @@ class LocalRows:
         table = None
         if rows:
             spec = self._settings.spec(self.name, self._dim, seed)
-            table = Table(spec, "SGD", {"lr": 0.0}, _capacity(spec))  # to be read, until a step names its optimizer
+            table = self._made(spec, "SGD", {"lr": 0.0})  # to be read, until a step names its optimizer
             table.restore(rows)
         self.seed, self._table, self._loaded, self._kind = seed, table, rows, ("SGD", ())
 
-    def share(self, exchange: Exchange | None) -> None:
+    def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
         self.exchange = exchange
         if exchange is not None:
-            own = self.state()
-            every = exchange(own, f"the rows of table {self.name!r}")
-            if own != every[min(every)]:
-                self.load(every[min(every)])
+            rows = exchange(self.state() if rank == 0 else b"", f"the rows of table {self.name!r}")[0]
+            if rank != 0:
+                self.load(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
         return _again(self._settings, self._dim, self.state())
@@ -151,12 +163,6 @@ def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:
     rows = LocalRows(settings, dim)
     rows.load(state)
     return rows
-
-
-def _capacity(spec: TableSpec) -> int:
-    """Returns how many rows a table may have at most: as many as this machine's memory holds, if it does not say."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(MAX_ROWS, spec.max_rows or memory // (4 * spec.dim))
 
 
 def _encoded(gradients: RowGradients | None) -> bytes:

@@ -127,13 +127,24 @@ def _before_step(
         return None
     know(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Unsupported("LBFGS evaluates the loss several times a step: give it no parameter of a table")
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
         args, kwargs = (optimizer, lambda: loss), {}
-    orders = [(table, *optimizer_of(table, optimizer)) for table in tables]  # all may be refused: before any is stepped
+    # What GradScaler tells a fused optimizer: the step does not count, or gradients are so many times too large.
+    found_inf, scale = (vars(optimizer).get(name) for name in ("found_inf", "grad_scale"))
+    if found_inf is not None and bool(found_inf):
+        return args, kwargs
+    orders = [
+        (table, *optimizer_of(table, optimizer)) for table in tables
+    ]  # each may be refused: before any is stepped
     for table, name, values in orders:
-        table.local.step(name, values, table.lookups.take(table.weight))
+        own = table.lookups.take(table.weight)
+        if own is not None and scale is not None:
+            own.gradients.div_(float(scale))
+        table.local.step(name, values, own)
     return args, kwargs
 
 

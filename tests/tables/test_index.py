@@ -102,6 +102,15 @@ def test_a_walk_comes_by_all_ids_also_when_the_index_is_made_anew_meanwhile() ->
     assert seen == set(range(1400))
 
 
+def test_a_walk_ends_what_moves_slots_where_nothing_is_inserted() -> None:
+    index = Index()
+    for first in range(0, 787_000, 1_000):
+        index.insert(np.arange(first, first + 1_000), np.arange(first, first + 1_000))
+    assert index._old is not None
+    seen = np.concatenate([index.walk(2**16)[0] for _ in range(200)])
+    assert len(np.unique(seen)) == 787_000
+
+
 def test_slots_depend_on_the_salt() -> None:
     def order(salt: int) -> list[int]:
         index = Index(salt)

@@ -126,6 +126,70 @@ def loss_of(model: nn.Module, *ids: int) -> torch.Tensor:
     return model(torch.tensor(ids)).sum()  # type: ignore[no-any-return]
 
 
+def test_a_graph_that_is_kept_over_a_step_has_only_the_gradients_of_its_next_backward(
+    session: ps_worker.Session,
+) -> None:
+    table = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    rows = model(torch.tensor([1]))
+    for column in (0, 1):
+        optimizer.zero_grad()
+        rows[:, column].sum().backward(retain_graph=True)
+        optimizer.step()
+    assert table.rows(torch.tensor([1]))[0].tolist() == [-1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_batch_without_any_id_is_trained_as_any_other(session: ps_worker.Session, mode: str) -> None:
+    bag = ps_worker.EmbeddingBag(4, mode)
+    _, optimizer = session.prepare(nn.ModuleList([bag]), torch.optim.SGD(bag.parameters(), lr=1.0))
+    out = bag(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert torch.equal(out, torch.zeros(2, 4))
+    out.sum().backward()
+    assert bag.weight.grad is not None, "ddp waits for it"
+    optimizer.step()
+    assert len(bag) == 0
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_the_bits_of_a_bags_rows_depend_on_no_other_ids_of_the_batch(session: ps_worker.Session, mode: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    own, gradients = torch.randint(0, 5, (64, 3), generator=random), torch.randn(64, 4, generator=random)
+    found = []
+    for others in (0, 200):
+        bag = ps_worker.EmbeddingBag(4, mode, seed=1)
+        optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
+        more = torch.randint(100, 1_000, (others, 3), generator=random)
+        before = others // 3
+        bag(torch.cat([more[:before], own, more[before:]]))[before : before + 64].backward(gradients)
+        optimizer.step()
+        found.append(bag.rows(torch.arange(5)))
+    assert torch.equal(*found)
+
+
+def test_another_default_type_changes_nothing(session: ps_worker.Session) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(ps_worker.Embedding(4, seed=1), nn.Linear(4, 1))
+        prepared, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        assert prepared(torch.tensor([1])).dtype == torch.float64
+        loss_of(prepared, 1).backward()
+        optimizer.step()
+        assert len(model[0]) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_module_of_two_models_is_one_table(session: ps_worker.Session) -> None:
+    shared = ps_worker.Embedding(4, initial="constant", scale=0.0)
+    models = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD({each for model in models for each in model.parameters()}, lr=1.0)
+    first, *_ = session.prepare(*models, optimizer)
+    loss_of(first, 1).backward()
+    optimizer.step()
+    assert shared.rows(torch.tensor([1]))[0, 0] == -1.0
+
+
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 def test_gradients_add_up_until_the_step_and_zero_grad_takes_them_away(session: ps_worker.Session, by: str) -> None:
     table = ps_worker.Embedding(4, initial="constant", scale=0.0)
@@ -191,9 +255,13 @@ def test_a_closure_makes_the_gradients_of_its_step_and_is_called_once(session: p
     assert (len(calls), table.rows(torch.tensor([4]))[0, 0]) == (2, -2.0)
 
 
-def test_scaled_gradients_are_unscaled_and_those_that_overflow_are_left_out(session: ps_worker.Session) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_gradients_are_unscaled_and_those_that_overflow_are_left_out(
+    session: ps_worker.Session, fused: bool
+) -> None:
     table = ps_worker.Embedding(4, initial="constant", scale=0.0)
-    model, optimizer = session.prepare(nn.Sequential(table), torch.optim.SGD(table.parameters(), lr=1.0))
+    own = torch.optim.SGD(table.parameters(), lr=1.0, fused=fused)
+    model, optimizer = session.prepare(nn.Sequential(table), own)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for factor in (1.0, float("inf"), 1.0):
         optimizer.zero_grad()
@@ -338,7 +406,9 @@ def test_a_state_dict_has_the_rows_and_training_goes_on_from_it(
     narrow = nn.Sequential(ps_worker.Embedding(3), nn.Linear(3, 1))
     with ps_worker.connect(mode="single", job="narrow") as third:
         third.prepare(narrow, torch.optim.SGD(narrow.parameters()))
-        with pytest.raises(InvalidRequest, match=r"table '0': expected 2 rows of 3 elements, got \(2, 4\)"):
+        with pytest.raises(
+            InvalidRequest, match=r"table '0': expected weights to be \(2, 3\) of torch.float32, got \(2, 4\)"
+        ):
             narrow[0].set_extra_state(saved["model"]["0._extra_state"])
 
 
@@ -375,6 +445,7 @@ def test_tables_of_one_model_begin_unlike_and_say_what_they_are(session: ps_work
             lambda: ps_worker.RowWiseAdagrad(lr=float("nan")),
             "RowWiseAdagrad: lr must be a finite number from 0, got nan",
         ),
+        (lambda: ps_worker.Ftrl(lr=0.0), "Ftrl: lr must be above 0"),
         (lambda: ps_worker.Ftrl(l1=-1.0), "Ftrl: l1 must be a finite number from 0, got -1.0"),
         (lambda: ps_worker.Embedding(4, admit_after=-1), "admit_after must be from 0 to"),
         (
@@ -409,6 +480,8 @@ def test_what_would_train_something_else_than_it_says_is_refused(session: ps_wor
         model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
     with pytest.raises(InvalidRequest, match=r"table '0': expected rows as state_dict has them, got "):
         table.set_extra_state(torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(Unsupported, match="LBFGS evaluates the loss several times a step"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: loss_of(model, 1))
     loss_of(model, 1).backward()
     with pytest.raises(Unsupported, match=r"optimizer Mine cannot run on a parameter server: .* of its own"):
         Mine(model.parameters(), lr=0.1).step()

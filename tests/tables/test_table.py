@@ -169,7 +169,7 @@ def test_what_is_saved_is_the_same_however_the_table_came_to_be() -> None:
         one.apply(gradients(*ids), 1, version)
         other.apply(gradients(*reversed(ids)), 1, version)
     saved = one.snapshot()
-    assert sorted(saved) == ["ids", "last", "state.sum", "version", "weights"]
+    assert sorted(saved) == ["ids", "last", "state.Adagrad.sum", "version", "weights"]
     assert sorted(saved["ids"].tolist()) == [-5, 1, 2, 3, 4, 9]
     again = table()
     again.restore(saved)
@@ -184,8 +184,17 @@ def test_what_is_saved_is_the_same_however_the_table_came_to_be() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": torch.zeros(6, 5)}, r"table 't': expected 6 rows of 4 elements, got \(6, 5\)"),
-        ({"ids": torch.arange(7)}, r"table 't': expected 7 rows of 4 elements, got \(6, 4\)"),
+        ({"weights": torch.zeros(6, 5)}, r"table 't': expected weights to be \(6, 4\) of torch.float32, got \(6, 5\)"),
+        ({"ids": torch.arange(7)}, r"table 't': expected weights to be \(7, 4\) of torch.float32, got \(6, 4\)"),
+        ({"ids": torch.zeros(6, dtype=torch.int64)}, r"table 't': expected ids once each, got some twice"),
+        (
+            {"last": torch.zeros(6)},
+            r"table 't': expected last to be \(6,\) of torch.int64, got \(6,\) of torch.float32",
+        ),
+        (
+            {"waiting.ids": torch.arange(3)},
+            r"table 't': expected waiting.last to be \(3,\) of torch.int64, got nothing",
+        ),
         ({"last": None}, r"table 't': expected rows as they were saved, got none of \['last'\]"),
     ],
 )
@@ -197,6 +206,28 @@ def test_rows_of_another_table_are_refused(change: dict[str, torch.Tensor | None
         table().restore(saved)
     with pytest.raises(InvalidRequest, match="has room for 5 rows, got 6"):
         table(capacity=5).restore(full.snapshot())
+
+
+def test_of_more_waiting_ids_than_there_is_room_for_the_newest_are_restored() -> None:
+    full = table(admit_after=3)
+    for version in range(1, 6):
+        full.apply(gradients(*range(100 * version, 100 * version + 50)), 1, version)
+    small = table(capacity=100, admit_after=3)
+    small.restore(full.snapshot())
+    assert sorted(small.snapshot()["waiting.ids"].tolist()) == [*range(400, 450), *range(500, 550)]
+
+
+def test_entries_that_have_expired_stay_so_when_versions_are_counted_anew() -> None:
+    entries = Entries(200_000)
+    entries.add(np.arange(100_000), 50)
+    late = entries.add(np.array([10**6]), 150)
+    assert entries.expire(100) == 100_000
+    entries.use(late, 2**32)
+    assert (entries.find(np.arange(100_000)) == -1).all()
+    assert entries.entries()[0].tolist() == [10**6]
+    for _ in range(10):
+        entries.sweep()
+    assert len(entries.add(np.arange(100_000, 299_999), 2**32)) == 199_999, "their numbers are free"
 
 
 def test_versions_beyond_32_bits_are_counted_from_a_later_one_on() -> None:
