@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,6 @@ from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
 Exchange = Callable[[bytes, str], Mapping[int, bytes]]
-
 
 _INDEX_BYTES = 32  # of an id: its slots, most of them filled, and its version
 
@@ -127,13 +127,13 @@ class LocalRows:
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
         rows = self._loaded or ({} if self._table is None else self._table.snapshot())
-        return safetensors.torch.save({**rows, "seed": torch.tensor([self.seed], dtype=torch.uint64)})
+        return safetensors.torch.save({**rows, "seed": torch.from_numpy(np.uint64([self.seed]).view(np.int64))})
 
     def load(self, state: bytes) -> None:
         """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
         try:
             rows = safetensors.torch.load(state)
-            seed = int(rows.pop("seed"))
+            seed = int(rows.pop("seed")) % 2**64
         except (SafetensorError, KeyError) as error:
             raise InvalidRequest(f"table {self.name!r}: expected rows as state_dict has them, got {error}") from None
         table = None

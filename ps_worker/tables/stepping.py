@@ -137,9 +137,8 @@ def _before_step(
     found_inf, scale = (vars(optimizer).get(name) for name in ("found_inf", "grad_scale"))
     if found_inf is not None and bool(found_inf):
         return args, kwargs
-    orders = [
-        (table, *optimizer_of(table, optimizer)) for table in tables
-    ]  # each may be refused: before any is stepped
+    # Each may be refused: before any is stepped.
+    orders = [(table, *optimizer_of(table, optimizer)) for table in tables]
     for table, name, values in orders:
         own = table.lookups.take(table.weight)
         if own is not None and scale is not None:

@@ -180,6 +180,14 @@ def test_another_default_type_changes_nothing(session: ps_worker.Session) -> Non
         torch.set_default_dtype(torch.float32)
 
 
+def test_any_seed_of_64_bits_is_kept() -> None:
+    for seed in (0, 2**63, 2**64 - 1):
+        table = ps_worker.Embedding(4, seed=seed)
+        copied = copy.deepcopy(table)
+        assert copied.local.seed == seed
+        assert torch.equal(copied.rows(torch.arange(9)), table.rows(torch.arange(9)))
+
+
 def test_a_module_of_two_models_is_one_table(session: ps_worker.Session) -> None:
     shared = ps_worker.Embedding(4, initial="constant", scale=0.0)
     models = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(4, 1))
