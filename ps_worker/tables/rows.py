@@ -127,7 +127,9 @@ class LocalRows:
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
         rows = self._loaded or ({} if self._table is None else self._table.snapshot())
-        return safetensors.torch.save({**rows, "seed": torch.from_numpy(np.uint64([self.seed]).view(np.int64))})
+        return safetensors.torch.save(
+            {**rows, "seed": torch.from_numpy(np.array([self.seed], np.uint64).view(np.int64))}
+        )
 
     def load(self, state: bytes) -> None:
         """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
