@@ -27,9 +27,22 @@ def test_a_good_run_ends_without_a_warning(tmp_path: Path, mode: str) -> None:
     assert len(re.findall(r"shard \d has given its memory back", done.stderr)) == 2, "each is named"
 
 
+TOGETHER = """
+import glob, os, runpy, time
+import ps_worker, torch
+open(f"here-{os.getpid()}", "w").close()
+while len(glob.glob("here-*")) < 3:
+    time.sleep(0.01)
+runpy.run_path(TRAIN, run_name="__main__")
+"""
+
+
 @pytest.mark.long
 def test_workers_say_what_they_wait_for_where_they_are_asked_for_more(tmp_path: Path) -> None:
-    words = *RUN, "--checkpoint-dir", str(tmp_path / "kept"), "--log-level", "info", str(ROOT / "examples" / "train.py")
-    done = python(*words, folder=tmp_path, PS_FAILPOINTS=SLOW_FILE)
+    """They register together, however long one of them takes to start."""
+    own = tmp_path / "together.py"
+    own.write_text(f"TRAIN = {str(ROOT / 'examples' / 'train.py')!r}\n{TOGETHER}")
+    words = *RUN, "--checkpoint-dir", str(tmp_path / "kept"), "--log-level", "info", str(own)
+    done = python(*words, folder=tmp_path, PS_FAILPOINTS=SLOW_FILE.replace("0.5", "1.5"))
     assert done.returncode == 0, done.stderr
     assert re.search(r"\] \S+ \S+ INFO worker \d: job 'default' is being registered at this moment", done.stderr)
