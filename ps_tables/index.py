@@ -16,6 +16,7 @@ from ps_protocol.row_ids import Ids, mix
 from ps_tables.memory import RowNumbers
 
 _FULL = 0.75  # of the slots have a key: beyond, searches take long
+_NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
 _MOVED = 2**16  # slots of the old index that one insertion moves at least: some milliseconds
 _SMALLEST = 2**10
 
@@ -37,6 +38,11 @@ class _Slots:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def touch(self, start: int, stop: int) -> None:
+        """Writes to empty slots, so that their memory is there: the kernel clears it when it is first written."""
+        self.keys[start:stop] = 0
+        self.rows[start:stop] = 0
 
     def probe(self, ids: Ids) -> npt.NDArray[np.int64]:
         """Returns the slot of each id, or the empty one where its search ends."""
@@ -88,6 +94,8 @@ class Index:
         self._slots = _Slots(_SMALLEST, salt)
         self._old: _Slots | None = None  # what is being moved
         self._moved = 0  # slots of the old ones that are done
+        self._next: _Slots | None = None  # what the index will probably be made anew in
+        self._touched = 0  # slots of the next ones whose memory is there
         self._zero = -1  # the row of id 0, whose key would look like an empty slot
         self._count = 0
         self._walked = 0  # slots that `walk` has looked at
@@ -98,7 +106,8 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Bytes of memory, all slots counted."""
-        return sum(slots.keys.nbytes + slots.rows.nbytes for slots in (self._slots, self._old) if slots is not None)
+        every = (self._slots, self._old, self._next)
+        return sum(slots.keys.nbytes + slots.rows.nbytes for slots in every if slots is not None)
 
     def find(self, ids: Ids) -> RowNumbers:
         """Returns the row of each id, -1 where it has none: [n] to [n]. Ids may repeat."""
@@ -156,15 +165,26 @@ class Index:
         """Sees to it that so many ids more fit, which are counted, and moves some of what is still in the old slots."""
         self._move(max(_MOVED, 8 * more))
         if self._slots.used + more <= _FULL * len(self._slots):
+            self._prepare(max(_MOVED, 48 * more))
             return
         if self._old is not None:
             self._move(len(self._old))
         count = len(self._slots)
         while self._count > count / 2:  # half of them at most: so all is moved long before it is full
             count *= 2
+        ready, self._next = self._next, None
         self._old, self._moved = self._slots, 0
-        self._slots = _Slots(count, self._salt)
+        self._slots = ready if ready is not None and len(ready) == count else _Slots(count, self._salt)
         self._move(max(_MOVED, 8 * more))
+
+    def _prepare(self, count: int) -> None:
+        """Touches so many of the next slots, where these are soon full: all at once would take long."""
+        if self._next is None:
+            if self._old is not None or self._count <= _NEARLY_FULL * len(self._slots):
+                return
+            self._next, self._touched = _Slots(2 * len(self._slots), self._salt), 0
+        self._next.touch(self._touched, self._touched + count)
+        self._touched += count
 
     def _move(self, count: int) -> None:
         """Moves the entries of so many old slots."""
