@@ -111,7 +111,9 @@ class FactorisationMachine(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.rows = ps_worker.Embedding(1 + width, scale=0.02)  # (ps) any id has a row; nobody counts them beforehand
+        self.rows = ps_worker.Embedding(
+            1 + width, scale=0.02
+        )  # (ps) any id may have a row: they are not counted beforehand
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor) -> Tensor:

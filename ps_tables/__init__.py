@@ -7,7 +7,7 @@ contributions.py  Gradients of rows: those of one worker's step, and the sum of 
 distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
 index.py          Which row an id has: open addressing, a whole batch of ids at a time
-initial.py        The value of a row that nobody has trained: a function of seed, id and column
+initial.py        The value of a row without training: a function of seed, id and column
 memory.py         Arrays of rows in reserved memory: they grow without a copy
 optimizers.py     Optimizers that step some rows of a table, with the state of each row
 table.py          A table: its rows come into being, are trained, expire and are read

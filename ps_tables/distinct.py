@@ -14,7 +14,7 @@ def distinct(ids: Ids, salt: int = 0) -> tuple[Ids, Places, Places]:
     """Returns each id once, the place of each id of the batch among those, and how often each occurs.
 
     [n] to [m], [n] and [m]. The order is that of places in the batch: of the last id of several, mostly.
-    salt: what slots depend on besides ids, so that nobody can choose ids that share a slot
+    salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
     """
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
     mask = np.int64(slots_count - 1)

@@ -86,7 +86,7 @@ class _Slots:
 class Index:
     """The rows of ids. The row of an id is any number below 2**31 - 1 that the caller gives it.
 
-    salt: what slots depend on besides ids, so that nobody can choose ids that share a slot
+    salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
     """
 
     def __init__(self, salt: int = 0) -> None:

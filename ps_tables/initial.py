@@ -1,4 +1,4 @@
-"""The value of a row that nobody has trained: a function of seed, id and column.
+"""The value of a row without training: a function of seed, id and column.
 
 So reading makes no row, and two runs agree whatever the order, and the number of shards. Only sums, products and shifts
 are used, whose results are the same on every machine: a logarithm's last bit is not.

@@ -1,10 +1,10 @@
 """A table: its rows come into being, are trained, expire and are read.
 
-    pull    reads rows, and those that nobody has trained as they would begin: it changes nothing
+    pull    reads rows, and what is no row as it would begin: it changes nothing
     apply   makes one update: admits ids, makes rows for them, and steps the rows of the update
 
 A row expires when `expire_after` updates have passed since the last one that trained it: from then on it counts as one
-that nobody has trained. That is decided at versions which are a multiple of a period, and does not depend on when
+without training. That is decided at versions which are a multiple of a period, and does not depend on when
 anybody looks, nor on which other rows are on this shard.
 """
 

@@ -21,7 +21,7 @@ from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
 from ps_tables.distinct import distinct
 
-SALT = int.from_bytes(os.urandom(8), "little", signed=True)  # so nobody can choose ids that share a slot
+SALT = int.from_bytes(os.urandom(8), "little", signed=True)  # so that ids that share a slot cannot be chosen
 
 _ID_TYPES = (torch.int64, torch.int32)
 _LEAVES = 8  # that wait for a step; more of them are added up, where no group has them

@@ -58,7 +58,7 @@ class TableSettings:
 class LocalRows:
     """The rows of one module.
 
-    seed: of rows that nobody has trained; that of the settings, or one of torch's random numbers
+    seed: of rows without training; that of the settings, or one of torch's random numbers
     name: of the module in its model, for messages; once it is prepared
     exchange: in ddp, what the ranks tell each other with; None: this process is alone
     """

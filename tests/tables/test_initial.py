@@ -1,4 +1,4 @@
-"""A row that nobody has trained is a function of seed, id and column, and of nothing else."""
+"""A row without training is a function of seed, id and column, and of nothing else."""
 
 from __future__ import annotations
 
