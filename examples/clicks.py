@@ -2,6 +2,7 @@
 
     python examples/clicks.py                                            # one process
     ps-worker run --mode ddp --workers 2 examples/clicks.py              # DDP: each rank has a replica of the table
+    ps-worker run --mode ssp:4 --shards 2 --workers 2 examples/clicks.py # servers: each shard has a part of it
 
 A sample is eight ids of 64 bits, as hashes of a user, an ad, a site and so on are. Popular ids occur far more often
 than others, and with `--drift` new ones come up all the time. Whether somebody clicks is drawn with a probability that

@@ -8,12 +8,14 @@ errors.py          Every error of the project, its reason and its canonical code
 figures.py         What a worker measures of its own work, for people who watch
 framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
 frames.py          How messages travel on a data connection, those of several calls one after the other
+hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        Who a worker is: what every message of one names
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 row_ids.py         Ids of rows: how they are mixed, and which shard has a row
+row_optimizers.py  Which optimizers can step the rows of a table, and what they are called with
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
 tables.py          What a table of rows is, as a value that both ends can compare
 tensors.py         Bytes as tensors and tensors as bytes, without copying

@@ -11,9 +11,11 @@ from google.protobuf.duration_pb2 import Duration
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
-from ps_protocol.job import HyperParameters, HyperValue, JobSpec, NonFinite
+from ps_protocol.hyper_parameters import HyperParameters, HyperValue
+from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
+from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import figures_pb2, job_pb2, types_pb2
 
 T = TypeVar("T")
@@ -28,6 +30,8 @@ _DATA_TYPES = _names(types_pb2.DataType, "DATA_TYPE_")
 DATA_TYPE_NUMBERS: dict[str, Any] = {name: number for number, name in _DATA_TYPES.items()}
 _WIRE_FORMATS = {0: "", **_names(types_pb2.WireFormat, "WIRE_FORMAT_")}
 _WIRE_FORMAT_NUMBERS: dict[str, Any] = {name: number for number, name in _WIRE_FORMATS.items()}
+_DISTRIBUTIONS = {0: "constant", **_names(job_pb2.RowDistribution, "ROW_DISTRIBUTION_")}
+_DISTRIBUTION_NUMBERS: dict[str, Any] = {name: number for number, name in _DISTRIBUTIONS.items()}
 _NON_FINITE = {0: "refuse", **_names(job_pb2.NonFinitePolicy, "NON_FINITE_POLICY_")}
 _NON_FINITE_NUMBERS: dict[str, Any] = {name: number for number, name in _NON_FINITE.items()}
 
@@ -48,6 +52,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         weight_wire=wire_format(message.weight_wire, "wire format of weights") or "float32",
         more_optimizers=tuple(message.optimizers[1:]),
         group_optimizers=tuple(of_group) if any(of_group) else (),
+        tables=tuple(_table(table) for table in message.tables),
     )
 
 
@@ -79,6 +84,7 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         non_finite=_NON_FINITE_NUMBERS[spec.non_finite.value],
         gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
+        tables=[_table_message(table) for table in spec.tables],
     )
 
 
@@ -116,6 +122,36 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
     return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
+
+
+def _table(message: job_pb2.TableSpec) -> JobTable:
+    start = message.initializer
+    kind = known(_DISTRIBUTIONS, start.distribution, f"distribution of table {message.name!r}")
+    spec = TableSpec(
+        message.name,
+        message.dim,
+        Initializer(kind, start.scale, start.seed),
+        message.admit_after,
+        message.expire_after,
+        message.max_rows,
+    )
+    return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
+
+
+def _table_message(table: JobTable) -> job_pb2.TableSpec:
+    rows, start = table.rows, table.rows.initializer
+    return job_pb2.TableSpec(
+        name=rows.name,
+        dim=rows.dim,
+        initializer=job_pb2.RowInitializer(
+            distribution=_DISTRIBUTION_NUMBERS[start.kind], scale=start.scale, seed=start.seed
+        ),
+        admit_after=rows.admit_after,
+        expire_after=rows.expire_after,
+        max_rows=rows.max_rows,
+        optimizer=table.optimizer,
+        hyper_parameters=hyper_messages(table.values),
+    )
 
 
 def hyper_parameters(messages: Iterable[job_pb2.HyperParameter]) -> HyperParameters:

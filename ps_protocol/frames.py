@@ -38,6 +38,9 @@ class Kind(enum.IntEnum):
     EXCHANGE = 4
     PULL_STATE = 5
     CANCEL = 6  # the worker wants no more answers of that call; no message
+    PUSH_ROWS = 7
+    PULL_ROWS = 8
+    PULL_TABLE = 9
     OPENED = 16  # the ticket was good; no message
     ANSWER = 17  # an answer; more follow, or END or ERROR
     LAST = 18  # the last answer
@@ -46,7 +49,15 @@ class Kind(enum.IntEnum):
 
 
 # The methods of DataService that a data connection has, by the kind of their requests.
-METHODS = {Kind.PUSH: "Push", Kind.PULL: "Pull", Kind.EXCHANGE: "Exchange", Kind.PULL_STATE: "PullState"}
+METHODS = {
+    Kind.PUSH: "Push",
+    Kind.PULL: "Pull",
+    Kind.EXCHANGE: "Exchange",
+    Kind.PULL_STATE: "PullState",
+    Kind.PUSH_ROWS: "PushRows",
+    Kind.PULL_ROWS: "PullRows",
+    Kind.PULL_TABLE: "PullTable",
+}
 KINDS = {method: kind for kind, method in METHODS.items()}
 
 

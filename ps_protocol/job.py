@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.modes import Consistency
+from ps_protocol.tables import JobTable, validate_table
 
 MAX_BUCKET_BYTES = 16 * 2**20
 # A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
@@ -20,12 +21,10 @@ MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_OPTIMIZERS = 64
 MAX_DIMENSIONS = 64
+MAX_TABLES = 1_024
 MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-HyperValue = float | bool | tuple[float, ...] | None
-HyperParameters = Mapping[str, HyperValue]
 
 
 class NonFinite(enum.Enum):
@@ -48,6 +47,7 @@ class JobSpec:
     gradient_wire, weight_wire: how float32 gradients and weights travel: names of codecs.WIRE_FORMATS
     more_optimizers:  of a script with several optimizers, the names of the others
     group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
+    tables:       of rows, beside the parameters
     """
 
     name: str
@@ -62,6 +62,7 @@ class JobSpec:
     weight_wire: str = "float32"
     more_optimizers: tuple[str, ...] = ()
     group_optimizers: tuple[int, ...] = ()
+    tables: tuple[JobTable, ...] = ()
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -100,18 +101,35 @@ def validate(spec: JobSpec) -> None:
         if parameter.name in names:
             raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
         names.add(parameter.name)
+    _validate_tables(spec, names)
     buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
     if buckets > MAX_BUCKETS:
         raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
-    if all(parameter.group is None for parameter in spec.parameters):
+    if not spec.tables and all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
 
 
+def _validate_tables(spec: JobSpec, names: set[str]) -> None:
+    """names: of the parameters, and then of the tables, too"""
+    if len(spec.tables) > MAX_TABLES:
+        raise LimitExceeded(f"a job may have up to {MAX_TABLES} tables, got {len(spec.tables)}")
+    for table in spec.tables:
+        _validate_name(table.rows.name, "table")
+        validate_table(table.rows)
+        if table.rows.name in names:
+            raise InvalidRequest(f"names of parameters and tables must be unique, got {table.rows.name!r} twice")
+        names.add(table.rows.name)
+
+
+def _validate_name(name: str, what: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME_LENGTH:
+        raise InvalidRequest(f"a {what}'s name has 1 to {MAX_NAME_LENGTH} characters, got {len(name)}")
+    if not name.isprintable():  # it is part of errors, which are shown on the terminals of others
+        raise InvalidRequest(f"a {what}'s name has printable characters only, got {name[:80]!r}")
+
+
 def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
-    if not 1 <= len(parameter.name) <= MAX_NAME_LENGTH:
-        raise InvalidRequest(f"a parameter's name has 1 to {MAX_NAME_LENGTH} characters, got {len(parameter.name)}")
-    if not parameter.name.isprintable():  # it is part of errors, which are shown on the terminals of others
-        raise InvalidRequest(f"a parameter's name has printable characters only, got {parameter.name[:80]!r}")
+    _validate_name(parameter.name, "parameter")
     if parameter.dtype not in DATA_TYPES:
         raise InvalidRequest(f"{parameter.name}: expected one of {', '.join(DATA_TYPES)}, got {parameter.dtype}")
     if parameter.group is not None and not 0 <= parameter.group < group_count:
@@ -155,9 +173,14 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         ("policy for gradients that are not finite", registered.non_finite.value, offered.non_finite.value),
         ("wire format of gradients", registered.gradient_wire, offered.gradient_wire),
         ("wire format of weights", registered.weight_wire, offered.weight_wire),
+        ("number of tables", len(registered.tables), len(offered.tables)),
     ):
         if a != b:
             return f"the {what} is {a} in the registered job and {b} in this one"
+    for table, other in zip(registered.tables, offered.tables, strict=True):
+        differs = table.difference(other)
+        if differs is not None:
+            return differs
     for index, (ours, others) in enumerate(zip(registered.groups, offered.groups, strict=True)):
         for name in sorted(ours.keys() | others.keys()):
             # A scheduler may already have moved the learning rate of a worker that joins late, so values of

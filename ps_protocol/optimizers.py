@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import HyperParameters, HyperValue, JobSpec
+from ps_protocol.hyper_parameters import HyperParameters, HyperValue
+from ps_protocol.job import JobSpec
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.modes import Consistency
+from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_DIM = 4096
 MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
@@ -36,7 +36,6 @@ class TableSpec:
     admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
     expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
     max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
-    consistency:  how far workers may drift apart in this table; None: as in the job
     """
 
     name: str
@@ -45,7 +44,40 @@ class TableSpec:
     admit_after: int = 0
     expire_after: int = 0
     max_rows: int = 0
-    consistency: Consistency | None = None
+
+
+@dataclass(frozen=True)
+class JobTable:
+    """A table in a job: its rows, and what steps them.
+
+    optimizer: a name of row_optimizers.ROW_OPTIMIZERS
+    values:    its hyper-parameters when the job began
+    """
+
+    rows: TableSpec
+    optimizer: str
+    values: HyperParameters = field(default_factory=dict)
+
+    def difference(self, other: JobTable) -> str | None:
+        """Returns the first difference from a table of another worker's job in words; None when they are the same.
+
+        The seed is none: a script draws it, and that of the worker that registers the job counts. Nor are
+        hyper-parameters, which ride with each push.
+        """
+        ours, others = self.rows, other.rows
+        for what, a, b in (
+            ("name", ours.name, others.name),
+            ("dim", ours.dim, others.dim),
+            ("initial value", ours.initializer.kind, others.initializer.kind),
+            ("scale of initial values", ours.initializer.scale, others.initializer.scale),
+            ("admit_after", ours.admit_after, others.admit_after),
+            ("expire_after", ours.expire_after, others.expire_after),
+            ("max_rows", ours.max_rows, others.max_rows),
+            ("optimizer", self.optimizer, other.optimizer),
+        ):
+            if a != b:
+                return f"table {ours.name!r} has {what} {a} in the registered job and {b} in this one"
+        return None
 
 
 def validate_table(spec: TableSpec) -> None:

@@ -37,6 +37,12 @@ class RowGradients:
         return RowGradients(self.ids[rows], self.counts[rows], self.gradients[torch.from_numpy(rows)])
 
     @staticmethod
+    def none(dim: int) -> RowGradients:
+        """Returns what a step contributes that has no row of `dim` elements."""
+        empty = np.empty(0, np.int64)
+        return RowGradients(empty, empty, torch.empty(0, dim, dtype=torch.float32, device="cpu"))
+
+    @staticmethod
     def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
         """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
         each, places, counts = distinct(ids)

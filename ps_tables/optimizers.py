@@ -19,17 +19,13 @@ import numpy as np
 import torch
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, tensors_kept
+from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables.memory import RowArray, RowNumbers
 
 PADDING = 64  # elements: whole vector registers of every processor, and of torch's unrolled loops
 BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
-
-
-# NAdam keeps a product over all steps, which a table whose rows come and go cannot have for each of them.
-TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")
-ROW_OPTIMIZERS = (*TORCH_OPTIMIZERS, "RowWiseAdagrad", "Ftrl")
 
 
 class RowOptimizer(ABC):

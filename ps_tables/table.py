@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids, mix
+from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
@@ -28,6 +29,12 @@ from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.optimizers import row_optimizer
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
+INDEX_BYTES = 32  # of an id: its slots, most of them filled, and its version
+
+
+def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
+    """Returns the bytes that a row takes, with its optimizer's state and its place in the index."""
+    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim)) + INDEX_BYTES
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Applied:
 class Table:
     """The rows of one table on one shard. For one caller at a time.
 
-    optimizer: a name of optimizers.ROW_OPTIMIZERS
+    optimizer: a name of row_optimizers.ROW_OPTIMIZERS
     values:    its hyper-parameters
     capacity:  the most rows here; where more are to come, those trained longest ago go
     salt:      what the index depends on besides ids: see Index
@@ -132,11 +139,18 @@ class Table:
             array.read(numbers, tensors[name])
         return tensors
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    @property
+    def values(self) -> HyperParameters:
+        """The optimizer's hyper-parameters, as they were last used."""
+        return dict(self._values)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters | None = None) -> None:
         """Takes the place of an empty table; see `snapshot`. Raises InvalidRequest for what is none of this table.
 
         Where the optimizer is another one than that of the snapshot, all rows begin without a state.
+        values: hyper-parameters to go on with
         """
+        self._values.update(values or {})
         arrays = self._arrays()
         if not arrays.keys() <= tensors.keys():
             arrays = {"weights": self._weights}

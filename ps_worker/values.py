@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
-from ps_protocol.job import HyperParameters, NonFinite
+from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 
 

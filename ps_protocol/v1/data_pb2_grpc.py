@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from ps_protocol.v1 import data_pb2 as ps__protocol_dot_v1_dot_data__pb2
+from ps_protocol.v1 import rows_pb2 as ps__protocol_dot_v1_dot_rows__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -57,6 +58,21 @@ class DataServiceStub:
                 '/ps_protocol.v1.DataService/PullState',
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.FromString,
+                _registered_method=True)
+        self.PushRows = channel.unary_unary(
+                '/ps_protocol.v1.DataService/PushRows',
+                request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PushRowsRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PushRowsResponse.FromString,
+                _registered_method=True)
+        self.PullRows = channel.unary_stream(
+                '/ps_protocol.v1.DataService/PullRows',
+                request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.FromString,
+                _registered_method=True)
+        self.PullTable = channel.unary_stream(
+                '/ps_protocol.v1.DataService/PullTable',
+                request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.FromString,
                 _registered_method=True)
         self.AttachSegment = channel.unary_unary(
                 '/ps_protocol.v1.DataService/AttachSegment',
@@ -118,6 +134,32 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushRows(self, request, context):
+        """Stages rows of one worker, and answers when they are checked and staged, or kept until the others of the step are here.
+        It never waits for another worker. Repeating it is safe. Errors as for Push; INVALID_ARGUMENT also for an id that
+        comes twice or belongs to another shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullRows(self, request, context):
+        """Streams rows, in the order of the request, as soon as the job's consistency admits them; until then it says why, as
+        Pull does. It changes nothing and is safe to repeat. INVALID_ARGUMENT: an id belongs to another shard.
+        RESOURCE_EXHAUSTED: as for Pull.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullTable(self, request, context):
+        """Streams all rows of a table on this shard, with all that belongs to them, as soon as the job's consistency admits
+        them: one file in the safetensors format, in pieces. It changes nothing. RESOURCE_EXHAUSTED: as for Pull.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AttachSegment(self, request, context):
         """Maps a memory segment that the worker made, if worker and shard share a host. AttachSegmentRequest says how the
         worker hands it over, and where the gradient and the weights of each bucket lie in it: that follows from the job
@@ -131,7 +173,7 @@ class DataServiceServicer:
 
     def OpenDataConnection(self, request, context):
         """Says where a data connection may be opened, and gives the ticket for one. A data connection carries the messages of
-        Push, Pull, Exchange and PullState at the speed of sockets; OpenDataConnectionResponse says how. Whatever it can do,
+        the methods above but AttachSegment at the speed of sockets; OpenDataConnectionResponse says how. Whatever it can do,
         gRPC can, too. NOT_FOUND, PERMISSION_DENIED: as for Push.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -160,6 +202,21 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.PullState,
                     request_deserializer=ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.SerializeToString,
+            ),
+            'PushRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushRows,
+                    request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PushRowsRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PushRowsResponse.SerializeToString,
+            ),
+            'PullRows': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullRows,
+                    request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.SerializeToString,
+            ),
+            'PullTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullTable,
+                    request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.SerializeToString,
             ),
             'AttachSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachSegment,
@@ -284,6 +341,87 @@ class DataService:
             '/ps_protocol.v1.DataService/PullState',
             ps__protocol_dot_v1_dot_data__pb2.PullStateRequest.SerializeToString,
             ps__protocol_dot_v1_dot_data__pb2.PullStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PushRows',
+            ps__protocol_dot_v1_dot_rows__pb2.PushRowsRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_rows__pb2.PushRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PullRows',
+            ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PullTable',
+            ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

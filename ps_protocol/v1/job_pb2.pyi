@@ -8,19 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RowDistribution(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_DISTRIBUTION_UNSPECIFIED: _ClassVar[RowDistribution]
+    ROW_DISTRIBUTION_CONSTANT: _ClassVar[RowDistribution]
+    ROW_DISTRIBUTION_UNIFORM: _ClassVar[RowDistribution]
+    ROW_DISTRIBUTION_NORMAL: _ClassVar[RowDistribution]
+
 class NonFinitePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NON_FINITE_POLICY_UNSPECIFIED: _ClassVar[NonFinitePolicy]
     NON_FINITE_POLICY_REFUSE: _ClassVar[NonFinitePolicy]
     NON_FINITE_POLICY_SKIP: _ClassVar[NonFinitePolicy]
     NON_FINITE_POLICY_ALLOW: _ClassVar[NonFinitePolicy]
+ROW_DISTRIBUTION_UNSPECIFIED: RowDistribution
+ROW_DISTRIBUTION_CONSTANT: RowDistribution
+ROW_DISTRIBUTION_UNIFORM: RowDistribution
+ROW_DISTRIBUTION_NORMAL: RowDistribution
 NON_FINITE_POLICY_UNSPECIFIED: NonFinitePolicy
 NON_FINITE_POLICY_REFUSE: NonFinitePolicy
 NON_FINITE_POLICY_SKIP: NonFinitePolicy
 NON_FINITE_POLICY_ALLOW: NonFinitePolicy
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire")
+    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "tables")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +42,7 @@ class JobSpec(_message.Message):
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_WIRE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_WIRE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
@@ -41,7 +53,38 @@ class JobSpec(_message.Message):
     non_finite: NonFinitePolicy
     gradient_wire: _types_pb2.WireFormat
     weight_wire: _types_pb2.WireFormat
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableSpec]
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("name", "dim", "initializer", "admit_after", "expire_after", "max_rows", "optimizer", "hyper_parameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_AFTER_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dim: int
+    initializer: RowInitializer
+    admit_after: int
+    expire_after: int
+    max_rows: int
+    optimizer: str
+    hyper_parameters: _containers.RepeatedCompositeFieldContainer[HyperParameter]
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., initializer: _Optional[_Union[RowInitializer, _Mapping]] = ..., admit_after: _Optional[int] = ..., expire_after: _Optional[int] = ..., max_rows: _Optional[int] = ..., optimizer: _Optional[str] = ..., hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ...) -> None: ...
+
+class RowInitializer(_message.Message):
+    __slots__ = ("distribution", "scale", "seed")
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    distribution: RowDistribution
+    scale: float
+    seed: int
+    def __init__(self, distribution: _Optional[_Union[RowDistribution, str]] = ..., scale: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
     __slots__ = ("name", "shape", "data_type", "group", "frozen")

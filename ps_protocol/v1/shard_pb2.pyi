@@ -91,14 +91,16 @@ class ShardJobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "run")
+    __slots__ = ("spec", "buckets", "run", "shard_count")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     run: str
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ...) -> None: ...
+    shard_count: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ..., shard_count: _Optional[int] = ...) -> None: ...
 
 class CreateJobResponse(_message.Message):
     __slots__ = ()
@@ -191,20 +193,22 @@ class AwaitSnapshotResponse(_message.Message):
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk: _Optional[str] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file")
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file", "shard_count")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     OWN_FILE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     checkpoint: str
     last_incarnation: int
     run: str
     own_file: ShardFile
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ...) -> None: ...
+    shard_count: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ..., shard_count: _Optional[int] = ...) -> None: ...
 
 class ShardFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "disk")

@@ -90,7 +90,7 @@ class NewJobs:
         self.runs.making(spec.name, placed.run)
 
         def create(shard: RegisteredShard) -> None:
-            shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run)
+            shard.api.create_job(spec, placed.buckets_of(shard.index), placed.run, shards.count)
             # Otherwise its part would count as lost when that process calls in, and the job has no checkpoint yet.
             if shard.api.process() != processes.get(shard.index):
                 raise TryLater(f"shard {shard.index} was started anew, and has not called in yet")

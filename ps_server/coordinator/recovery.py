@@ -155,7 +155,7 @@ class Recovery:
     ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
             buckets, unchanged = job.buckets_of(shard.index), 0
-            wanted = rollback.checkpoint, rollback.incarnation, job.run, own[shard.index]
+            wanted = rollback.checkpoint, rollback.incarnation, job.run, own[shard.index], self._shards.count
             while unchanged < ANSWERS_WITHOUT_PROGRESS:
                 progress = shard.api.restore_job(job.spec, buckets, *wanted)
                 unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1

@@ -36,8 +36,11 @@ THREADS_OF_A_SHARD = 64  # that call it; they are made when they are needed
 class ShardApi(Protocol):
     """What a coordinator asks of one shard. Methods raise PSError; all are safe to repeat."""
 
-    def create_job(self, spec: JobSpec, buckets: list[int], run: str) -> None:
-        """Makes room for the buckets of a run of a job. Raises RunEnded where the shard holds a later run."""
+    def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
+        """Makes room for the buckets of a run of a job. Raises RunEnded where the shard holds a later run.
+
+        shards: how many have a part of the job's tables
+        """
 
     def drop_job(self, job: str, run: str) -> None:
         """Forgets a run of a job."""
@@ -72,11 +75,19 @@ class ShardApi(Protocol):
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str, own: Part | None = None
+        self,
+        spec: JobSpec,
+        buckets: list[int],
+        name: str,
+        last_incarnation: int,
+        run: str,
+        own: Part | None,
+        shards: int,
     ) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does.
 
-        own: the file that has the buckets, on a disk of the shard's own; None: as the manifest says, which all share
+        own:    the file that has the buckets, on a disk of the shard's own; None: as the manifest says, which all share
+        shards: as in create_job
         """
 
     def statistics(self) -> ShardStatistics:

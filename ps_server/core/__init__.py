@@ -3,9 +3,10 @@
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
 bucket_sizes.py  How large a job's buckets are where its workers do not say
-buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each, and how far they are
+buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each
 budget.py        How many bytes may wait on a shard, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
+checking_rows.py  What a push of rows contributes: as checking.py, for tables
 commands.py      Everything that changes a partition, as values
 consistency.py   One bucket's protocol: what may be staged, what is applied next, and which pull is admitted
 data_commits.py  Counts each sample into each bucket of a shard exactly once, whichever worker brings it
@@ -15,12 +16,14 @@ figures.py       What processes measure of their own work, for people who watch
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
-partition.py     One job's buckets on one shard: roster, rules and weights, changed by commands alone
+partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
+reached.py       How far a job is on one shard: over all its buckets that train, and its tables
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
+tables.py        One job's tables on one shard: rule, rows and pending pushes of each
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

@@ -1,4 +1,4 @@
-"""One job's buckets on one shard: the rule, the weights and the pending pushes of each, and how far they are together.
+"""One job's buckets on one shard: the rule, the weights and the pending pushes of each.
 
 A partition's commands change them (partition.py); all here but `Bucket.restore` only reads.
 """
@@ -14,7 +14,7 @@ from ps_server.core.commands import Commit, Draft
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
-from ps_server.core.snapshot import BucketSnapshot, VersionRange, extent
+from ps_server.core.snapshot import BucketSnapshot
 
 
 @dataclass
@@ -45,6 +45,10 @@ class Bucket:
         pending = self.pending.get(rank)
         return pending if pending is not None and pending.clock == clock else None
 
+    def make_pending(self, rank: int, clock: int) -> Pending:
+        """Returns what is pending of a worker for a clock; nothing is of another clock."""
+        return self.pending.setdefault(rank, Pending(clock))
+
     def snapshot(self, committed: Committed | None = None) -> BucketSnapshot:
         """Returns a copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
         return BucketSnapshot(
@@ -72,7 +76,6 @@ class Buckets(Mapping[int, Bucket]):
 
     def __init__(self, spec: JobSpec, specs: Iterable[BucketSpec], roster: Mapping[int, Live]) -> None:
         scratch = Scratch()
-        self._roster = roster
         self._buckets = {
             bucket.index: Bucket(bucket, UpdateRule(spec.consistency, roster), DenseBucket(spec, bucket, scratch))
             for bucket in specs
@@ -89,9 +92,6 @@ class Buckets(Mapping[int, Bucket]):
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def _trained(self) -> list[Bucket]:
-        return [bucket for bucket in self.values() if not bucket.spec.frozen]
-
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer state on this shard."""
@@ -106,29 +106,3 @@ class Buckets(Mapping[int, Bucket]):
             for add in list(bucket.rule.waiting.values())
             if add.contribution.values is not None
         )
-
-    def frontier(self) -> int:
-        """Returns the highest clock that any worker has reached on a bucket that trains."""
-        return max((bucket.rule.frontier() for bucket in self._trained()), default=0)
-
-    def pushed(self, rank: int) -> int | None:
-        """Returns the last clock of which every bucket that trains has a push of this rank; None: no bucket trains."""
-        return min((bucket.rule.pushed.get(rank, 0) for bucket in self._trained()), default=None)
-
-    def versions(self) -> tuple[int, int]:
-        """Returns the lowest and the highest version of a bucket that trains."""
-        versions = [bucket.rule.version for bucket in self._trained()]
-        return min(versions, default=0), max(versions, default=0)
-
-    def clocks(self) -> dict[int, int]:
-        """Returns the lowest clock over this shard's buckets, by live rank."""
-        each = [bucket.rule.clocks() for bucket in self._trained()]
-        return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
-
-    def departed_clocks(self) -> dict[int, int]:
-        """Returns the lowest clock over this shard's buckets, by rank of a worker that is not live any more."""
-        return {rank: clock for rank, clock in self.extent().clocks.items() if rank not in self._roster}
-
-    def extent(self) -> VersionRange:
-        """Returns how far the buckets that train are, with the clocks of the dead."""
-        return extent((bucket.rule.version, bucket.rule.applied) for bucket in self._trained())

@@ -120,10 +120,13 @@ class StagingBudget:
         return all(other == rank for _, other in self._reserved)
 
 
-def derived_limit(weights: int, bucket: int, workers: int) -> int:
+ROWS_BYTES = 16 * 2**20  # of a table that a worker may push ahead of others
+
+
+def derived_limit(weights: int, bucket: int, workers: int, tables: int = 0) -> int:
     """Returns the bytes that may be staged on a shard without a limit: as many as its weights, or two buckets a worker.
 
     So of two workers none is ever sent away, however far one is ahead in a step, and no bucket travels twice.
-    Two buckets are what a worker has under way to one shard.
+    Two buckets are what a worker has under way to one shard. Rows of so many tables come beside them.
     """
-    return max(weights, 2 * bucket * workers)
+    return max(weights, 2 * bucket * workers) + tables * ROWS_BYTES * workers

@@ -13,7 +13,8 @@ import torch
 
 from ps_protocol.codecs import PLAIN, Cast, gradient_codec, plain_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
 from ps_protocol.tensors import is_finite

@@ -12,10 +12,11 @@ import torch
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
+from ps_tables.contributions import RowGradients
 
 R = TypeVar("R")
 
@@ -87,14 +88,15 @@ class RemoveWorker(Command[None]):
 
 @dataclass(frozen=True)
 class RestoreSnapshot(Command[None]):
-    """Continues from snapshots of all buckets, in a partition that has had no push. No worker is live; those of before,
-    up to `last_incarnation`, have to join again.
+    """Continues from snapshots of all buckets and tables, in a partition that has had no push. No worker is live; those
+    of before, up to `last_incarnation`, have to join again.
 
     owned: the tensors are the partition's to keep; otherwise it copies them
-    Raises InvalidRequest if there is a bucket without a snapshot, before anything is changed.
+    Raises InvalidRequest if there is a bucket or a table without a snapshot, before anything is changed.
     """
 
     snapshots: Mapping[int, BucketSnapshot]
+    tables: Mapping[int, TableSnapshot] = field(default_factory=dict, kw_only=True)
     last_incarnation: int
     owned: bool = False
 
@@ -139,6 +141,36 @@ class Stage(BucketCommand):
 
     clock: int
     gradient: Gradient
+    ranges: tuple[DataRange, ...] = ()
+    principal: str = ""
+
+
+@dataclass(frozen=True)
+class StageRows(Command[Staged]):
+    """One message of a worker's contribution to a table at its next clock. It is staged when all are here.
+
+    table:   its index
+    rows:    of this message; none where they are left out
+    first, count: the numbers of the message's rows, among `total`, those of all messages
+    present: the step has a gradient for the table, here or on another shard
+    in_mean: it is a term of the mean
+    values:  hyper-parameters to use from this update on
+    Raises as Stage, InvalidRequest for messages of one step that contradict each other, LimitExceeded for too many
+    rows.
+    """
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    table: int
+    clock: int
+    rows: RowGradients
+    first: int
+    count: int
+    total: int
+    present: bool = True
+    in_mean: bool = True
+    values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
     principal: str = ""
 

@@ -146,6 +146,19 @@ class DataCommits:
             restored.extras = {bucket: extra for bucket, extra in extras.items() if extra.total}
 
 
+def in_all(parts: Sequence[Committed]) -> Committed:
+    """Returns the data that is in each of some parts: nothing of a pass that one of them has not begun."""
+    committed: Committed = {}
+    for loader in set[int]().union(*parts):
+        number = max(part[loader][0] for part in parts if loader in part)
+        each = [part.get(loader, (-1, [])) for part in parts]
+        had, *others = [Intervals(spans if latest == number else ()) for latest, spans in each]
+        for other in others:
+            had = had.common(other)
+        committed[loader] = number, had.spans()
+    return committed
+
+
 def check_ranges(ranges: Sequence[DataRange]) -> None:
     """Raises InvalidRequest naming the first thing wrong with the ranges of a push."""
     if len(ranges) > MAX_RANGES:

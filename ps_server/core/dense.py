@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES

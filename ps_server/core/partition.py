@@ -1,9 +1,11 @@
-"""One job's buckets on one shard: roster, rules and weights put together, and changed by commands alone.
+"""One job's buckets and tables on one shard: roster, rules and weights put together, and changed by commands alone.
 
-    checker   makes the command that stages a push. Heavy, and touches nothing that a command changes
+    checker   makes the command that stages a push; that of tables, one of rows. Heavy, and touches nothing that a
+              command changes
     execute   carries out a command: the only method by which a partition changes
     done      records that what a bucket's rule said comes next was applied, which follows from the commands before it
-    buckets   say how far they are, and how large
+    buckets   say how large they are, and so do tables
+    reached   says how far all are
 
 All else only reads. Not thread-safe; `checker` and the methods of `DenseBucket` may run outside of the lock that guards
 the rest.
@@ -14,14 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
-from ps_server.core.buckets import Bucket, Buckets, Pending
+from ps_server.core.buckets import Bucket, Buckets
 from ps_server.core.budget import PrincipalBudget, StagingBudget, derived_limit
 from ps_server.core.checking import PushChecker
+from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
     AddWorker,
     Assign,
@@ -36,13 +39,25 @@ from ps_server.core.commands import (
     RestoreSnapshot,
     Stage,
     Staged,
+    StageRows,
 )
-from ps_server.core.consistency import Add, Admission, Live, Step
+from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.placement import Place
+from ps_server.core.reached import Reached
+from ps_server.core.tables import Tables
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
+
+
+class _Room(NamedTuple):
+    """What is reserved here: for contributions until updates, for drafts until commits, and for what is assigned."""
+
+    staged: StagingBudget
+    drafts: StagingBudget
+    assigned: StagingBudget
 
 
 def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
@@ -55,7 +70,7 @@ def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
 
 
 class JobPartition:
-    """The buckets of one job that this shard holds."""
+    """The buckets of one job that this shard holds, and its part of the job's tables."""
 
     def __init__(
         self,
@@ -64,11 +79,13 @@ class JobPartition:
         staged_limit: int | None = None,
         norm_limit: float = math.inf,
         principals: PrincipalBudget | None = None,
+        place: Place | None = None,
     ) -> None:
         """staged_limit: bytes that may be staged here; past it, pushes are told to try again, but for those that an
         update waits for. None: as much as the weights here, or two buckets for each worker.
         norm_limit: the L2 norm that the gradient in one push may have.
-        principals: what each principal may have staged, over all jobs; None: anything."""
+        principals: what each principal may have staged, over all jobs; None: anything.
+        place: of this shard among those that have the job's tables; None: it is the only one."""
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         indices = list(indices)
         check_buckets(layout, indices)
@@ -77,14 +94,19 @@ class JobPartition:
         self.roster: dict[int, Live] = {}
         here = {index: layout.buckets[index] for index in indices}
         self.buckets = Buckets(spec, here.values(), self.roster)
-        self.data = DataCommits(index for index, bucket in here.items() if not bucket.frozen)
         self.checker = PushChecker(spec, here, norm_limit)
         self._removed: dict[int, int] = {}  # by rank, the highest incarnation that was removed
         self._fenced = 0  # no incarnation up to this one may come back
         self._closed: PSError | None = None
         self._staged_limit = staged_limit
         principals = principals or PrincipalBudget()
-        self._staged, self._drafts, self._assigned = (StagingBudget(principals) for _ in range(3))
+        self._room = _Room(*(StagingBudget(principals) for _ in range(3)))
+        checker = RowChecker(spec, place or Place(), len(layout.buckets), norm_limit)
+        self.tables = Tables(spec, checker, self.roster, self._room.staged, lambda: self.staged_limit)
+        trained = {index: bucket.rule for index, bucket in self.buckets.items() if not bucket.spec.frozen}
+        self.rules: dict[int, UpdateRule[Any]] = trained | {index: table.rule for index, table in self.tables.items()}
+        self.reached = Reached(self.rules, self.roster)
+        self.data = DataCommits(self.rules)
 
     def bucket(self, index: int) -> Bucket:
         """Returns the bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -112,6 +134,9 @@ class JobPartition:
         match command:
             case Stage() | Draft() | Assign() | Commit():
                 result = self._push(command)
+            case StageRows():
+                self._check_pusher(command)
+                result = self.tables.stage(command, self.data)
             case Initialise():
                 result = self._initialise(command)
             case AddWorker():
@@ -126,11 +151,11 @@ class JobPartition:
                 raise TypeError(f"expected a command of a partition, got {type(command).__name__}")
         return result  # type: ignore[no-any-return]
 
-    def done(self, index: int, work: Add[Gradient] | Step) -> None:
-        """Records that what a bucket's rule said comes next has been done to its weights."""
-        self.buckets[index].rule.done(work)
+    def done(self, index: int, work: Add[Any] | Step) -> None:
+        """Records that what a bucket's or a table's rule said comes next has been done to its weights."""
+        self.rules[index].done(work)
         if isinstance(work, Add):
-            self._staged.release(index, work.rank)
+            self._room.staged.release(index, work.rank)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -141,15 +166,15 @@ class JobPartition:
             raise Fenced(f"worker {rank}: incarnation {incarnation} was retired before it was admitted")
         if live is not None and live.incarnation > incarnation:
             check_incarnation(rank, incarnation, live.incarnation)
-        frontier = self.buckets.frontier()
+        frontier = self.reached.frontier()
         start = frontier if clock is None else clock
         known = live is not None and live.incarnation == incarnation
         if not (known and (clock is None or live == Live(incarnation, start, command.key))):
             self._let_go(rank)
             self.roster[rank] = Live(incarnation, start, command.key)
-            for bucket in self.buckets.values():
-                bucket.rule.add_worker(rank, start)
-        return Counted(frontier, self.buckets.pushed(rank))
+            for rule in self.rules.values():
+                rule.add_worker(rank, start)
+        return Counted(frontier, self.reached.pushed(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation
@@ -161,6 +186,7 @@ class JobPartition:
 
     def _let_go(self, rank: int) -> None:
         """Drops what is pending of a worker, and copies what is staged out of its memory."""
+        self.tables.drop_pending(rank)
         for bucket in self.buckets.values():
             self._drop_pending(bucket, rank)
             waiting = bucket.rule.waiting.get(rank)
@@ -169,33 +195,32 @@ class JobPartition:
 
     def _restore(self, command: RestoreSnapshot) -> None:
         snapshots = command.snapshots
-        missing = sorted(self.buckets.keys() - snapshots.keys())
+        missing = sorted(self.buckets.keys() - snapshots.keys()) + sorted(self.tables.keys() - command.tables.keys())
         if missing:
-            raise InvalidRequest(f"expected a snapshot of each bucket, got none of {missing[:8]}")
+            raise InvalidRequest(f"expected a snapshot of each bucket and table, got none of {missing[:8]}")
+        for index, table in self.tables.items():  # first: one that fits no such table is refused
+            table.restore(command.tables[index])
         self._fenced = command.last_incarnation
         self.roster.clear()
         for index, bucket in self.buckets.items():
             bucket.restore(snapshots[index], command.owned)
-        self.data.restore({index: snapshots[index].committed for index in self.buckets})
+        committed = {index: snapshots[index].committed for index in self.buckets}
+        self.data.restore(committed | {index: command.tables[index].committed for index in self.tables})
 
     def _close(self, command: Close) -> None:
         self._closed = command.reason
-        for budget in (self._staged, self._drafts, self._assigned):
+        for budget in self._room:
             budget.release_all()
 
     # -- what workers push -------------------------------------------------------------------------------------------
 
     def _push(self, command: Stage | Draft | Assign | Commit) -> Staged:
         """Takes what a worker pushes for a clock; a repeat of what was staged for it changes nothing."""
-        rank, clock, commits = command.rank, command.clock, isinstance(command, Commit)
-        self.check_worker(rank, command.incarnation, command.key)
+        rank, clock = command.rank, command.clock
+        self._check_pusher(command)
         bucket = self.bucket(command.bucket)
-        if not (commits or bucket.rule.initialised):
+        if not (isinstance(command, Commit) or bucket.rule.initialised):
             raise InvalidRequest(f"bucket {command.bucket} has no initial value yet: pull before the first push")
-        start = self.roster[rank].start
-        if clock <= start:  # taken for a repeat, it would be acknowledged and lost
-            pushed = "a commit of" if commits else "a push of clock"
-            raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {clock} came")
         if bucket.rule.is_repeat(rank, clock):
             return Staged(bucket.rule.version, duplicate=True)
         self._drop_other_clock(bucket, rank, clock)  # before anything is reserved for this one
@@ -209,16 +234,24 @@ class JobPartition:
             case Commit():
                 return self._commit(bucket, command)
 
+    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows) -> None:
+        """Raises as check_worker, and OutOfOrder for a clock at or before that at which the worker joined."""
+        self.check_worker(command.rank, command.incarnation, command.key)
+        start = self.roster[command.rank].start
+        if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
+            pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
+            raise OutOfOrder(f"worker {command.rank} joined at clock {start}, and {pushed} {command.clock} came")
+
     def _keep_draft(self, bucket: Bucket, command: Draft) -> Staged:
         pending = bucket.pending_at(command.rank, command.clock)
         if pending is not None and pending.commit is not None:
             return self._count(bucket, _committed_draft(command, pending.commit))
         self._reserve_draft(bucket, command)
-        self._make_pending(bucket, command.rank, command.clock).draft = command
+        bucket.make_pending(command.rank, command.clock).draft = command
         return Staged(bucket.rule.version, duplicate=False, kept=True)
 
     def _commit(self, bucket: Bucket, command: Commit) -> Staged:
-        pending = self._make_pending(bucket, command.rank, command.clock)
+        pending = bucket.make_pending(command.rank, command.clock)
         if pending.draft is None:
             pending.commit = command
             return Staged(bucket.rule.version, duplicate=False, kept=True)
@@ -231,15 +264,15 @@ class JobPartition:
         assignment = command.assignment if before is None else before.union(command.assignment)
         # One worker's always fit; where others' are here too, they go with their steps.
         limit = ASSIGNED_WEIGHTS * max(self.buckets.parameter_bytes, self.spec.bucket_bytes)
-        if not self._assigned.reserve(
+        if not self._room.assigned.reserve(
             command.bucket,
             rank,
             assignment.nbytes,
             limit,
-            always=lambda: bucket.rule.is_awaited(rank, clock) or self._assigned.is_all_of(rank),
+            always=lambda: bucket.rule.is_awaited(rank, clock) or self._room.assigned.is_all_of(rank),
         ):
-            raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
-        self._make_pending(bucket, rank, clock).assignment = assignment
+            raise Backlogged(f"{self._room.assigned.bytes} bytes are assigned here and wait for their workers' steps")
+        bucket.make_pending(rank, clock).assignment = assignment
         return Staged(bucket.rule.version, duplicate=False, kept=True)
 
     def _initialise(self, command: Initialise) -> Staged:
@@ -250,7 +283,7 @@ class JobPartition:
         if bucket.rule.initialised:
             return Staged(bucket.rule.version, duplicate=True)
         self._drop_other_clock(bucket, 0, 0)
-        pending = self._make_pending(bucket, 0, 0)
+        pending = bucket.make_pending(0, 0)
         if isinstance(command.value, Assignment):
             before = pending.assignment
             pending.assignment = command.value if before is None else before.union(command.value)
@@ -278,20 +311,16 @@ class JobPartition:
         try:
             use = self.data.use(index, command.ranges)
         except LimitExceeded:
-            self._staged.release(index, rank)
+            self._room.staged.release(index, rank)
             raise
         self._drop_pending(bucket, rank)
         if use.spent:
-            self._staged.release(index, rank)
+            self._room.staged.release(index, rank)
             gradient = Gradient(None, groups=gradient.groups, assignment=gradient.assignment)
         bucket.rule.stage(rank, command.clock, gradient, command.ranges)
         return Staged(bucket.rule.version, duplicate=False, skipped=gradient.values is None, use=use)
 
     # -- what is pending ---------------------------------------------------------------------------------------------
-
-    def _make_pending(self, bucket: Bucket, rank: int, clock: int) -> Pending:
-        """Returns what is pending of a worker for a clock; nothing is of another clock."""
-        return bucket.pending.setdefault(rank, Pending(clock))
 
     def _drop_other_clock(self, bucket: Bucket, rank: int, clock: int) -> None:
         if bucket.pending_at(rank, clock) is None:
@@ -299,8 +328,8 @@ class JobPartition:
 
     def _drop_pending(self, bucket: Bucket, rank: int) -> None:
         if bucket.pending.pop(rank, None) is not None:
-            self._drafts.release(bucket.spec.index, rank)
-            self._assigned.release(bucket.spec.index, rank)
+            self._room.drafts.release(bucket.spec.index, rank)
+            self._room.assigned.release(bucket.spec.index, rank)
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +337,7 @@ class JobPartition:
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
         return self._staged_limit or derived_limit(
-            self.buckets.parameter_bytes, self.spec.bucket_bytes, len(self.roster)
+            self.buckets.parameter_bytes, self.spec.bucket_bytes, len(self.roster), len(self.spec.tables)
         )
 
     def _reserve(self, bucket: Bucket, command: Stage, is_committed: bool) -> None:
@@ -321,7 +350,7 @@ class JobPartition:
         index, rank, gradient = command.bucket, command.rank, command.gradient
         assert gradient.values is not None
         charge = gradient.values.nbytes
-        if not self._staged.reserve(
+        if not self._room.staged.reserve(
             index,
             rank,
             0 if gradient.borrowed else charge,
@@ -331,7 +360,7 @@ class JobPartition:
             always=lambda: is_committed or bucket.rule.is_awaited(command.rank, command.clock),
         ):
             raise Backlogged(
-                f"{self._staged.bytes} bytes are staged here and wait for other workers, "
+                f"{self._room.staged.bytes} bytes are staged here and wait for other workers, "
                 f"and max-staged-bytes is {self.staged_limit}"
             )
 
@@ -343,8 +372,8 @@ class JobPartition:
         """
         awaited = bucket.rule.is_awaited(command.rank, command.clock)
         charge = command.gradient.values.nbytes if command.gradient.values is not None else 0
-        staged = self._staged.bytes if self.spec.consistency.aggregate else 0
-        if not self._drafts.reserve(
+        staged = self._room.staged.bytes if self.spec.consistency.aggregate else 0
+        if not self._room.drafts.reserve(
             command.bucket,
             command.rank,
             0 if awaited else charge,
@@ -353,20 +382,23 @@ class JobPartition:
             charge=charge,
             always=lambda: awaited,
         ):
-            raise Backlogged(f"{self._drafts.bytes} bytes are here before their step, and there is no room for more")
+            raise Backlogged(
+                f"{self._room.drafts.bytes} bytes are here before their step, and there is no room for more"
+            )
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def admits(self, index: int, rank: int, clock: int) -> Admission:
-        """Whether this bucket may be sent to a worker at `clock`. What no optimizer steps only waits for rank 0."""
-        bucket = self.bucket(index)
-        return bucket.rule.admits(rank, 0 if bucket.spec.frozen else clock)
+        """Whether this bucket, or this table's rows, may be sent to a worker at `clock`. What no optimizer steps only
+        waits for rank 0."""
+        rule = self.rules.get(index)
+        return rule.admits(rank, clock) if rule is not None else self.bucket(index).rule.admits(rank, 0)
 
     # -- leased data -------------------------------------------------------------------------------------------------
 
     def committed(self, index: int) -> Committed:
         """Returns the leased data that is in the weights of a bucket, for a snapshot: without what is only staged."""
-        return self.data.of(index, self.bucket(index).rule.unapplied())
+        return self.data.of(index, self.rules[index].unapplied() if index in self.rules else ())
 
 
 def _committed_draft(draft: Draft, commit: Commit) -> Stage:

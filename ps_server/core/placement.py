@@ -34,6 +34,20 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which of so many shards this is that have a part of each table, and what it gives to a table.
+
+    table_bytes: what the rows of each may take
+    salt:        that its index depends on: a secret of the process
+    """
+
+    shard: int = 0
+    shards: int = 1
+    table_bytes: int = 2**40
+    salt: int = 0
+
+
+@dataclass(frozen=True)
 class PlacedJob:
     """A job with its buckets placed.
 

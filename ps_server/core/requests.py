@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 
 
 class PushKind(enum.Enum):
@@ -43,6 +43,68 @@ class Push:
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
     state: str = ""  # the optimizer state that is assigned
     wire_format: str = ""  # of a gradient; empty: the bucket's own type
+
+
+class RowPushKind(enum.Enum):
+    """What a push of rows carries."""
+
+    GRADIENT = "gradient"
+    NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
+    SKIP = "skip"  # the step leaves the table out
+
+
+@dataclass(frozen=True)
+class RowsPush:
+    """One message of the rows that a worker pushes to a table at a clock of its own.
+
+    table:        its place in the job's list
+    payload:      ids, counts and gradients of `count` rows
+    first, total: the number of the first of them among all that the step has here, and how many these are
+    """
+
+    job: str
+    rank: int
+    incarnation: int
+    table: int
+    clock: int
+    kind: RowPushKind
+    payload: Buffer
+    first: int
+    count: int
+    total: int
+    values: HyperParameters
+    ranges: tuple[DataRange, ...] = ()
+    wire_format: str = ""
+    key: bytes = field(default=b"", repr=False)
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class RowsPull:
+    """Which rows of a table a worker or a reader wants, at which clock of its own. payload: their ids"""
+
+    job: str
+    rank: int
+    incarnation: int
+    table: int
+    clock: int
+    payload: Buffer
+    key: bytes = field(default=b"", repr=False)
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class TablePull:
+    """Which table a worker wants, at which clock of its own. count_only: it only asks how many rows there are"""
+
+    job: str
+    rank: int
+    incarnation: int
+    table: int
+    clock: int
+    count_only: bool
+    key: bytes = field(default=b"", repr=False)
+    run: str = ""
 
 
 class PushedBucket(NamedTuple):

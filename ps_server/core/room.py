@@ -51,6 +51,8 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     if spec.world_size:  # one of them waits for no other
         trained = sum(bucket.nbytes for bucket in buckets if not bucket.frozen)
         staged = min(staged, trained * (spec.world_size - 1))
+    if not staged_limit:
+        staged += derived_limit(0, 0, max(0, spec.world_size - 1), len(spec.tables))
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
     return Room(weights, optimizer, staged, objects)

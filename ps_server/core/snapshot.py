@@ -1,8 +1,9 @@
-"""A bucket as a checkpoint has it: a value that outlives the shard it was taken from.
+"""A bucket, or a table, as a checkpoint has it: a value that outlives the shard it was taken from.
 
 A snapshot is taken between two updates, so nothing is half applied in it. What was staged and not yet applied at that
 moment is not in it: its clocks are those of applied updates, and workers that continue from it push again what came
 after. Buckets are the same on any number of shards, so a snapshot is restored on the shard that holds its bucket then.
+A table's rows are divided anew where the number of shards is another one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_server.core.data_commits import Committed
 
 # By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
@@ -45,6 +46,31 @@ class BucketSnapshot:
         """Bytes of the tensors."""
         states = sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
         return self.weights.nbytes + states
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """A table's rows on one shard, or on several, at one version.
+
+    tensors: as Table.snapshot returns them
+    values:  the hyper-parameters of the last update
+    the others as in BucketSnapshot
+    """
+
+    index: int
+    version: int
+    clocks: Mapping[int, int]
+    tensors: Mapping[str, torch.Tensor]
+    values: HyperParameters = field(default_factory=dict)
+    committed: Committed = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+Snapshot = BucketSnapshot | TableSnapshot
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.layout import ALIGNMENT_BYTES
 from ps_protocol.optimizers import check_hyper_parameters
+from ps_protocol.row_optimizers import check_row_optimizer
 from ps_server.core.limits import Limits
 
 MAX_LAUNCH_LENGTH = 255
@@ -25,6 +26,8 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
         if kind not in checked:
             check_hyper_parameters(spec.optimizer_of(index), group)
             checked.add(kind)
+    for table in spec.tables:
+        check_row_optimizer(table.optimizer, table.values)
 
 
 def _check_counts(spec: JobSpec, limits: Limits) -> None:
@@ -36,9 +39,9 @@ def _check_counts(spec: JobSpec, limits: Limits) -> None:
 
 
 def _check_sizes(spec: JobSpec, limits: Limits) -> None:
-    for parameter in spec.parameters:
-        if len(parameter.name) > limits.name_length:
-            raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(parameter.name)}")
+    for name in [parameter.name for parameter in spec.parameters] + [table.rows.name for table in spec.tables]:
+        if len(name) > limits.name_length:
+            raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(name)}")
     if spec.world_size > limits.workers:
         raise LimitExceeded(f"max-workers is {limits.workers}, got a world_size of {spec.world_size}")
     # One more for each parameter is more than alignment and the ends of spaces can add.

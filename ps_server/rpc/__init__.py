@@ -21,6 +21,7 @@ permissions.py      What each role may call: one table of every method, and prin
 receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
+row_messages.py     Where the messages of rows become the server's values, and back
 round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards
 shard_service.py    Serves what the coordinator asks of a shard

@@ -39,7 +39,7 @@ Request = bytes | Parts  # as gRPC brings it, and as a data connection does
 
 def push(data: Request) -> PushCall:
     """Reads a PushRequest; its payload is a view into the bytes, or the part that came."""
-    request, payload = _read(data_pb2.PushRequest, data)
+    request, payload = read(data_pb2.PushRequest, data)
     call = _push(request.header, request.HasField("in_segment"), payload)
     _allow(call, frozenset(PushKind) - {PushKind.COMMIT}, "a push")
     return call
@@ -47,7 +47,7 @@ def push(data: Request) -> PushCall:
 
 def exchange(data: Request) -> tuple[PushCall, PullCall]:
     """Reads an ExchangeRequest: what is pushed, as `push`, and what is pulled."""
-    request, payload = _read(data_pb2.ExchangeRequest, data)
+    request, payload = read(data_pb2.ExchangeRequest, data)
     in_segment = request.HasField("in_segment")
     call = _push(request.push, in_segment, payload)
     _allow(call, _IN_EXCHANGE, "an exchange")
@@ -56,13 +56,13 @@ def exchange(data: Request) -> tuple[PushCall, PullCall]:
 
 def pull(data: Request) -> PullCall:
     """Reads a PullRequest."""
-    request = _parse(data_pb2.PullRequest, _whole(data))
+    request = parse(data_pb2.PullRequest, whole(data))
     return _pull(request.worker, request.clock, request, request.HasField("in_segment"))
 
 
 def pull_state(data: Request) -> PullCall:
     """Reads a PullStateRequest."""
-    request = _parse(data_pb2.PullStateRequest, _whole(data))
+    request = parse(data_pb2.PullStateRequest, whole(data))
     worker = request.worker
     identity = worker.job, worker.rank, worker.incarnation
     return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
@@ -70,7 +70,7 @@ def pull_state(data: Request) -> PullCall:
 
 def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str]:
     """Returns job, rank, incarnation, offer, lease key and run of an AttachSegmentRequest."""
-    request = _parse(data_pb2.AttachSegmentRequest, data)
+    request = parse(data_pb2.AttachSegmentRequest, data)
     worker = request.worker
     offer = SegmentOffer(request.location, request.socket_inode, request.nonce)
     return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
@@ -130,20 +130,21 @@ def _pull(
 
 def open_request(data: bytes) -> tuple[str, int, int, bytes, str]:
     """Returns job, rank, incarnation, lease key and run of an OpenDataConnectionRequest."""
-    worker = _parse(data_pb2.OpenDataConnectionRequest, data).worker
+    worker = parse(data_pb2.OpenDataConnectionRequest, data).worker
     return worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run
 
 
-def _read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
+def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:
+    """Returns a message without its payload, and the payload; None where it has none."""
     if not isinstance(data, Parts):
         fields, payload = split_message(data)
-        return _parse(kind, fields), payload
+        return parse(kind, fields), payload
     if data.payload is None:
-        return _read(kind, data.head)
-    return _parse(kind, split_head(data.head, len(data.payload))), data.payload
+        return read(kind, data.head)
+    return parse(kind, split_head(data.head, len(data.payload))), data.payload
 
 
-def _whole(data: Request) -> bytes:
+def whole(data: Request) -> bytes:
     """Returns the bytes of a request that has no payload. Raises InvalidRequest for one that has."""
     if not isinstance(data, Parts):
         return data
@@ -152,7 +153,8 @@ def _whole(data: Request) -> bytes:
     return data.head
 
 
-def _parse(kind: type[M], data: bytes) -> M:
+def parse(kind: type[M], data: bytes) -> M:
+    """Returns a message. Raises InvalidRequest for bytes that are none."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -180,18 +182,18 @@ class Answers(NamedTuple):
     def pushed(self, staged: Iterable[Staged]) -> bytes:
         """Returns the bytes of a PushResponse."""
         answers = list(staged)
-        header = self._header(min((answer.version for answer in answers), default=0))
+        header = self.header(min((answer.version for answer in answers), default=0))
         duplicates = sum(answer.duplicate for answer in answers)
         return data_pb2.PushResponse(header=header, duplicate_count=duplicates).SerializeToString()
 
     def attached(self) -> bytes:
         """Returns the bytes of an AttachSegmentResponse."""
-        return data_pb2.AttachSegmentResponse(header=self._header(0)).SerializeToString()
+        return data_pb2.AttachSegmentResponse(header=self.header(0)).SerializeToString()
 
     def opened(self, ticket: bytes, port: int, location: str, inode: int) -> bytes:
         """Returns the bytes of an OpenDataConnectionResponse."""
         return data_pb2.OpenDataConnectionResponse(
-            header=self._header(0), ticket=ticket, port=port, location=location, socket_inode=inode
+            header=self.header(0), ticket=ticket, port=port, location=location, socket_inode=inode
         ).SerializeToString()
 
     def pulled(self, answer: Answer) -> Parts:
@@ -211,21 +213,21 @@ class Answers(NamedTuple):
             state=answer.name,
             absent_slices=sorted(answer.absent),
         )
-        response = data_pb2.PullStateResponse(header=self._header(answer.version), state=state)
+        response = data_pb2.PullStateResponse(header=self.header(answer.version), state=state)
         return message_parts(response, answer.payload)
 
     def _pulled(self, kind: Callable[..., data_pb2.PullResponse | data_pb2.ExchangeResponse], answer: Answer) -> Parts:
         if isinstance(answer, PulledBucket):
             if answer.waiting is None:
-                response = kind(header=self._header(answer.version), buckets=[_pulled_bucket(answer)])
+                response = kind(header=self.header(answer.version), buckets=[_pulled_bucket(answer)])
                 return message_parts(response, answer.payload)
             notice = data_pb2.WaitNotice(
                 bucket=answer.bucket, awaited_ranks=answer.waiting.waiting_for, reason=answer.waiting.reason
             )
-            return message_parts(kind(header=self._header(0), waiting=notice))
+            return message_parts(kind(header=self.header(0), waiting=notice))
         assert isinstance(answer, Notice)
         version = min((bucket.version for bucket in answer.buckets), default=0)
-        response = kind(header=self._header(version), buckets=[_pulled_bucket(bucket) for bucket in answer.buckets])
+        response = kind(header=self.header(version), buckets=[_pulled_bucket(bucket) for bucket in answer.buckets])
         if answer.buckets:
             response.in_segment.SetInParent()
         if answer.staged_seconds is not None:
@@ -235,7 +237,8 @@ class Answers(NamedTuple):
             response.clock_microseconds = _microseconds(answer.clock)
         return message_parts(response)
 
-    def _header(self, version: int) -> types_pb2.ResponseHeader:
+    def header(self, version: int) -> types_pb2.ResponseHeader:
+        """Returns the header of an answer that has this version."""
         return types_pb2.ResponseHeader(
             shard_index=self.shard_index, process=self.process, run=self.run, version=version
         )

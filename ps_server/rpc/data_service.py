@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,8 +13,8 @@ from ps_protocol.frames import KINDS
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
 from ps_server.core.limits import Limits
-from ps_server.core.requests import PullCall, PushCall
-from ps_server.rpc import data_messages
+from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull
+from ps_server.rpc import data_messages, row_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
 from ps_server.rpc.data_connections import (
     ConnectionCall,
@@ -52,6 +53,7 @@ class DataService:
             name: grpc.unary_unary_rpc_method_handler(in_pool(behaviour, self._push_pool))
             for name, behaviour in (
                 ("Push", self._push),
+                ("PushRows", self._push_rows),
                 ("AttachSegment", self._attach),
                 ("OpenDataConnection", self._open),
             )
@@ -61,6 +63,8 @@ class DataService:
                 ("Pull", self._pull),
                 ("Exchange", self._exchange),
                 ("PullState", self._pull_state),
+                ("PullRows", self._pull_rows),
+                ("PullTable", self._pull_table),
             )
         }
 
@@ -86,7 +90,7 @@ class DataService:
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
-    def _answers_of(self, call: PushCall | PullCall) -> Answers:
+    def _answers_of(self, call: PushCall | PullCall | RowsPush | RowsPull | TablePull) -> Answers:
         return self._answers.of(call.run or self._shard.run_of(call.job))
 
     def _outbox(self, context: Any, send: Send, write: Any) -> Outbox:
@@ -100,6 +104,12 @@ class DataService:
         check_job(call.job)
         check_sender(context, call.job, call.rank, call.incarnation)
         return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
+
+    def _push_rows(self, request: Request, context: grpc.ServicerContext) -> bytes:
+        push = row_messages.push(request)
+        check_job(push.job)
+        check_sender(context, push.job, push.rank, push.incarnation)
+        return row_messages.pushed(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         attached = data_messages.attach_request(request)
@@ -137,6 +147,21 @@ class DataService:
         check_sender(context, push.job, push.rank, push.incarnation)
         outbox = self._outbox(context, send, self._answers_of(push).exchanged)
         self._shard.exchange(push, pull, outbox, caller_name())
+
+    def _pull_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+        call = row_messages.pull(request)
+        check_job(call.job)
+        check_sender(context, call.job, call.rank, call.incarnation)
+        call = replace(call, run=call.run or self._shard.run_of(call.job))  # as _pull
+        outbox = self._outbox(context, send, partial(row_messages.pulled, self._answers_of(call)))
+        self._shard.pull(call, outbox, caller_name())
+
+    def _pull_table(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+        call = row_messages.pull_table(request)
+        check_job(call.job)
+        check_sender(context, call.job, call.rank, call.incarnation)
+        outbox = self._outbox(context, send, partial(row_messages.pulled_table, self._answers_of(call)))
+        self._shard.pull(call, outbox, caller_name())
 
     def _pull_state(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)

@@ -55,7 +55,7 @@ def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[
 
 
 METHODS: dict[str, Roles] = {
-    **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}),
+    **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}, PullRows=_WORKERS | {Role.READER}),
     **_service(jobs_pb2, "JobService", _ADMIN, RegisterJob=_WORKERS, CheckpointJob=_ADMIN | _CLUSTER),
     **_service(membership_pb2, "MembershipService", _WORKERS, **_MEMBERSHIP),
     **_service(leases_pb2, "DataLeaseService", _WORKERS),

@@ -40,9 +40,9 @@ class ShardClient:
         self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
 
-    def create_job(self, spec: JobSpec, buckets: list[int], run: str) -> None:
-        """Makes room for the buckets of a run of a job."""
-        request = shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets, run=run)
+    def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
+        """Makes room for the buckets of a run of a job. shards: how many have a part of its tables"""
+        request = shard_pb2.CreateJobRequest(spec=job_spec_message(spec), buckets=buckets, run=run, shard_count=shards)
         self._call(self._stub.CreateJob, request)
 
     def drop_job(self, job: str, run: str) -> None:
@@ -90,7 +90,14 @@ class ShardClient:
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last_incarnation: int, run: str, own: Part | None = None
+        self,
+        spec: JobSpec,
+        buckets: list[int],
+        name: str,
+        last_incarnation: int,
+        run: str,
+        own: Part | None,
+        shards: int,
     ) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
         request = shard_pb2.RestoreJobRequest(
@@ -100,6 +107,7 @@ class ShardClient:
             last_incarnation=last_incarnation,
             run=run,
             own_file=convert.part_message(own) if own is not None else None,
+            shard_count=shards,
         )
         return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 

@@ -40,7 +40,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
-        self._shard.create_job(spec, list(request.buckets), request.run)
+        self._shard.create_job(spec, list(request.buckets), request.run, request.shard_count or 1)
         return shard_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -80,7 +80,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         check_coordinator_run(request.run)
         wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
         own = convert.part(request.own_file) if request.HasField("own_file") else None
-        progress = self._shard.restore_job(*wanted, own, _within(context, RESTORE_SECONDS))
+        shards, seconds = request.shard_count or 1, _within(context, RESTORE_SECONDS)
+        progress = self._shard.restore_job(*wanted, own, shards, seconds)
         return convert.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:

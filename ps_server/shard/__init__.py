@@ -9,6 +9,7 @@ metrics.py    What a shard tells Prometheus
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 restores.py   Restores of jobs from checkpoints, and how far they are
+row_pulls.py  Pulls of rows: checked, and sent in messages of a few MiB
 segments.py   Mapping a worker's segment, without trusting what it says
 shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training

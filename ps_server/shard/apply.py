@@ -1,7 +1,7 @@
 """Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
 The update rule (core/consistency.py) names a bucket's next operation: to add a contribution, or to step. A bucket is
-`busy` while a thread works on it; that thread continues until the rule names no operation.
+`busy` while a thread works on it; that thread continues until the rule names no operation. A table is one more bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ps_protocol.errors import PSError
 from ps_runtime.background import note_error
 from ps_server.core.consistency import Add, Step
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import HostedBucket, HostedJob
+from ps_server.shard.job import Hosted, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Task, Threads
@@ -49,14 +49,14 @@ class Updates:
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
         """Returns the task for a bucket; None if it has no operation to do, or a thread works on it already."""
-        bucket = job.buckets[index]
+        bucket = job.parts[index]
         with job.lock:
             if bucket.busy or self._stopping or bucket.rule.next() is None:
                 return None
             bucket.busy = True
         return partial(self._apply, job, bucket)
 
-    def _apply(self, job: HostedJob, bucket: HostedBucket) -> None:
+    def _apply(self, job: HostedJob, bucket: Hosted) -> None:
         """Does the operations of one bucket, one after the other, until the update rule names none."""
         try:
             while True:
@@ -76,15 +76,15 @@ class Updates:
                         failpoint("update-stepped")
                     self._metrics.applied(job.name, work, self._clock() - started)
                     with job.lock:
-                        job.state.done(bucket.spec.index, work)
+                        job.state.done(bucket.index, work)
                         if isinstance(work, Step) and job.times.follows_any(work.ranks):
-                            job.times.applied(work.ranks, bucket.spec.index, self._pulls.now())
+                            job.times.applied(work.ranks, bucket.index, self._pulls.now())
                     if job.snapshot_task is not None and isinstance(work, Step):
                         job.look(bucket)
                 if isinstance(work, Step):
                     self._pulls.release(job, bucket)
         except Exception:
-            log.error("job %s: bucket %d cannot be applied", job.name, bucket.spec.index)
+            log.error("job %s: bucket %d cannot be applied", job.name, bucket.index)
             note_error("apply")
             job.failure = PSError(f"job {job.name!r} failed on this shard; its log says why")
             self._pulls.fail(job, job.failure)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 
 from ps_protocol.errors import (
+    CheckpointDamaged,
+    InvalidRequest,
     JobMismatch,
     LimitExceeded,
     NotFound,
@@ -26,8 +29,10 @@ from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
+from ps_server.core.placement import Place
 from ps_server.core.room import Room, room_for
-from ps_server.core.snapshot import Part, RestoreProgress
+from ps_server.core.snapshot import Part, RestoreProgress, TableSnapshot
+from ps_server.core.tables import joined
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -37,6 +42,8 @@ from ps_server.shard.threads import Threads
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
+
+_UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
 
 
 class HostedJobs:
@@ -58,6 +65,7 @@ class HostedJobs:
     ) -> None:
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
+        self._salt = secrets.randbits(62)  # of the indices of tables: slots that ids share cannot be chosen
         self._jobs: dict[str, HostedJob] = {}
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
@@ -70,8 +78,10 @@ class HostedJobs:
         with self._lock:
             self._restores.stop()
 
-    def create(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+    def create(self, spec: JobSpec, buckets: Sequence[int], run: str = "", shards: int = 1) -> None:
         """Makes room for the buckets of a run of a job, in place of an earlier run. The same run stays as it is.
+
+        shards: how many have a part of the job's tables
 
         Raises RunEnded where a later run of the job is here, InvalidRequest for buckets that do not exist.
         """
@@ -83,7 +93,7 @@ class HostedJobs:
                 known = None
             if known is None:
                 self._restores.forget(spec.name)
-                job = self._jobs[spec.name] = self._make(spec, buckets, run)
+                job = self._jobs[spec.name] = self._make(spec, buckets, run, shards)
                 self._made.discard(job)
                 log.info("job %s: shard %d holds %s", spec.name, self._index, counted(len(buckets), "bucket"))
                 return
@@ -135,14 +145,10 @@ class HostedJobs:
         spec, checkpoint = request.spec, request.checkpoint
         layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
         specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
-        files: list[tuple[Part, list[BucketSpec]]] = (
-            store.files(spec.name, store.manifest(spec.name, checkpoint), specs)
-            if request.own is None
-            else [(request.own, specs)]
-        )
+        files = [(request.own, specs)] if request.own is not None else self._files(store, request, specs)
         restoring.begin(store.bytes_to_read(spec.name, checkpoint, files))
         self._let_go(spec.name, restoring)
-        job = self._make(spec, request.buckets, request.run)
+        job = self._make(spec, request.buckets, request.run, request.shards)
 
         def read(count: int) -> None:
             restoring.read(count)
@@ -150,17 +156,34 @@ class HostedJobs:
 
         try:
             weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
-            snapshots = store.read_files(spec.name, checkpoint, files, read, weights)
-            job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True))
+            parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
+            snapshots = store.read_files(spec.name, checkpoint, files, read, weights, parts)
+            tables = {index: joined(each, job.state.tables.checker.place) for index, each in parts.items() if each}
+            try:
+                job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
+            except InvalidRequest as error:
+                raise CheckpointDamaged(f"checkpoint {checkpoint}: {error}") from None
             failpoint("restore-read")
             with self._lock:
                 restoring.read(0)  # unless another one took its place
                 self._jobs[spec.name] = job
-                restoring.complete(job.state.buckets.extent())
+                restoring.complete(job.state.reached.extent())
         finally:
             self._made.discard(job)
         self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
+
+    def _files(
+        self, store: CheckpointStore, request: RestoreRequest, specs: list[BucketSpec]
+    ) -> list[tuple[Part, list[BucketSpec]]]:
+        """Returns the files that have what a restore wants, with the buckets of each.
+
+        A table's rows are in the file of this shard, or, if there are more or fewer shards now, in those of all.
+        """
+        manifest = store.manifest(request.spec.name, request.checkpoint)
+        as_before = len(manifest.shards) == request.shards and self._index in manifest.shards
+        also = [] if not request.spec.tables else [self._index] if as_before else manifest.shards
+        return store.files(request.spec.name, manifest, specs, also)
 
     def _let_go(self, name: str, restoring: Restoring) -> None:
         """Gives the memory of a job back that is restored: two of it would not fit."""
@@ -216,13 +239,16 @@ class HostedJobs:
             raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
         return job
 
-    def _make(self, spec: JobSpec, buckets: Sequence[int], run: str) -> HostedJob:
+    def _make(self, spec: JobSpec, buckets: Sequence[int], run: str, shards: int) -> HostedJob:
         """Returns a job with the memory for its weights: one of `_made`, until the caller has a place for it."""
         room = room_for(spec, buckets, self._limits[0])
         with self._making:
             promised = sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
             with _making_room(spec.name, room, promised):
-                state = JobPartition(spec, buckets, *self._limits, self._principals)
+                tables = max(1, len(spec.tables))
+                bytes_each = ((free_bytes() or _UNKNOWN_BYTES) - room.total - promised) // (2 * tables)
+                place = Place(self._index, shards, max(0, bytes_each), self._salt)
+                state = JobPartition(spec, buckets, *self._limits, self._principals, place)
                 job = HostedJob(spec, state, run, room)
             self._made.add(job)
         return job

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -23,8 +24,9 @@ from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
+from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
 from ps_server.shard.times import PushTimes
@@ -62,20 +64,52 @@ class OfWorkers:
     connected: dict[int, Connected] = field(default_factory=dict)
 
 
+class Trained(Protocol):
+    """Weights, as those need them that apply updates."""
+
+    def add(self, contribution: Any) -> None:
+        """Adds one contribution to the open update."""
+
+    def step(self) -> None:
+        """Makes an update with what was added."""
+
+
 @dataclass(eq=False)
-class HostedBucket:
-    """A bucket with the lock of its weights, its waiting pulls, and whether a thread is applying its updates.
+class Hosted:
+    """A bucket or a table, by its index, with the lock of its weights, its waiting pulls, and whether a thread is
+    applying its updates.
 
     loans: of its weights, to those that send them
     """
 
-    spec: BucketSpec
-    rule: UpdateRule[Gradient]
-    weights: DenseBucket
+    index: int
+    rule: UpdateRule[Any]
+    weights: Trained
     tensors: threading.Lock
     loans: Loans = field(default_factory=Loans)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
+
+
+@dataclass(eq=False)
+class HostedBucket(Hosted):
+    """A bucket."""
+
+    rule: UpdateRule[Gradient]
+    weights: DenseBucket
+
+    @property
+    def spec(self) -> BucketSpec:
+        """Its place in the layout."""
+        return self.weights.bucket
+
+
+@dataclass(eq=False)
+class HostedTable(Hosted):
+    """A table's rows on this shard."""
+
+    rule: UpdateRule[RowsContribution]
+    weights: TableRows
 
 
 class Narrowed:
@@ -109,9 +143,13 @@ class HostedJob:
         self.state = state
         self.lock = threading.Lock()
         self.buckets = {
-            index: HostedBucket(bucket.spec, bucket.rule, bucket.weights, threading.Lock())
+            index: HostedBucket(index, bucket.rule, bucket.weights, threading.Lock())
             for index, bucket in state.buckets.items()
         }
+        tables = {
+            index: HostedTable(index, table.rule, table.rows, threading.Lock()) for index, table in state.tables.items()
+        }
+        self.parts: dict[int, Hosted] = {**self.buckets, **tables}
         self.of_workers = OfWorkers()
         self.plan = segment_plan(state.layout)
         self.narrowed = Narrowed()
@@ -180,11 +218,12 @@ class HostedJob:
             with bucket.tensors:
                 bucket.weights.own()
 
-    def snapshot(self, index: int) -> BucketSnapshot:
-        """Returns a copy of a bucket, with the leased data in it. The caller holds the bucket's `tensors` lock."""
+    def snapshot(self, index: int) -> Snapshot:
+        """Returns a copy of a bucket or a table, with the leased data in it. The caller holds its `tensors` lock."""
         with self.lock:
             committed = self.state.committed(index)
-        return self.state.buckets[index].snapshot(committed)
+        table = self.state.tables.get(index)
+        return table.snapshot(committed) if table is not None else self.state.buckets[index].snapshot(committed)
 
     def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None) -> None:
         """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
@@ -194,29 +233,29 @@ class HostedJob:
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
                 return
-            for bucket in self.buckets.values():
-                task.check(bucket.spec, bucket.rule)
+            for part in self.parts.values():
+                task.check(part.index, part.rule)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
         if before is not None:
             before.abandon()
         task.begin()
-        for bucket in self.buckets.values():
-            with bucket.tensors:
-                self.look(bucket)
+        for part in self.parts.values():
+            with part.tensors:
+                self.look(part)
 
-    def look(self, bucket: HostedBucket) -> None:
+    def look(self, bucket: Hosted) -> None:
         """Has a bucket copied for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
         with self.lock:
             task, refusal = self.snapshot_task, self.refusals.current
             settles = refusal is not None and refusal.clock is None
             due = not settles or bucket.rule.next() is None
         if task is not None and due:
-            task.look(bucket.spec, bucket.rule.version)
+            task.look(bucket.index, bucket.rule.version)
 
     def check_taken(self, rank: int, bucket: int, clock: int) -> None:
         """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
         refusal = self.refusals.current
-        if refusal is not None and refusal.covers(clock) and clock > self.buckets[bucket].rule.staged.get(rank, 0):
+        if refusal is not None and refusal.covers(clock) and clock > self.parts[bucket].rule.staged.get(rank, 0):
             later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
             later.retry_after = REFUSED_SECONDS
             raise later
@@ -230,15 +269,15 @@ class HostedJob:
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns how the job is on this shard."""
         with self.lock:
-            waiters = [waiter for bucket in self.buckets.values() for waiter in bucket.waiters.values()]
-            low, high = self.state.buckets.versions()
-            clocks, departed = self.state.buckets.clocks(), self.state.buckets.departed_clocks()
+            waiters = [waiter for part in self.parts.values() for waiter in part.waiters.values()]
+            low, high = self.state.reached.versions()
+            clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
             sharing, connected = tuple(sorted(self.of_workers.segments)), tuple(sorted(self.of_workers.connected))
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.buckets.parameter_bytes,
             optimizer_bytes=self.state.buckets.optimizer_bytes,
-            staged_bytes=self.state.buckets.staged_bytes,
+            staged_bytes=self.state.buckets.staged_bytes + self.state.tables.staged_bytes,
             version_min=low,
             version_max=high,
             clocks=clocks,

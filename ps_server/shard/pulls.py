@@ -13,21 +13,30 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
 from ps_server.core.consistency import Admission
-from ps_server.core.requests import PullCall
+from ps_server.core.requests import PullCall, RowsPull, TablePull
 from ps_server.failpoints import failpoint
+from ps_server.shard import row_pulls
 from ps_server.shard.budgets import PulledBuckets
-from ps_server.shard.job import HostedBucket, HostedJob
+from ps_server.shard.job import Hosted, HostedBucket, HostedJob, HostedTable
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.row_pulls import READER, saves_state
 from ps_server.shard.segments import copy_out
 from ps_server.shard.times import BucketTimes
-from ps_server.shard.waiting import Lent, Notice, Outbox, Pull, PulledBucket, PulledState, Waiter
+from ps_server.shard.waiting import (
+    Lent,
+    Notice,
+    Outbox,
+    Pull,
+    PulledBucket,
+    PulledState,
+    Waiter,
+)
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
 # A worker whose pushes came with a pull learns from the first bucket that they are staged, otherwise after this time: a
 # message for nothing but that would take a core from the worker that is waited for (measured).
 STAGED_AFTER_SECONDS = 0.1
-READER = 0  # the incarnation of a caller that is no worker
 
 
 class Pulls:
@@ -81,6 +90,11 @@ class Pulls:
             times_wanted=call.times_wanted and incarnation != READER,
         )
 
+    def ask_rows(self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str) -> None:
+        """Sends rows on the outbox as soon as their table admits it, then ends the stream. Returns at once."""
+        pull, table = row_pulls.check(job, call, outbox, self._clock(), principal)
+        self.ask(job, pull, [table])
+
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once.
 
@@ -98,7 +112,7 @@ class Pulls:
             times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
             over = self._under_way.take(pull.principal, len(indices), waits=bool(waiting))
             for index, admission in waiting:
-                job.buckets[index].waiters[pull.number] = Waiter(pull, admission, now)
+                job.parts[index].waiters[pull.number] = Waiter(pull, admission, now)
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
 
@@ -113,14 +127,18 @@ class Pulls:
             outbox.finish()
         for index, admission in admissions.items():
             if admission.admitted:
-                self._send(job, job.buckets[index], pull, 0.0, times.get(index))
+                self._send(job, job.parts[index], pull, 0.0, times.get(index))
 
     def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
         """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
         return job.times.of(pull.rank, index, pull.clock, self.now()) if pull.times_wanted else None
 
-    def _send(self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None) -> None:
+    def _send(self, job: HostedJob, bucket: Hosted, pull: Pull, waited: float, times: BucketTimes | None) -> None:
         buckets: tuple[PulledBucket, ...] = ()
+        if isinstance(bucket, HostedTable):
+            row_pulls.send(job, bucket, pull, waited, self._metrics)
+            return
+        assert isinstance(bucket, HostedBucket)
         if pull.segment is None:
             pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times))
             with job.lock:
@@ -153,7 +171,7 @@ class Pulls:
             spec.index,
             version,
             waited,
-            save_state=_saves_state(job, pull, version),
+            save_state=saves_state(job, pull, version),
         )
 
     @contextlib.contextmanager
@@ -171,7 +189,7 @@ class Pulls:
                     loan = until_sent.enter_context(bucket.loans.lend())
                 else:
                     values = job.narrowed.get(spec.index, version, values, codec)
-                save_state = _saves_state(job, pull, version)
+                save_state = saves_state(job, pull, version)
             payload = bytes_of(values)
             answer = PulledBucket(
                 spec.index,
@@ -201,13 +219,13 @@ class Pulls:
                 outbox.lend(partial(_lend_state, bucket, name))
         outbox.finish()
 
-    def release(self, job: HostedJob, bucket: HostedBucket) -> None:
+    def release(self, job: HostedJob, bucket: Hosted) -> None:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
             return  # one that is added meanwhile looks for itself, under the lock that a change takes too
         admitted: list[tuple[Waiter, BucketTimes | None]] = []
         lost: list[tuple[Pull, PSError]] = []
-        index = bucket.spec.index
+        index = bucket.index
         with job.lock:
             now = self._clock()  # not before: a pull that came meanwhile would have begun to wait later
             staying: dict[int, Waiter] = {}
@@ -247,16 +265,14 @@ class Pulls:
         """Lets go of a pull that is over: looks at its own buckets only, of which most are sent."""
         with job.lock:
             for index in indices:
-                job.buckets[index].waiters.pop(pull.number, None)
+                job.parts[index].waiters.pop(pull.number, None)
 
     def fail(self, job: HostedJob, error: PSError) -> None:
         """Ends every waiting pull of a job with an error."""
         with job.lock:
-            pulls = {
-                number: waiter.pull for bucket in job.buckets.values() for number, waiter in bucket.waiters.items()
-            }
-            for bucket in job.buckets.values():
-                bucket.waiters = {}
+            pulls = {number: waiter.pull for part in job.parts.values() for number, waiter in part.waiters.items()}
+            for part in job.parts.values():
+                part.waiters = {}
         for pull in pulls.values():
             pull.outbox.fail(error)
 
@@ -264,16 +280,16 @@ class Pulls:
         """Tells pulls that wait long which workers they wait for."""
         with job.lock:
             due = {
-                number: (waiter, bucket.spec.index)
-                for bucket in job.buckets.values()
-                for number, waiter in bucket.waiters.items()
+                number: (waiter, part.index)
+                for part in job.parts.values()
+                for number, waiter in part.waiters.items()
                 if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
                 and now - waiter.pull.notified >= NOTICE_EVERY_SECONDS
             }
             for waiter, _ in due.values():
                 waiter.pull.notified = now
         for waiter, index in due.values():
-            waiter.pull.outbox.tell(PulledBucket(index, waiting=waiter.admission))
+            waiter.pull.outbox.tell(waiter.notice(index))
 
 
 @contextlib.contextmanager
@@ -283,9 +299,3 @@ def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
         values, absent = bucket.weights.read_state(name)
         version = bucket.rule.version
     yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values)), loan=None)
-
-
-def _saves_state(job: HostedJob, pull: Pull, version: int) -> bool:
-    """Whether a bucket that this pull gets is in a checkpoint for which its worker is to save its own state."""
-    task = job.snapshot_task
-    return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)

@@ -16,7 +16,7 @@ from ps_protocol.framing import Buffer
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
-from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind
+from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPush
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import Attached, HostedJob
@@ -42,6 +42,26 @@ class Pushes:
             return self._stage_all(job, call, principal, fresh)
         finally:
             self._updates.schedule(job, fresh)
+
+    def push_rows(self, job: HostedJob, push: RowsPush, principal: str) -> Staged:
+        """Stages rows, or keeps them until the others of their step are here; schedules their table."""
+        try:
+            with job.lock:
+                job.state.check_worker(push.rank, push.incarnation, push.key)
+            command = job.state.tables.checker.push(push, principal)
+            failpoint("push-checked")
+            with job.lock:
+                job.check_taken(command.rank, command.table, command.clock)
+                staged = job.state.execute(command)
+        except PSError as error:
+            self._metrics.refused(job.name, error)
+            raise
+        failpoint("push-staged")
+        self._metrics.pushed(job.name, len(push.payload), staged)
+        if staged.fresh:
+            self._pulls.release(job, job.parts[command.table])
+            self._updates.schedule(job, [command.table])
+        return staged
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""

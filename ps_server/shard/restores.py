@@ -24,7 +24,8 @@ from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
 class RestoreRequest:
     """What a coordinator asks for: the job with some of its buckets as of a checkpoint, and whom it fences.
 
-    own: the file that has the buckets, on a disk of this shard's own; None: as the manifest says, which all share
+    own:    the file that has the buckets, on a disk of this shard's own; None: as the manifest says, which all share
+    shards: how many have a part of the job's tables
     """
 
     spec: JobSpec
@@ -33,6 +34,7 @@ class RestoreRequest:
     last_incarnation: int
     run: str = ""
     own: Part | None = None
+    shards: int = 1
 
 
 class Restoring:

@@ -34,17 +34,18 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
-from ps_server.core.requests import PullCall, PushCall
-from ps_server.core.snapshot import BucketSnapshot, Part, RestoreProgress, ShardSnapshot
+from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import Connected, HostedJob
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, READER, STAGED_AFTER_SECONDS, Pulls
+from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
+from ps_server.shard.row_pulls import READER
 from ps_server.shard.snapshots import Refusal, SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import Outbox
@@ -126,9 +127,9 @@ class Shard:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "") -> None:
+    def create_job(self, spec: JobSpec, buckets: Sequence[int], run: str = "", shards: int = 1) -> None:
         """Makes room for the buckets of a run of a job; see HostedJobs.create."""
-        self._hosted.create(spec, buckets, run)
+        self._hosted.create(spec, buckets, run, shards)
 
     def restore_job(
         self,
@@ -138,10 +139,11 @@ class Shard:
         last_incarnation: int,
         run: str = "",
         own: Part | None = None,
+        shards: int = 1,
         seconds: float = 0.0,
     ) -> RestoreProgress:
         """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
-        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, own)
+        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, own, shards)
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
@@ -207,9 +209,9 @@ class Shard:
             return job.state.data.whole(), job.state.data.has_say
 
     def _roster_changed(self, job: HostedJob) -> None:
-        for bucket in job.buckets.values():
-            self._pulls.release(job, bucket)
-        self._updates.schedule(job, job.buckets)
+        for part in job.parts.values():
+            self._pulls.release(job, part)
+        self._updates.schedule(job, job.parts)
 
     # -- pushes and pulls --------------------------------------------------------------------------------------------
 
@@ -224,10 +226,20 @@ class Shard:
         """Does as `push`, then as `pull`, for one worker at one clock."""
         self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
 
-    def pull(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
-        """Sends buckets on the outbox as they are admitted; see Pulls."""
+    def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
+        """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
         job = self._hosted.get(call.job, call.run, call.incarnation != READER)
-        self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
+        if isinstance(call, RowsPull | TablePull):
+            self._pulls.ask_rows(job, call, outbox, principal)
+        else:
+            self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
+
+    def push_rows(self, push: RowsPush, principal: str = "") -> Staged:
+        """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it.
+
+        principal: whose bytes they are
+        """
+        return self._pushes.push_rows(self._hosted.get(push.job, push.run, True), push, principal)
 
     def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
@@ -254,7 +266,7 @@ class Shard:
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
 
-        def write(checkpoint: str, snapshots: list[BucketSnapshot]) -> Part:
+        def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
                 part = store.write_shard(name, checkpoint, self._index, snapshots, kept)
             except PSError as error:
@@ -265,8 +277,8 @@ class Shard:
             self._troubles.over(name)
             return part
 
-        specs = [bucket.spec for bucket in job.buckets.values()]
-        task = SnapshotTask(checkpoint, clock, specs, job.snapshot, write, self._threads, self._clock)
+        trained = {index: index in job.state.rules for index in job.parts}
+        task = SnapshotTask(checkpoint, clock, trained, job.snapshot, write, self._threads, self._clock)
         seconds = max(refusal, job.refusals.seconds)
         newest = None if job.refusals.seconds else last_incarnation
         until = self._clock() + seconds

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
-from ps_protocol.layout import BucketSpec
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
-from ps_server.core.dense import Gradient
-from ps_server.core.snapshot import BucketSnapshot, Part, ShardSnapshot, extent
+from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, extent
 from ps_server.failpoints import failpoint
 from ps_server.shard.threads import Threads
 
 log = logging.getLogger("ps_server")
 
 # Writes the snapshots of a checkpoint's part and describes the file.
-Write = Callable[[str, list[BucketSnapshot]], Part]
+Write = Callable[[str, list[Snapshot]], Part]
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,19 @@ class Refusals:
 
 
 class SnapshotTask:
-    """One checkpoint of one job on this shard.
+    """One checkpoint of one job on this shard. Tables count as buckets.
 
-    clock: the version at which each bucket is copied; None: now
-    copy:  copies a bucket, with the leased data that is committed in it
+    clock:   the version at which each bucket is copied; None: now
+    buckets: by index, whether an optimizer steps it
+    copy:    copies a bucket, with the leased data that is committed in it
     """
 
     def __init__(
         self,
         name: str,
         clock: int | None,
-        buckets: Iterable[BucketSpec],
-        copy: Callable[[int], BucketSnapshot],
+        buckets: Mapping[int, bool],
+        copy: Callable[[int], Snapshot],
         write: Write,
         threads: Threads,
         now: Callable[[], float],
@@ -89,10 +89,9 @@ class SnapshotTask:
         self._threads = threads
         self._now = now
         self._changed = threading.Condition()
-        specs = list(buckets)
-        self._trained = {spec.index for spec in specs if not spec.frozen}
-        self._wanted = {spec.index for spec in specs}
-        self._copied: list[BucketSnapshot] = []
+        self._trained = {index for index, trained in buckets.items() if trained}
+        self._wanted = set(buckets)
+        self._copied: list[Snapshot] = []
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
@@ -107,28 +106,29 @@ class SnapshotTask:
             raise OutOfOrder(f"checkpoint {self.name} was begun already, and checkpoint {other.name} is asked for")
         return False
 
-    def check(self, spec: BucketSpec, rule: UpdateRule[Gradient]) -> None:
+    def check(self, index: int, rule: UpdateRule[Any]) -> None:
         """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if it has no weights yet."""
         if not rule.initialised:
             raise TryLater("the job has no initial weights yet")
-        if self.clock is not None and not spec.frozen and rule.version >= self.clock:
-            raise OutOfOrder(f"bucket {spec.index} is at version {rule.version}, and the checkpoint is of {self.clock}")
+        if self.clock is not None and index in self._trained and rule.version >= self.clock:
+            raise OutOfOrder(f"bucket {index} is at version {rule.version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
         """Begins. A shard that holds no bucket of the job has its part at once: a file with nothing in it."""
         if not self._wanted:
             self._threads.write(self._finish)
 
-    def look(self, spec: BucketSpec, version: int) -> None:
+    def look(self, index: int, version: int) -> None:
         """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
-        if spec.index not in self._wanted or not (version == self.clock or self.clock is None or spec.frozen):
+        is_now = version == self.clock or self.clock is None or index not in self._trained
+        if index not in self._wanted or not is_now:
             return
         started = self._now()
-        snapshot = self._copy(spec.index)
+        snapshot = self._copy(index)
         with self._changed:
             self._held_up += self._now() - started
             self._copied.append(snapshot)
-            self._wanted.discard(spec.index)
+            self._wanted.discard(index)
             if not self._wanted:
                 self._threads.write(self._finish)
 

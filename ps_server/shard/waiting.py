@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ps_protocol.errors import PSError
+from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_server.core.consistency import Admission
+from ps_server.core.requests import TablePull
 from ps_server.shard.loans import Loan
 from ps_server.shard.times import BucketTimes
 
@@ -39,6 +41,44 @@ class PulledBucket(NamedTuple):
     times: BucketTimes | None = None
 
 
+class PulledRows(NamedTuple):
+    """Rows of a pull: so many from the place `first` of its ids on.
+
+    table:   its index
+    trained: how many of them have been trained
+    waited, waiting, save_state, payload, wire_format: as in PulledBucket
+    """
+
+    table: int
+    version: int = 0
+    first: int = 0
+    rows: int = 0
+    trained: int = 0
+    waited: float = 0.0
+    waiting: Admission | None = None
+    save_state: bool = False
+    payload: memoryview | None = None
+    wire_format: str = ""
+
+
+class PulledTable(NamedTuple):
+    """A piece of a table.
+
+    table:   its index
+    rows:    how many the shard has
+    seed:    of rows that are not trained
+    waiting: as in PulledBucket
+    payload: the next bytes of a safetensors file; None: only their number is wanted
+    """
+
+    table: int
+    version: int = 0
+    rows: int = 0
+    seed: int = 0
+    waiting: Admission | None = None
+    payload: memoryview | None = None
+
+
 class PulledState(NamedTuple):
     """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
 
@@ -59,7 +99,7 @@ class Notice(NamedTuple):
     clock: float | None = None
 
 
-Answer = PulledBucket | PulledState | Notice
+Answer = PulledBucket | PulledRows | PulledTable | PulledState | Notice
 
 
 class Lent(NamedTuple):
@@ -100,6 +140,7 @@ class Pull:
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     principal:    whose it is
     times_wanted: see PullCall
+    wanted:       what it asks for of a table; None: it asks for buckets
     """
 
     rank: int
@@ -116,6 +157,7 @@ class Pull:
     with_pushes: bool = False
     principal: str = ""
     times_wanted: bool = False
+    wanted: Ids | TablePull | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:
@@ -145,3 +187,10 @@ class Waiter:
     admission: Admission
     since: float
     waited: float = 0.0
+
+    def notice(self, index: int) -> Answer:
+        """Returns what its worker is told of the wait. index: of the bucket or the table"""
+        if isinstance(self.pull.wanted, TablePull):
+            return PulledTable(index, waiting=self.admission)
+        kind = PulledBucket if self.pull.wanted is None else PulledRows
+        return kind(index, waiting=self.admission)

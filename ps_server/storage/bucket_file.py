@@ -1,4 +1,5 @@
-"""The buckets of a shard in a file of tensors: written from snapshots, and read into snapshots that are checked."""
+"""The buckets and tables of a shard in a file of tensors: written from snapshots, and read into snapshots that are
+checked."""
 
 from __future__ import annotations
 
@@ -9,47 +10,58 @@ from typing import Any
 
 import torch
 
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
 from ps_server.storage.manifest import FORMAT
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
+_ROWS = "rows"  # in the names of a table's tensors
+
+Rows = Mapping[int, list[TableSnapshot]]  # by table, the parts that were read
 
 
-def snapshot_tensors(snapshots: Sequence[BucketSnapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Returns what a safetensors file holds of snapshots: tensors by name, and the rest as one JSON text."""
     tensors: dict[str, torch.Tensor] = {}
     buckets: dict[str, Any] = {}
     for bucket in snapshots:
+        described = buckets[str(bucket.index)] = {
+            "version": bucket.version,
+            "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
+            "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
+        }
+        if isinstance(bucket, TableSnapshot):
+            tensors |= {f"{bucket.index}/{_ROWS}/{name}": tensor for name, tensor in bucket.tensors.items()}
+            described["values"] = dict(bucket.values)
+            continue
+        described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
         tensors[f"{bucket.index}/weights"] = bucket.weights
         for position, state in bucket.state.items():
             tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
-        buckets[str(bucket.index)] = {
-            "version": bucket.version,
-            "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
-            "groups": {str(group): dict(values) for group, values in bucket.groups.items()},
-            "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
-        }
     return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
 
 
 def read_snapshots(
-    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor]
+    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor], rows: Rows
 ) -> dict[int, BucketSnapshot]:
     """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
 
-    to: by bucket, where the weights are read to
+    to:   by bucket, where the weights are read to
+    rows: by table, takes what the file has of it
     """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
     states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
+    tables: dict[int, dict[str, torch.Tensor]] = {index: {} for index in rows if str(index) in described}
 
     def place(entry: TensorEntry) -> torch.Tensor | None:
         index, *rest = entry.name.split("/")
+        if int(index) in tables and rest[0] == _ROWS:
+            return entry.empty()
         bucket = wanted.get(int(index))
         if bucket is None:
             return None
@@ -58,10 +70,14 @@ def read_snapshots(
 
     for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
-        if rest == ["weights"]:
+        if rest[0] == _ROWS:
+            tables[int(index)][rest[1]] = tensor
+        elif rest == ["weights"]:
             weights[int(index)] = tensor
         else:
             states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
+    for table, read in tables.items():
+        rows[table].append(_table(table, described[str(table)], read))
     return {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()}
 
 
@@ -83,11 +99,23 @@ def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
 def _snapshot(
     index: int, described: Mapping[str, Any], weights: torch.Tensor, state: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> BucketSnapshot:
+    version, clocks = _reached(index, described)
+    groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
+    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+
+
+def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:
+    version, clocks = _reached(index, described)
+    committed = _committed(described.get("data", {}))
+    return TableSnapshot(index, version, clocks, tensors, _hyper_parameters(described["values"]), committed)
+
+
+def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int]]:
+    """Returns the version and the clocks of a bucket or a table."""
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
     if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
         raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
-    groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+    return version, clocks
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:

@@ -34,9 +34,9 @@ from ps_protocol.errors import (
 )
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import BucketSpec
-from ps_server.core.snapshot import BucketSnapshot, Part
+from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot
 from ps_server.failpoints import failpoint
-from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
+from ps_server.storage.bucket_file import Rows, read_snapshots, snapshot_tensors
 from ps_server.storage.disk import pieces
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
@@ -99,7 +99,7 @@ class CheckpointStore:
         return True
 
     def write_shard(
-        self, job: str, name: str, index: int, snapshots: Sequence[BucketSnapshot], kept: Collection[str] = ()
+        self, job: str, name: str, index: int, snapshots: Sequence[Snapshot], kept: Collection[str] = ()
     ) -> Part:
         """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then.
 
@@ -258,6 +258,7 @@ class CheckpointStore:
         files: Sequence[tuple[Part, Sequence[BucketSpec]]],
         told: Callable[[int], object] = lambda count: None,
         weights: Mapping[int, torch.Tensor] | None = None,
+        rows: Rows | None = None,
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
@@ -265,6 +266,7 @@ class CheckpointStore:
         files: each with the buckets that are read from it
         told: called with the bytes that were read, now and then; see `bytes_to_read`
         weights: by bucket, where the weights are read to; anything is in them if it raises
+        rows: by table, takes what each file has of it
         """
         snapshots: dict[int, BucketSnapshot] = {}
         for part, held in files:
@@ -272,7 +274,7 @@ class CheckpointStore:
             try:
                 with self._disk.open(path) as file:
                     reader = TensorReader(file, part.bytes, told)
-                    read = read_snapshots(reader, held, weights or {})
+                    read = read_snapshots(reader, held, weights or {}, rows or {})
             except OSError as error:
                 raise _unreadable(path, error) from None
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -287,9 +289,14 @@ class CheckpointStore:
             self._path_of_part(job, name, part)
         return sum(part.bytes for part, _ in files)
 
-    def files(self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec]) -> list[tuple[Part, list[BucketSpec]]]:
-        """Returns the files that have these buckets, with those of each. Raises CheckpointDamaged if one has none."""
-        wanted: dict[int, list[BucketSpec]] = {}
+    def files(
+        self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec], also: Collection[int] = ()
+    ) -> list[tuple[Part, list[BucketSpec]]]:
+        """Returns the files that have these buckets, with those of each. Raises CheckpointDamaged if one has none.
+
+        also: shards whose files are wanted in any case
+        """
+        wanted: dict[int, list[BucketSpec]] = {shard: [] for shard in also}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no bucket {bucket.index}")

@@ -1,6 +1,8 @@
 """Exports a checkpoint as plain PyTorch files.
 
-    model.safetensors       the model's state_dict, for load_state_dict
+    model.safetensors       the model's state_dict, for load_state_dict; with the rows of tables
+    tables/NAME.safetensors the rows of one table, for other programs: ids, weights, state.* of the optimizer, and last,
+                            the update of the table that trained a row last
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
@@ -10,9 +12,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -20,11 +24,16 @@ from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
+from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.placement import Place
+from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
+from ps_server.core.tables import joined
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
+
+Rows = Mapping[str, torch.Tensor]  # of a table, as Table.snapshot returns them
 
 
 def export(directory: Path, job: str, name: str | None, output: Path) -> str:
@@ -32,11 +41,16 @@ def export(directory: Path, job: str, name: str | None, output: Path) -> str:
     if not isinstance(directory, RemotePath) and not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
-    manifest, spec, buckets, snapshots = _read(store, job, name)
+    manifest, spec, buckets, snapshots, tables = _read(store, job, name)
     model, optimizer, groups = _gather(spec, buckets, snapshots)
     model |= _changed(store, job, manifest, spec)
+    for table in spec.tables:
+        model |= _module_state(table.rows, tables[table.rows.name])
     try:
         output.mkdir(parents=True, exist_ok=True)
+        for name, rows in tables.items():
+            (output / "tables").mkdir(exist_ok=True)
+            safetensors.torch.save_file(dict(rows), output / "tables" / f"{name.replace('/', '_')}.safetensors")
         safetensors.torch.save_file(model, output / "model.safetensors", {"format": "pt"})
         safetensors.torch.save_file(optimizer, output / "optimizer.safetensors", {"format": "pt"})
         (output / "optimizer.json").write_text(
@@ -59,10 +73,20 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
+def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
+    """Returns what the state_dict of a model has of a table: see ps_worker.Embedding."""
+    seed = torch.from_numpy(np.array([spec.initializer.seed], np.uint64).view(np.int64))
+    state = safetensors.torch.save({**rows, "seed": seed})
+    return {
+        f"{spec.name}.weight": torch.empty(0, spec.dim),
+        f"{spec.name}._extra_state": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+
+
 def _read(
     store: CheckpointStore, job: str, name: str | None
-) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot]]:
-    """Returns the checkpoint of that name, or the last one that is whole."""
+) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot], dict[str, Rows]]:
+    """Returns the checkpoint of that name, or the last one that is whole. The last: by table, its rows of all shards"""
     names = [name] if name is not None else list(reversed(store.names(job)))
     reason = "there is none"
     for candidate in names:
@@ -70,7 +94,14 @@ def _read(
             manifest = store.manifest(job, candidate)
             spec = job_spec_from_data(manifest.job)
             buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-            return manifest, spec, buckets, store.read_buckets(job, manifest, buckets)
+            parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
+            files = store.files(job, manifest, buckets, manifest.shards if parts else ())
+            snapshots = store.read_files(job, candidate, files, rows=parts)
+            if not all(parts.values()):
+                raise CheckpointDamaged(f"checkpoint {candidate} has no rows of a table")
+            joint = zip(spec.tables, parts.values(), strict=True)
+            rows = {table.rows.name: joined(each, Place()).tensors for table, each in joint}
+            return manifest, spec, buckets, snapshots, rows
         except CheckpointDamaged as error:
             if name is not None:
                 raise

@@ -80,7 +80,8 @@ def unsealed(data: dict[str, Any]) -> Manifest:
         raise ValueError("it is not what was written")
     if data["format"] not in READABLE:
         raise ValueError(f"expected format {FORMAT}, found {data['format']}")
-    if not job_spec_from_data(data["job"]).parameters:
+    spec = job_spec_from_data(data["job"])
+    if not (spec.parameters or spec.tables):
         raise ValueError("it names no job")
     data["placement"] = tuple(data["placement"])
     data["versions"] = tuple(data["versions"])

@@ -130,9 +130,15 @@ class ShardCalls:
         except grpc.RpcError as error:
             raise error_from(error, str(self.peer)) from None
 
-    def stream(self, method: str, request: bytes, read: Callable[[bytes, memoryview | None], None]) -> None:
+    def stream(
+        self,
+        method: str,
+        request: bytes,
+        read: Callable[[bytes, memoryview | None], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         """Hands each message of one streaming method's answer to `read`, as its fields and its payload; if the stream
-        breaks off, all of them anew."""
+        breaks off, all of them anew. begin: is called before the first one, each time"""
         retry = self._retry()
 
         def progressing(fields: bytes, payload: memoryview | None) -> None:
@@ -140,6 +146,7 @@ class ShardCalls:
             read(fields, payload)
 
         while True:
+            begin()
             try:
                 self._stream(method, request, PULL_SECONDS, progressing)
                 return

@@ -12,8 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import torch
+
+from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
+from ps_protocol.row_ids import Ids
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all
 from ps_worker.cluster import convert
@@ -21,9 +25,11 @@ from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.rows import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
+from ps_worker.tables.server_rows import RowsPush, TablePart
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
@@ -76,6 +82,7 @@ class Connection:
         except BaseException:
             self.cut()
             raise
+        self._rows = RowTransport(self._calls, place.identity, model.spec)
         self._pushers = network_pushers(len(self._calls))
         self._network = {
             index: NetworkTransport(call, place.identity, model, self._pushers, timeline)
@@ -148,6 +155,14 @@ class Connection:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
+        """Fetches rows at this clock: [n] ids into [n, dim] float32, contiguous."""
+        self._under_way += self._rows.pull(self.clock, table, ids, out)
+
+    def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
+        """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""
+        return self._note(self._rows.pull_table(self.clock, table, count_only))
+
     def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
         """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones."""
         pulls = []
@@ -158,12 +173,13 @@ class Connection:
         return self._note(pulls)
 
     def push_pull(
-        self, pushes: Sequence[BucketPush], drafts_count: bool
+        self, pushes: Sequence[BucketPush], drafts_count: bool, rows: Sequence[RowsPush], ranges: Sequence[DataRange]
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
         pushes:       of every bucket that trains
         drafts_count: the gradients that left as drafts are unchanged: they are not sent again
+        rows:         pushes of every table; ranges: the leased data that they used
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -172,6 +188,7 @@ class Connection:
         drafted = self._settle_drafts(drafts_count)
         # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
         self.clock += 1
+        pushed = self._rows.push(self.clock, rows, ranges)
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
@@ -179,11 +196,11 @@ class Connection:
             if wanted:
                 own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
                 steps.append(transport.exchange(self.clock, own, wanted, drafted))
-        pushed = [push for step in steps for push in step.pushes]
+        pushed += [push for step in steps for push in step.pushes]
         # In one order over all shards.
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
-        pulled = [step.pull for step in steps]
+        pulled = [step.pull for step in steps] if steps or not rows else self._rows.end_step(self.clock)
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
@@ -214,6 +231,7 @@ class Connection:
         for transport in {*self._network.values(), *self._transports.values()}:
             transport.close()
         self._pushers.close()
+        self._rows.close()
 
     def end(self) -> None:
         """Closes; when it returns, nothing lands in the model or is read from it any more."""

@@ -51,7 +51,7 @@ def share_memory(
 
     transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
     """
-    if transport in ("grpc", "tcp"):
+    if transport in ("grpc", "tcp") or all(bucket.frozen for bucket in layout.buckets):
         return None, set()
     plan = segment_plan(layout)
     try:

@@ -132,7 +132,7 @@ def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         sizes[tensor.device] += tensor.nbytes
-    return sizes.most_common(1)[0][0]
+    return sizes.most_common(1)[0][0] if sizes else torch.device("cpu")  # a model of tables alone has none
 
 
 def _is_same(a: torch.device, b: torch.device) -> bool:

@@ -15,7 +15,8 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
-from ps_worker.tables.modules import Embedding
+from ps_worker.tables.modules import named_tables
+from ps_worker.tables.server_rows import described_tables
 from ps_worker.values import PrepareOptions
 
 
@@ -39,7 +40,11 @@ def describe(
     for model in models:
         _refuse_lazy(model)
         _refuse_sparse(model)
-    parameters, tensors = _parameters(models, _groups(optimizers))
+    tables = named_tables(models)
+    groups = _groups(optimizers)
+    for table in tables.values():  # a handle: the rows are in no bucket
+        groups.pop(id(table.weight), None)
+    parameters, tensors = _parameters(models, groups, {id(table.weight) for table in tables.values()})
     of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
     spec = JobSpec(
         name=name,
@@ -58,18 +63,22 @@ def describe(
         weight_wire=options.weight_wire,
         more_optimizers=tuple(classes[1:]),
         group_optimizers=tuple(of_group) if len(classes) > 1 else (),
+        tables=described_tables(tables, optimizers),
     )
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
 
 
 def _parameters(
-    models: Sequence[nn.Module], groups: dict[int, tuple[int, int]]
+    models: Sequence[nn.Module], groups: dict[int, tuple[int, int]], known: set[int]
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
-    """Returns all tensors of the models, each once, described and themselves. groups: see `_groups`"""
+    """Returns all tensors of the models, each once, described and themselves.
+
+    groups: see `_groups`
+    known:  ids of tensors that are not asked for
+    """
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
-    known: set[int] = set()
     for number, model in enumerate(models):
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if id(tensor) in known:
@@ -143,7 +152,5 @@ def _refuse_sparse(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(f"{key} makes sparse gradients; use sparse=False")
-        if isinstance(module, Embedding):
-            raise Unsupported(f"{key or 'the model'} is a table of rows: the modes single and ddp train it so far")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

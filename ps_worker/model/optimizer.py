@@ -11,6 +11,7 @@ import torch
 
 from ps_protocol.errors import Unsupported
 from ps_worker.model.optimizer_state import tensors_of
+from ps_worker.tables.stepping import stand_for
 
 log = logging.getLogger("ps_worker")
 
@@ -91,6 +92,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         for name in ("step", "_step_supports_amp_scaling"):
             self.__dict__.pop(name, None)
         self._wrapped = wrapped
+        stand_for(self, wrapped)
         self._servers = servers
         self._index = index
         self.__dict__["state"] = _StateOnShards(lambda: servers.load(index, {}))

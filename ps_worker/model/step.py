@@ -19,13 +19,15 @@ import torch
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
-from ps_protocol.job import HyperParameters, JobSpec, NonFinite
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
+from ps_worker.tables.server_rows import RowsPush, ServerTables
 from ps_worker.timeline.profiler import PUSH, named
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import BucketPush
@@ -41,12 +43,14 @@ class EndedStep:
     absent:      its parameters that have no gradient
     groups:      the hyper-parameters of each group of the job
     drafts_hold: the gradients that left during backward are unchanged, and count
+    rows:        what it does to each table
     """
 
     optimizer: int | None
     absent: Set[int]
     groups: Sequence[HyperParameters]
     drafts_hold: bool
+    rows: Sequence[RowsPush]
 
 
 class StepMaker:
@@ -55,6 +59,7 @@ class StepMaker:
     Gradients become ready on autograd's thread, while the training thread waits in backward; all else is called by the
     training thread.
 
+    tables:  of the model
     overlap: as in PrepareOptions
     draft:   sends a bucket that is full; returns how many bytes of it its shard keeps until the step counts
     """
@@ -65,11 +70,13 @@ class StepMaker:
         tensors: Sequence[torch.Tensor],
         layout: Layout,
         optimizers: Sequence[tuple[str, torch.optim.Optimizer]],
+        tables: ServerTables,
         overlap: bool | None,
         metrics: WorkerMetrics,
         draft: Callable[[BucketSpec], int],
         timeline: Timeline,
     ) -> None:
+        self.tables = tables
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
         self._spec = spec
@@ -115,24 +122,26 @@ class StepMaker:
 
     def end(self, optimizer: int) -> EndedStep:
         """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
+        rows = self.tables.take()
         overlap, gradients = self._overlaps[optimizer], self.model.gradients
         absent = gradients.gather(overlap.parameters)
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
-        name = gradients.not_finite(overlap.parameters - absent, changed)
+        name = gradients.not_finite(overlap.parameters - absent, changed) or self.tables.not_finite(rows)
         if name is not None:
             self._refuse_or_skip(optimizer, name)
-            return EndedStep(None, set(), groups, drafts_hold=False)
+            return EndedStep(None, set(), groups, drafts_hold=False, rows=self.tables.left_out())
         self._skipped.over(optimizer)
-        return EndedStep(optimizer, absent, groups, drafts_hold)
+        return EndedStep(optimizer, absent, groups, drafts_hold, rows)
 
     def end_empty(self) -> EndedStep:
         """Ends a step that counts as none, whatever gradients there are."""
         self.abandon()
-        return EndedStep(None, set(), self._groups.read(), drafts_hold=False)
+        return EndedStep(None, set(), self._groups.read(), drafts_hold=False, rows=self.tables.left_out())
 
     def abandon(self) -> None:
         """Forgets the step at hand: the next backward begins a new one."""
+        self.tables.take()
         for overlap in self._overlaps:
             overlap.abandon()
 

@@ -35,6 +35,8 @@ from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, UnknownWorker, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.row_ids import Ids
+from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.cluster.rounds import Rounds
@@ -51,6 +53,8 @@ from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.tables.modules import named_tables
+from ps_worker.tables.server_rows import ServerTables, TablePart
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import JoinResult, PrepareOptions, PullResult, PushResult, SavedState, StateChunk
@@ -188,11 +192,12 @@ def join(
         states = _states_before(described, tensors, optimizers)
         spec = participation.join(described)
         optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
+        tables = ServerTables(named_tables(models), spec.non_finite)
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         timeline = participation.timeline
         timeline.describe(layout)
         steps = StepMaker(
-            *(spec, tensors, layout, optimizers_named, options.overlap, metrics),
+            *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
             timeline=timeline,
         )
@@ -208,6 +213,7 @@ def join(
         groups = AddedGroups(spec, tensors, optimizers_named, begin)
         training = JobTraining(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
+        tables.connect(training)
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
         frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
@@ -418,10 +424,11 @@ class JobTraining:
         if self._assignments.send(connection, participation.ranks, began_late, self.checkpoint.at_pass_begin):
             participation.settle()
         self._model.begin_pull()
-        pushes = self._steps.pushes(step, connection.clock + 1, self.data.use())
+        ranges = self.data.use()
+        pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
-                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold)
+                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges)
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing)
         self._finish(pushed, pulls)
         self.data.pushed()
@@ -550,6 +557,34 @@ class JobTraining:
 
             if self._in_place(fetch) is None:
                 return collector.states
+
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous.
+
+        Where the worker has lost its place it takes another, and reads them as they are there.
+        """
+        self._fetch_rows(lambda connection: connection.pull_rows(table, ids, out))
+
+    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
+        """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
+        futures: list[Future[TablePart]] = []
+
+        def ask(connection: Connection) -> None:
+            futures[:] = connection.pull_table(table, count_only)
+
+        self._fetch_rows(ask)
+        return [future.result() for future in futures]
+
+    def _fetch_rows(self, ask: Callable[[Connection], None]) -> None:
+        if self._closing:
+            raise UnknownWorker("the session is closed, and the rows of its tables went with its place in the job")
+
+        def fetch() -> None:
+            ask(self.participation.connection)
+            self.participation.settle()
+
+        while self._in_place(fetch) is not None:
+            pass
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""

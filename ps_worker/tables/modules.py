@@ -17,14 +17,12 @@ from torch.nn import functional
 from ps_protocol.errors import InvalidRequest
 from ps_worker.tables.lookups import Lookups, expanded
 from ps_worker.tables.optimizers import TableOptimizer
-from ps_worker.tables.rows import Exchange, LocalRows, TableSettings
+from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
 from ps_worker.tables.stepping import check, joined_group, register
 
 
 class Embedding(nn.Module):
     """As torch's nn.Embedding, without a number of embeddings: an id is any int64, and its row comes with training.
-
-    The modes single and ddp train it; sync, ssp and async refuse a model with it so far.
 
     dim:          elements of a row, float32
     optimizer:    of the rows: ps_worker.RowWiseAdagrad or ps_worker.Ftrl; by default that of the handle's group,
@@ -59,7 +57,7 @@ class Embedding(nn.Module):
             raise InvalidRequest(
                 f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
             )
-        self.local = LocalRows(self.settings, dim)
+        self.local: Rows = LocalRows(self.settings, dim)
         self.weight = nn.Parameter(torch.empty(0, dim))
         self.lookups = Lookups(joined_group)
         register(self)

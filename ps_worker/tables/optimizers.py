@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.row_optimizers import check_row_optimizer
 
 
 @dataclass(frozen=True)
@@ -17,11 +16,7 @@ class TableOptimizer:
     values: HyperParameters
 
     def __post_init__(self) -> None:
-        for key, value in self.values.items():
-            if not isinstance(value, float | int) or not 0 <= value < math.inf:
-                raise InvalidRequest(f"{self.name}: {key} must be a finite number from 0, got {value!r}")
-        if self.name == "Ftrl" and not self.values["lr"]:
-            raise InvalidRequest("Ftrl: lr must be above 0, because it is divided by")
+        check_row_optimizer(self.name, self.values)
 
 
 def RowWiseAdagrad(lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> TableOptimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
@@ -17,21 +17,19 @@ import torch
 from safetensors import SafetensorError
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import tensors_kept
 from ps_protocol.row_ids import Ids
+from ps_protocol.row_optimizers import TORCH_OPTIMIZERS
 from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
-from ps_tables.optimizers import TORCH_OPTIMIZERS
-from ps_tables.table import Table
+from ps_tables.table import Table, row_bytes
 from ps_worker.tables.lookups import SALT
 from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
 Exchange = Callable[[bytes, str], Mapping[int, bytes]]
-
-_INDEX_BYTES = 32  # of an id: its slots, most of them filled, and its version
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,41 @@ class TableSettings:
         return spec
 
 
+class Rows(Protocol):
+    """The rows of one module, wherever they are.
+
+    name:     of the module in its model, for messages; once it is prepared
+    exchange: in ddp, what the ranks tell each other with; None: a step is this process's alone
+    """
+
+    name: str
+    exchange: Exchange | None
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+
+    def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
+        """Makes an update.
+
+        optimizer: a name of row_optimizers.ROW_OPTIMIZERS
+        own:       this process's gradients; None: it has none
+        """
+
+    def state(self) -> bytes:
+        """Returns all rows and what belongs to them: a safetensors file."""
+
+    def load(self, state: bytes) -> None:
+        """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
+
+    def share(self, exchange: Exchange | None, rank: int) -> None:
+        """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
+
+
 class LocalRows:
-    """The rows of one module.
+    """The rows of one module in this process.
 
     seed: of rows without training; that of the settings, or one of torch's random numbers
     name: of the module in its model, for messages; once it is prepared
@@ -90,7 +121,7 @@ class LocalRows:
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Makes an update; none where no rank has a gradient.
 
-        optimizer: a name of ps_tables.optimizers.ROW_OPTIMIZERS; where it is another one than before, rows begin
+        optimizer: a name of row_optimizers.ROW_OPTIMIZERS; where it is another one than before, rows begin
                    without a state
         own:       this rank's gradients; None: it has none
         """
@@ -108,28 +139,23 @@ class LocalRows:
     def _table_with(self, optimizer: str, values: HyperParameters) -> Table:
         kept = tensors_kept(optimizer, values) if optimizer in TORCH_OPTIMIZERS else ()
         if self._table is None or self._loaded or self._kind != (optimizer, kept):
-            table = self._made(self._spec(), optimizer, values, len(kept))
+            table = self._made(self._spec(), optimizer, values)
             rows = self._loaded or (self._table.snapshot() if self._table is not None else {})
             if rows:
                 table.restore(rows)
             self._table, self._kind, self._loaded = table, (optimizer, kept), {}
         return self._table
 
-    def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters, kept: int = 2) -> Table:
-        """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say.
-
-        kept: numbers that its optimizer keeps for each element
-        """
+    def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters) -> Table:
+        """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        row_bytes = 4 * spec.dim * (1 + kept) + _INDEX_BYTES
-        return Table(spec, optimizer, values, min(MAX_ROWS, spec.max_rows or memory // row_bytes), SALT)
+        capacity = spec.max_rows or memory // row_bytes(spec, optimizer, values)
+        return Table(spec, optimizer, values, min(MAX_ROWS, capacity), SALT)
 
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
         rows = self._loaded or ({} if self._table is None else self._table.snapshot())
-        return safetensors.torch.save(
-            {**rows, "seed": torch.from_numpy(np.array([self.seed], np.uint64).view(np.int64))}
-        )
+        return state_of(rows, self.seed)
 
     def load(self, state: bytes) -> None:
         """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
@@ -153,11 +179,20 @@ class LocalRows:
             if rank != 0:
                 self.load(rows)
 
+    def like(self, state: bytes) -> LocalRows:
+        """Returns rows of the same settings, with those that a `state` returned, of this process alone."""
+        return _again(self._settings, self._dim, state)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
-        return _again(self._settings, self._dim, self.state())
+        return self.like(self.state())
 
     def __reduce__(self) -> Any:
         return _again, (self._settings, self._dim, self.state())
+
+
+def state_of(rows: Mapping[str, torch.Tensor], seed: int) -> bytes:
+    """Returns rows and what belongs to them as a safetensors file. rows: see Table.snapshot"""
+    return safetensors.torch.save({**rows, "seed": torch.from_numpy(np.array([seed], np.uint64).view(np.int64))})
 
 
 def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
-from ps_tables.optimizers import ROW_OPTIMIZERS
+from ps_protocol.row_optimizers import ROW_OPTIMIZERS
 from ps_worker.tables.lookups import Lookups
-from ps_worker.tables.rows import LocalRows, TableSettings
+from ps_worker.tables.rows import Rows, TableSettings
 
 
 class Stepped(Protocol):
@@ -27,12 +27,13 @@ class Stepped(Protocol):
 
     weight: nn.Parameter
     settings: TableSettings
-    local: LocalRows
+    local: Rows
     lookups: Lookups
 
 
 _tables = weakref.WeakSet[Any]()  # all modules with a table
 _known = weakref.WeakSet[Optimizer]()
+_stands_for: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
 
 
 def register(table: Stepped) -> None:
@@ -58,6 +59,11 @@ def know(optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(back)
     optimizer.register_load_state_dict_pre_hook(leave)
     optimizer.register_load_state_dict_post_hook(back)
+
+
+def stand_for(optimizer: Optimizer, wrapped: Optimizer) -> None:
+    """Notes that an optimizer stands for another, whose name and hyper-parameters count."""
+    _stands_for[optimizer] = wrapped
 
 
 def joined_group(handle: nn.Parameter) -> list[Any] | None:
@@ -87,7 +93,7 @@ def optimizer_of(table: Stepped, optimizer: Optimizer) -> tuple[str, HyperParame
     if own is not None:
         return own.name, own.values
     try:
-        cls = optimizer_name(optimizer)
+        cls = optimizer_name(_stands_for.get(optimizer, optimizer))
     except Unsupported as error:
         raise Unsupported(f"{name}: {error}; or give the table an optimizer of its own") from None
     if cls not in ROW_OPTIMIZERS:

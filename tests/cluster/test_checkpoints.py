@@ -18,7 +18,8 @@ from torch import nn
 
 from ps_protocol.convert import job_spec_data, job_spec_from_data, job_spec_message
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints, TryLater
-from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE

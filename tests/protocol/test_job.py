@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.convert import hyper_messages, hyper_parameters, job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import (
     MAX_BUCKET_BYTES,
     MAX_BUCKETS,
@@ -19,7 +20,6 @@ from ps_protocol.job import (
     MAX_NAME_LENGTH,
     MAX_PARAMETERS,
     MAX_WORLD_SIZE,
-    HyperParameters,
     JobSpec,
     NonFinite,
     difference,

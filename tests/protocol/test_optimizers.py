@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import (
     ELEMENTWISE,
     check_hyper_parameters,

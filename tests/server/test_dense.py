@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE

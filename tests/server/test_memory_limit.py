@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
-from ps_protocol.job import HyperParameters, JobSpec
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.v1 import jobs_pb2
@@ -24,7 +25,7 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall
 from ps_server.core.room import room_for
 from ps_server.core.validation import check_job_spec
-from ps_server.shard.job import HostedBucket
+from ps_server.shard.job import Hosted
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -171,12 +172,12 @@ class Recording:
         return lambda *_: None
 
 
-class Watched(dict[int, HostedBucket]):
+class Watched(dict[int, Hosted]):
     """Counts what is looked at."""
 
     looks = 0
 
-    def __getitem__(self, index: int) -> HostedBucket:
+    def __getitem__(self, index: int) -> Hosted:
         self.looks += 1
         return super().__getitem__(index)
 
@@ -195,7 +196,7 @@ def test_a_pull_that_is_over_looks_at_its_own_buckets_only() -> None:
     for outbox in outboxes:
         shard.pull(PullCall("job", 0, 1, 5, (7, 8), run="1"), outbox)
     assert [len(job.buckets[index].waiters) for index in (6, 7, 8)] == [0, 3, 3]
-    job.buckets = watched = Watched(job.buckets)
+    job.parts = watched = Watched(job.parts)
     outboxes[1].close()
     assert watched.looks == 2
     assert [len(bucket.waiters) for index, bucket in watched.items() if index in (7, 8)] == [2, 2]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder, PSError, UnknownWorker
-from ps_protocol.job import HyperParameters, NonFinite
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import NonFinite
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import AddWorker, Counted, RemoveWorker
 from ps_server.core.partition import JobPartition
@@ -150,10 +151,10 @@ def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     assert job.execute(job.checker.check(bad)).skipped
     work(job, 0)
     assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
-    assert job.buckets.clocks() == {0: 0}  # bucket 1 has not had this clock yet
+    assert job.reached.clocks() == {0: 0}  # bucket 1 has not had this clock yet
     stage(job, push(1))
     work(job, 1)
-    assert job.buckets.clocks() == {0: 1}, "the clock counts on"
+    assert job.reached.clocks() == {0: 1}, "the clock counts on"
 
 
 def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
@@ -252,7 +253,7 @@ def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
     assert not job.admits(FROZEN, 0, 4).admitted
     stage(job, initial(FROZEN))
     assert job.admits(FROZEN, 0, 4).admitted
-    assert job.buckets.versions() == (0, 0)
+    assert job.reached.versions() == (0, 0)
 
 
 def test_sizes_are_counted_in_bytes() -> None:

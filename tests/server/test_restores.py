@@ -193,7 +193,7 @@ class ReadingShard:
         return 1
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Part | None
+        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Part | None, shards: int
     ) -> RestoreProgress:
         self.asked.append((name, last))
         assert self.recovery is not None

@@ -16,10 +16,9 @@ SCRIPT = ROOT / "tests" / "scripts" / "train_tables.py"
 def test_replicas_are_alike_to_the_bit_and_end_where_one_process_does(nursery: Nursery, tmp_path: Path) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)), "PYTHONWARNINGS": "error"}
     runs = [("single", 0, 1), ("ddp", 0, 2), ("ddp", 1, 2)]
+    words, log = [tmp_path, "earlier"], tmp_path / "log"
     processes = [
-        nursery.run(
-            SCRIPT, [tmp_path], tmp_path / "log", PS_MODE=mode, PS_RANK=str(rank), PS_WORLD_SIZE=str(of), **where
-        )
+        nursery.run(SCRIPT, words, log, PS_MODE=mode, PS_RANK=str(rank), PS_WORLD_SIZE=str(of), **where)
         for mode, rank, of in runs
     ]
     assert [process.wait(100) for process in processes] == [0] * 3, (tmp_path / "log").read_text()

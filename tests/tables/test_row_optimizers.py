@@ -11,9 +11,10 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
+from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables import optimizers
 from ps_tables.memory import RowArray
-from ps_tables.optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS, RowOptimizer, row_optimizer
+from ps_tables.optimizers import RowOptimizer, row_optimizer
 
 CAPACITY = 3_000
 # Beside the plain ones.

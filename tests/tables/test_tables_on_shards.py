@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from ps_protocol.job import JobSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import shards_of
-from ps_protocol.tables import Initializer, TableSpec
-from ps_server.core.consistency import Add, Live, UpdateRule
+from ps_protocol.tables import Initializer, JobTable, TableSpec
+from ps_server.core.commands import AddWorker, RestoreSnapshot
+from ps_server.core.consistency import Add
+from ps_server.core.partition import JobPartition
+from ps_server.core.placement import Place
+from ps_server.core.requests import RowPushKind, RowsPush
+from ps_server.core.snapshot import TableSnapshot
+from ps_server.core.tables import joined
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
-from ps_tables.table import Table
+from ps_tables.table import row_bytes
 
 DIM, WORKERS, STEPS = 5, 3, 30
 IDS = np.arange(200) * 7919 - 300
@@ -25,27 +32,46 @@ SYNC = Consistency(0, True)
 
 
 class TableShard:
-    """A table's part on one shard: the rule decides, the table does."""
+    """A job with one table, on one of several shards."""
 
-    def __init__(self, spec: TableSpec, optimizer: str, consistency: Consistency) -> None:
-        roster = {rank: Live(rank + 1, 0) for rank in range(WORKERS)}
-        self.rule = UpdateRule[RowGradients](consistency, roster, initialised=True)
-        for rank in roster:
-            self.rule.add_worker(rank, 0)
-        self.table = Table(spec, optimizer, {"lr": 0.1}, 4_000)
-        self._open: list[RowGradients] = []
+    def __init__(self, table: JobTable, consistency: Consistency, shard: int = 0, shards: int = 1) -> None:
+        spec = JobSpec("t", (), "SGD", ({"lr": 0.1},), consistency, 64, WORKERS, tables=(table,))
+        place = Place(shard, shards, 4_000 * row_bytes(table.rows, table.optimizer, table.values))
+        self.partition = JobPartition(spec, [], place=place)
+        self.first = 1  # incarnation
+        for rank in range(WORKERS):
+            self.partition.execute(AddWorker(rank, rank + self.first, 0))
+        self.table = self.partition.tables[0].rows
 
-    def push(self, rank: int, clock: int, contribution: RowGradients) -> None:
-        if self.rule.is_repeat(rank, clock):
-            return
-        self.rule.stage(rank, clock, contribution)
-        while (work := self.rule.next()) is not None:
+    def restore(self, parts: list[TableSnapshot]) -> None:
+        """Goes on from what all shards had."""
+        self.first += WORKERS
+        rows = joined(parts, self.partition.tables.checker.place)
+        self.partition.execute(RestoreSnapshot({}, WORKERS, tables={0: rows}))
+        for rank in range(WORKERS):
+            self.partition.execute(AddWorker(rank, rank + self.first, None))
+
+    def push(self, rank: int, clock: int, contribution: RowGradients, parts: int = 1) -> None:
+        """One worker's step, in messages of which the last one comes first."""
+        for message in reversed(list(messages(rank, rank + self.first, clock, contribution, parts))):
+            self.partition.execute(self.partition.tables.checker.push(message))
+        rule = self.partition.rules[0]
+        while (work := rule.next()) is not None:
             if isinstance(work, Add):
-                self._open.append(work.contribution)
+                self.table.add(work.contribution)
             else:
-                self.table.apply(RowGradients.union(self._open), len(work.ranks), self.rule.version + 1)
-                self._open = []
-            self.rule.done(work)
+                self.table.step()
+            self.partition.done(0, work)
+
+
+def messages(rank: int, incarnation: int, clock: int, rows: RowGradients, parts: int) -> Iterator[RowsPush]:
+    size = max(1, -(-len(rows) // parts))
+    for first in range(0, max(1, len(rows)), size):
+        part = rows.part(np.arange(first, min(first + size, len(rows))))
+        counts = part.counts.astype(np.uint32)
+        payload = part.ids.tobytes() + counts.tobytes() + part.gradients.numpy().tobytes()
+        who = "t", rank, incarnation, 0, clock
+        yield RowsPush(*who, RowPushKind.GRADIENT, payload, first, len(part), len(rows), {})
 
 
 def batch(rank: int, clock: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -68,13 +94,17 @@ def pushes(shards: int, seed: int) -> Iterator[tuple[int, int, int, RowGradients
         yield from (due[place] for place in random.permutation(len(due)))
 
 
+def made(spec: TableSpec, shards: int, optimizer: str, consistency: Consistency = SYNC) -> list[TableShard]:
+    return [TableShard(JobTable(spec, optimizer, {"lr": 0.1}), consistency, shard, shards) for shard in range(shards)]
+
+
 def trained(
     spec: TableSpec, shards: int, seed: int, optimizer: str = "Adagrad", consistency: Consistency = SYNC
 ) -> list[TableShard]:
-    each = [TableShard(spec, optimizer, consistency) for _ in range(shards)]
+    each = made(spec, shards, optimizer, consistency)
     random = np.random.default_rng(seed)
     for shard, rank, clock, contribution in pushes(shards, seed):
-        each[shard].push(rank, clock, contribution)
+        each[shard].push(rank, clock, contribution, int(random.integers(1, 4)))
         if random.random() < 0.3:
             each[shard].table.pull(np.arange(-300, 2_000, 13), torch.empty(177, DIM))
     return each
@@ -93,7 +123,7 @@ def weights(shards: list[TableShard]) -> torch.Tensor:
 @cache
 def undisturbed(spec: TableSpec, optimizer: str) -> torch.Tensor:
     """One shard, to which each push comes once and in turn."""
-    alone = TableShard(spec, optimizer, SYNC)
+    [alone] = made(spec, 1, optimizer)
     for clock in range(1, STEPS + 1):
         for rank in range(WORKERS):
             alone.push(rank, clock, RowGradients.summed(*batch(rank, clock)))
@@ -117,19 +147,6 @@ def test_sync_ends_with_the_same_bits_with_every_optimizer(optimizer: str) -> No
     assert torch.equal(weights(trained(spec, 3, 1, optimizer)), undisturbed(spec, optimizer))
 
 
-def cut(snapshots: list[dict[str, torch.Tensor]], shards: int) -> list[dict[str, torch.Tensor]]:
-    """The rows of some shards, for another number of them."""
-    together = {name: torch.cat([each[name] for each in snapshots]) for name in snapshots[0] if name != "version"}
-    parts = []
-    for shard in range(shards):
-        part = {"version": snapshots[0]["version"]}
-        for name, values in together.items():
-            ids = together["waiting.ids" if name.startswith("waiting.") else "ids"].numpy()
-            part[name] = values[torch.from_numpy(shards_of(ids, shards) == shard)]
-        parts.append(part)
-    return parts
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3), (2, 5)])
 @pytest.mark.parametrize("optimizer", ["Adam", "RowWiseAdagrad"])
 def test_rows_that_were_saved_go_on_as_if_nothing_had_happened_on_any_number_of_shards(
@@ -137,15 +154,14 @@ def test_rows_that_were_saved_go_on_as_if_nothing_had_happened_on_any_number_of_
 ) -> None:
     """With what is not admitted yet, what expires next, and the optimizer's state."""
     spec = replace(SPEC, admit_after=4, expire_after=8)
-    first = [TableShard(spec, optimizer, SYNC) for _ in range(before)]
-    then = [TableShard(spec, optimizer, SYNC) for _ in range(after)]
+    first, then = made(spec, before, optimizer), made(spec, after, optimizer)
     saved_at = 13
     for shard, rank, clock, contribution in pushes(before, 1):
         if clock <= saved_at:
             first[shard].push(rank, clock, contribution)
-    for shard, part in zip(then, cut([shard.table.snapshot() for shard in first], after), strict=True):
-        shard.table.restore(part)
-        shard.rule.restore(saved_at, dict.fromkeys(range(WORKERS), saved_at))
+    parts = [shard.partition.tables[0].snapshot() for shard in first]
+    for shard in then:
+        shard.restore(parts)
     for number, rank, clock, contribution in pushes(after, 2):
         if clock > saved_at:
             then[number].push(rank, clock, contribution)
@@ -170,7 +186,7 @@ def test_sync_is_an_embedding_and_an_optimizer_of_torch_on_the_combined_batch() 
 def test_without_averaging_each_step_of_a_worker_is_an_update(staleness: int | None) -> None:
     """In the order of arrival, and once: with plain SGD the sum of all gradients, whatever that order was."""
     each = trained(SPEC, 2, 3, "SGD", Consistency(staleness))
-    assert [shard.rule.version for shard in each] == [WORKERS * STEPS] * 2
+    assert [shard.partition.rules[0].version for shard in each] == [WORKERS * STEPS] * 2
     expected = initial_rows(SPEC.initializer, IDS, DIM)
     for clock in range(1, STEPS + 1):
         for rank in range(WORKERS):

@@ -10,6 +10,7 @@ from ps_protocol.convert import job_spec_message
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
+from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import (
     cluster_pb2,
     data_pb2,
@@ -18,6 +19,7 @@ from ps_protocol.v1 import (
     leases_pb2,
     membership_pb2,
     rounds_pb2,
+    rows_pb2,
     shard_pb2,
     types_pb2,
 )
@@ -32,6 +34,7 @@ SPEC = JobSpec(
     Consistency(0, True),
     64,
     2,
+    tables=(JobTable(TableSpec("table", 2, admit_after=2), "SGD", {"lr": 0.1}),),
 )
 WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
 
@@ -58,7 +61,30 @@ def _header(*kinds: str, **more: Any) -> data_pb2.PushHeader:
     return data_pb2.PushHeader(worker=WORKER, clock=1, buckets=pushed, **more)
 
 
+def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> rows_pb2.PushRowsRequest:
+    return rows_pb2.PushRowsRequest(
+        worker=WORKER,
+        clock=1,
+        kind=rows_pb2.RowPushKind.Value(f"ROW_PUSH_KIND_{kind}"),
+        row_count=rows,
+        total_row_count=total,
+        hyper_parameters=_GROUP.hyper_parameters[:1],
+        ranges=[types_pb2.DataRange(**_RANGE)],
+        payload=payload,
+    )
+
+
+_IDS = (7).to_bytes(8, "little") + (9).to_bytes(8, "little")
+_ROWS = _IDS + (1).to_bytes(4, "little") * 2 + bytes(16)
 _REQUESTS = [
+    _rows("GRADIENT", _ROWS, 2, 2),
+    _rows("GRADIENT", _ROWS, 2, 5),
+    _rows("NO_GRADIENT"),
+    _rows("SKIP"),
+    rows_pb2.PullRowsRequest(worker=WORKER, payload=_IDS),
+    rows_pb2.PullRowsRequest(worker=WORKER, clock=1, payload=_IDS),
+    rows_pb2.PullTableRequest(worker=WORKER),
+    rows_pb2.PullTableRequest(worker=WORKER, clock=1, count_only=True),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),

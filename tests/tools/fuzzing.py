@@ -99,6 +99,9 @@ class Target:
             "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "Exchange": lambda raw: data._exchange(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PushRows": lambda raw: data._push_rows(raw, _Context()),  # type: ignore[arg-type]
+            "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PullTable": lambda raw: data._pull_table(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
         services = [
             JobService(self.coordinator),
@@ -174,6 +177,10 @@ class Target:
                 numbers = rule.initialised, rule.version, rule.staged, rule.applied, rule.added
                 remembered.update(repr((index, numbers, sorted(rule.waiting), bucket.busy)).encode())
                 remembered.update(bytes_of(bucket.weights.flat))
+            for table in state.tables.values():
+                rule, pending = table.rule, sorted((rank, each.counts) for rank, each in table.pending.items())
+                numbers = rule.version, rule.staged, rule.applied, len(rule.added), len(table.rows)
+                remembered.update(repr((table.index, numbers, sorted(rule.waiting), pending)).encode())
         return remembered.digest()
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ps_protocol.job import HyperParameters
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import ELEMENTWISE
 
 UNUSUAL: dict[str, HyperParameters] = {

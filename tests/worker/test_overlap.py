@@ -166,7 +166,7 @@ def drafts(cluster: Cluster, job: str) -> int:
 
 def versions(cluster: Cluster, job: str) -> list[tuple[int, int]]:
     """By shard, the lowest and the highest version of a bucket."""
-    return [shard.jobs()[job].state.buckets.versions() for shard in cluster.shards]
+    return [shard.jobs()[job].state.reached.versions() for shard in cluster.shards]
 
 
 def test_buckets_leave_before_backward_ends(shared: Cluster, job: str) -> None:

@@ -1,0 +1,8 @@
+"""Hyper-parameters of optimizers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HyperValue = float | bool | tuple[float, ...] | None
+HyperParameters = Mapping[str, HyperValue]

@@ -1,0 +1,162 @@
+"""What a push of rows contributes: checks it against the job's tables and makes the command that stages it.
+
+As checking.py it changes nothing, and may run outside of the lock that guards a partition.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ps_protocol.codecs import WIRE_FORMATS, Cast
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
+from ps_protocol.framing import Buffer
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
+from ps_protocol.tables import JobTable
+from ps_protocol.tensors import is_finite
+from ps_server.core.commands import StageRows
+from ps_server.core.data_commits import check_ranges
+from ps_server.core.placement import Place
+from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
+from ps_tables.contributions import RowGradients
+from ps_tables.distinct import distinct
+
+ID_BYTES, COUNT_BYTES = 8, 4
+
+
+class RowChecker:
+    """Checks what concerns the rows of one job. Raises InvalidRequest naming what was expected and what came.
+
+    place:      of this shard
+    first:      the index of the job's first table, behind its buckets
+    norm_limit: the L2 norm that the gradient in one push may have
+    """
+
+    def __init__(self, spec: JobSpec, place: Place, first: int, norm_limit: float = math.inf) -> None:
+        self.place, self.first = place, first
+        self._spec, self._norm_limit = spec, norm_limit
+        self._codec = WIRE_FORMATS[spec.gradient_wire]
+        self._checked: dict[int, HyperParameters] = {}  # by table, those that were last found good
+
+    def push(self, push: RowsPush, principal: str = "") -> StageRows:
+        """Returns the command that stages one message. principal: whose bytes they are"""
+        table = self.table(push.table)
+        check_ranges(push.ranges)
+        self._check_values(push.table, push.values)
+        name = table.rows.name
+        if push.kind is not RowPushKind.GRADIENT and (push.total or push.payload):
+            raise InvalidRequest(f"table {name!r}: only a push of gradients has rows, got one of {push.kind.value}")
+        if push.first + push.count > push.total or (push.total and not push.count):
+            raise InvalidRequest(
+                f"table {name!r}: rows {push.first} to {push.first + push.count} came of {push.total} in all"
+            )
+        rows, in_mean = self._rows(table, push), push.kind is not RowPushKind.SKIP
+        if not self._is_finite(table, push, rows.gradients):
+            rows, in_mean = RowGradients.none(table.rows.dim), False
+        return StageRows(
+            push.rank,
+            push.incarnation,
+            push.key,
+            self.first + push.table,
+            push.clock,
+            rows,
+            push.first,
+            push.count,
+            push.total,
+            push.kind is RowPushKind.GRADIENT and in_mean,
+            in_mean,
+            push.values,
+            push.ranges,
+            principal,
+        )
+
+    def wanted(self, pull: RowsPull) -> Ids:
+        """Returns the ids that a pull asks for."""
+        table = self.table(pull.table)
+        if len(pull.payload) % ID_BYTES:
+            raise InvalidRequest(f"expected ids of {ID_BYTES} bytes each, got {len(pull.payload)} bytes")
+        ids = np.frombuffer(pull.payload, "<i8")
+        self._check_place(table, ids)
+        return ids
+
+    def table(self, number: int) -> JobTable:
+        """Returns a table by its place in the job's list. Raises NotFound where there is none."""
+        if number >= len(self._spec.tables):
+            raise NotFound(
+                f"job {self._spec.name!r} has {len(self._spec.tables)} tables, and table {number} is asked for"
+            )
+        return self._spec.tables[number]
+
+    def _rows(self, table: JobTable, push: RowsPush) -> RowGradients:
+        """Returns what a payload holds: ids, counts and gradients."""
+        name, dim, codec = table.rows.name, table.rows.dim, self._codec
+        if push.count and (push.wire_format or "float32") != codec.dtype:
+            raise InvalidRequest(
+                f"table {name!r}: expected elements as {codec.dtype}, got {push.wire_format or 'float32'}"
+            )
+        row = ID_BYTES + COUNT_BYTES + codec.size(dim)
+        if len(push.payload) != push.count * row:
+            raise InvalidRequest(
+                f"table {name!r}: expected {push.count * row} bytes ({push.count} rows of {row}), "
+                f"got {len(push.payload)}"
+            )
+        if not push.count:
+            return RowGradients.none(dim)
+        ids = np.frombuffer(push.payload, "<i8", push.count)
+        counts = np.frombuffer(push.payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
+        gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count)
+        self._check_place(table, ids)
+        if len(distinct(ids, self.place.salt)[0]) < len(ids):
+            raise InvalidRequest(f"table {name!r}: expected each id once, got some twice")
+        if not counts.all():
+            raise InvalidRequest(f"table {name!r}: expected that each id has occurred, got a count of 0")
+        return RowGradients(ids, counts, gradients.view(push.count, dim))
+
+    def _check_place(self, table: JobTable, ids: Ids) -> None:
+        place = self.place
+        if place.shards == 1:
+            return
+        other = np.flatnonzero(shards_of(ids, place.shards) != place.shard)
+        if len(other):
+            raise InvalidRequest(
+                f"table {table.rows.name!r}: id {ids[other[0]]} is on shard "
+                f"{shards_of(ids[other[:1]], place.shards)[0]}, and came to shard {place.shard} of {place.shards}"
+            )
+
+    def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor) -> bool:
+        """Whether gradients may count; false where they are to be left out. Raises NonFiniteGradient, LimitExceeded."""
+        if self._spec.non_finite is not NonFinite.ALLOW and not is_finite(gradients):
+            if self._spec.non_finite is NonFinite.SKIP:
+                return False
+            raise NonFiniteGradient(f"the gradient of table {table.rows.name!r} from worker {push.rank} is not finite")
+        if self._norm_limit < math.inf:
+            norm = float(torch.linalg.vector_norm(gradients))
+            if not norm <= self._norm_limit:  # NaN is past every limit
+                raise LimitExceeded(
+                    f"worker {push.rank}: the gradient of table {table.rows.name!r} has norm {norm:g}, "
+                    f"and max-push-norm is {self._norm_limit:g}"
+                )
+        return True
+
+    def _check_values(self, number: int, values: HyperParameters) -> None:
+        if values and self._checked.get(number) != values:
+            table = self._spec.tables[number]
+            optimizer, registered, dim = table.optimizer, table.values, table.rows.dim
+            now = {**registered, **values}
+            check_row_optimizer(optimizer, now)
+            if numbers_kept(optimizer, now, dim) > numbers_kept(optimizer, registered, dim):
+                raise InvalidRequest(
+                    f"table {table.rows.name!r}: {optimizer} with {dict(values)} keeps more for a row than it did "
+                    f"with {dict(registered)}, which cannot be switched on in a running job"
+                )
+            self._checked[number] = values
+
+
+def _elements(codec: Cast, payload: Buffer, offset: int) -> torch.Tensor:
+    """Returns the elements of a payload from an offset on, as float32. Read from them, never write."""
+    return codec.decode(memoryview(payload)[offset:]).to(torch.float32)

@@ -1,0 +1,47 @@
+"""How far a job is on one shard: over all its buckets that train, and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.snapshot import VersionRange, extent
+
+
+class Reached:
+    """Reads the rules of a job's buckets and tables together. What no optimizer steps is none of them.
+
+    rules:  by index
+    roster: the live workers by rank, as the partition keeps them
+    """
+
+    def __init__(self, rules: Mapping[int, UpdateRule[Any]], roster: Mapping[int, Live]) -> None:
+        self._rules = list(rules.values())
+        self._roster = roster
+
+    def frontier(self) -> int:
+        """Returns the highest clock that any worker has reached on a bucket or table."""
+        return max((rule.frontier() for rule in self._rules), default=0)
+
+    def pushed(self, rank: int) -> int | None:
+        """Returns the last clock of which every bucket and table has a push of this rank; None: nothing trains here."""
+        return min((rule.pushed.get(rank, 0) for rule in self._rules), default=None)
+
+    def versions(self) -> tuple[int, int]:
+        """Returns the lowest and the highest version of a bucket or table."""
+        versions = [rule.version for rule in self._rules]
+        return min(versions, default=0), max(versions, default=0)
+
+    def clocks(self) -> dict[int, int]:
+        """Returns the lowest clock over this shard's buckets and tables, by live rank."""
+        each = [rule.clocks() for rule in self._rules]
+        return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
+
+    def departed_clocks(self) -> dict[int, int]:
+        """Returns the same by rank of a worker that is not live any more."""
+        return {rank: clock for rank, clock in self.extent().clocks.items() if rank not in self._roster}
+
+    def extent(self) -> VersionRange:
+        """Returns how far they are, with the clocks of the dead."""
+        return extent((rule.version, rule.applied) for rule in self._rules)

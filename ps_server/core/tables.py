@@ -1,0 +1,299 @@
+"""One job's tables on one shard: the rule, the rows and the pending pushes of each.
+
+A table has an index, behind those of the job's buckets: its rule is one more of them wherever all buckets count. Its
+contributions are the rows of a worker's step that are on this shard, which may come in several messages: they are
+pending until all are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
+from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.tables import MAX_ROWS, JobTable
+from ps_server.core.budget import StagingBudget
+from ps_server.core.checking_rows import RowChecker
+from ps_server.core.commands import Staged, StageRows
+from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.data_commits import Committed, DataCommits, in_all
+from ps_server.core.placement import Place
+from ps_server.core.snapshot import TableSnapshot
+from ps_tables.contributions import RowGradients
+from ps_tables.table import Table, row_bytes
+
+MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
+
+
+@dataclass(frozen=True)
+class RowsContribution:
+    """One worker's contribution to a table on this shard.
+
+    rows:     in the messages that they came in; empty where the step has none of this shard
+    present:  the step has a gradient for the table, here or on another shard
+    in_mean:  it is a term of the mean
+    values:   hyper-parameters to use from this update on
+    """
+
+    rows: tuple[RowGradients, ...] = ()
+    present: bool = True
+    in_mean: bool = True
+    values: HyperParameters | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(rows.gradients.nbytes for rows in self.rows)
+
+    def owned(self) -> RowsContribution:
+        """Returns itself: it is in memory of this process."""
+        return self
+
+
+class TableRows:
+    """The rows of one table on this shard, and the contributions to its open update. For one caller at a time.
+
+    An update in which no worker has a gradient makes none of the table: what expires is counted in those that do.
+    """
+
+    def __init__(self, table: JobTable, capacity: int, salt: int) -> None:
+        """capacity: rows; salt: of the index"""
+        self.dim = table.rows.dim
+        self._table = Table(table.rows, table.optimizer, table.values, capacity, salt)
+        self._open: list[RowsContribution] = []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, with their optimizer's state and the index."""
+        return self._table.nbytes
+
+    def add(self, contribution: RowsContribution) -> None:
+        """Adds one contribution to the open update. The order of calls is the order of the sums."""
+        self._open.append(contribution)
+
+    def step(self) -> None:
+        """Makes an update with the mean of what was added."""
+        added, self._open = self._open, []
+        if not any(each.present for each in added):
+            return
+        parts = [rows for each in added for rows in each.rows]
+        update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
+        # Those of the first one count, as in a bucket: in sync that is the lowest rank's.
+        values = next((each.values for each in added if each.values is not None), None)
+        count = max(1, sum(each.in_mean for each in added))
+        self._table.apply(update, count, self._table.version + 1, values)
+
+    def own(self) -> None:
+        """Does nothing: nothing is borrowed of a worker."""
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> int:
+        """Reads rows; see Table.pull."""
+        return self._table.pull(ids, out)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of all rows; see Table.snapshot."""
+        return self._table.snapshot()
+
+    @property
+    def values(self) -> HyperParameters:
+        """The hyper-parameters of the last update."""
+        return self._table.values
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters) -> None:
+        """Takes the rows of a snapshot, and hyper-parameters; see Table.restore."""
+        self._table.restore(tensors, values)
+
+
+@dataclass
+class PendingRows:
+    """What one worker has pushed to a table for its next clock, of which messages are missing."""
+
+    clock: int
+    total: int
+    counts: dict[int, int] = field(default_factory=dict)  # how many rows came, by the number of the first
+    parts: dict[int, RowGradients] = field(default_factory=dict)  # likewise
+    left_out: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """One table on this shard: its rule, its rows, and by rank what is pending."""
+
+    index: int
+    spec: JobTable
+    rule: UpdateRule[RowsContribution]
+    rows: TableRows
+    pending: dict[int, PendingRows] = field(default_factory=dict)
+
+    def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
+        """Returns a copy of the table as it is, with the leased data in it. The caller keeps it from being stepped."""
+        rule = self.rule
+        return TableSnapshot(
+            self.index, rule.version, dict(rule.applied), self.rows.snapshot(), self.rows.values, committed or {}
+        )
+
+    def restore(self, snapshot: TableSnapshot) -> None:
+        """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
+        self.rows.restore(snapshot.tensors, snapshot.values)
+        self.rule.restore(snapshot.version, snapshot.clocks)
+
+
+class Tables(Mapping[int, ShardTable]):
+    """The tables of one job on this shard, by index.
+
+    checker:       makes the command that stages a message
+    staged, limit: what waits for its update, and how many bytes of it may
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        checker: RowChecker,
+        roster: Mapping[int, Live],
+        staged: StagingBudget,
+        limit: Callable[[], float],
+    ) -> None:
+        self.checker = checker
+        self._staged, self._limit = staged, limit
+        self._tables = {}
+        for index, table in enumerate(spec.tables, checker.first):
+            rule = UpdateRule[RowsContribution](spec.consistency, roster, initialised=True)
+            rows = TableRows(table, capacity(table, checker.place), checker.place.salt)
+            self._tables[index] = ShardTable(index, table, rule, rows)
+
+    def __getitem__(self, index: int) -> ShardTable:
+        return self._tables[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(table.rows.nbytes for table in self.values())
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged and not yet part of an update."""
+        return sum(add.contribution.nbytes for table in self.values() for add in list(table.rule.waiting.values()))
+
+    def stage(self, command: StageRows, data: DataCommits) -> Staged:
+        """Takes a message of a contribution that the partition has let pass; stages it if all are here."""
+        table, rank, clock = self._tables[command.table], command.rank, command.clock
+        if table.rule.is_repeat(rank, clock):
+            return Staged(table.rule.version, duplicate=True)
+        pending = table.pending.get(rank)
+        if pending is None or pending.clock != clock:
+            self.drop_pending(rank, table.index)
+            pending = PendingRows(clock, command.total)
+        if pending.total != command.total:
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: a message of worker {rank} says that clock {clock} has "
+                f"{command.total} rows here, and another {pending.total}"
+            )
+        if command.first in pending.counts:
+            return Staged(table.rule.version, duplicate=True)
+        if not pending.counts:
+            self._reserve(table, command)
+            table.pending[rank] = pending
+        pending.counts[command.first], pending.parts[command.first] = command.count, command.rows
+        pending.left_out |= not command.in_mean
+        if sum(pending.counts.values()) < pending.total:
+            return Staged(table.rule.version, duplicate=False, kept=True)
+        return self._count(table, command, pending, data)
+
+    def _count(self, table: ShardTable, command: StageRows, pending: PendingRows, data: DataCommits) -> Staged:
+        try:
+            use = data.use(table.index, command.ranges)
+        except LimitExceeded:
+            self.drop_pending(command.rank, table.index)
+            raise
+        del table.pending[command.rank]
+        present, in_mean = command.present, command.in_mean
+        parts = tuple(rows for _, rows in sorted(pending.parts.items()) if len(rows))
+        if use.spent or pending.left_out:
+            parts, present, in_mean = (), False, False
+        if not parts:
+            self._staged.release(table.index, command.rank)
+        contribution = RowsContribution(parts, present, in_mean, command.values)
+        table.rule.stage(command.rank, command.clock, contribution, command.ranges)
+        return Staged(table.rule.version, duplicate=False, skipped=not parts, use=use)
+
+    def _reserve(self, table: ShardTable, command: StageRows) -> None:
+        """Reserves the bytes of all messages. Raises LimitExceeded for too many, Backlogged if there is no room now.
+
+        What an update waits for is always taken.
+        """
+        size = 4 * table.rows.dim * command.total
+        if size > MAX_PUSHED_BYTES:
+            raise LimitExceeded(
+                f"table {table.spec.rows.name!r}: a worker may push {MAX_PUSHED_BYTES} bytes of gradients in a step to "
+                f"one shard, and {command.total} rows have {size}"
+            )
+        if size and not self._staged.reserve(
+            table.index,
+            command.rank,
+            size,
+            self._limit(),
+            principal=command.principal,
+            charge=size,
+            always=lambda: table.rule.is_awaited(command.rank, command.clock),
+        ):
+            raise Backlogged(
+                f"{self._staged.bytes} bytes are staged here and wait for other workers, and max-staged-bytes is "
+                f"{self._limit():.0f}"
+            )
+
+    def drop_pending(self, rank: int, index: int | None = None) -> None:
+        """Forgets what is pending of a worker, in one table or in all."""
+        for table in self.values() if index is None else (self._tables[index],):
+            if table.pending.pop(rank, None) is not None:
+                self._staged.release(table.index, rank)
+
+
+def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
+    """Returns the rows of some shards that belong to this one, of which there may be another number now.
+
+    Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
+    part has had of leased data is not committed.
+    """
+    newest = max(int(part.tensors["version"]) for part in parts)
+    kept: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        age = newest - int(part.tensors["version"])
+        for prefix in ("", "waiting."):
+            ids = part.tensors.get(f"{prefix}ids")
+            here = None if ids is None else torch.from_numpy(shards_of(ids.numpy(), place.shards) == place.shard)
+            for name, tensor in part.tensors.items():
+                if here is not None and name != "version" and name.startswith("waiting.") == bool(prefix):
+                    rows = tensor if bool(here.all()) else tensor[here]
+                    kept.setdefault(name, []).append(rows + age if name == f"{prefix}last" and age else rows)
+    tensors = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in kept.items()}
+    tensors["version"] = torch.tensor([newest])
+    ranks = {rank for part in parts for rank in part.clocks}
+    return TableSnapshot(
+        parts[0].index,
+        max(part.version for part in parts),
+        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in sorted(ranks)},
+        tensors,
+        parts[0].values,
+        in_all([part.committed for part in parts]),
+    )
+
+
+def capacity(table: JobTable, place: Place) -> int:
+    """Returns how many rows a table may have on one shard: its share of max_rows, as far as memory holds them."""
+    room = place.table_bytes // row_bytes(table.rows, table.optimizer, table.values)
+    share = -(-table.rows.max_rows // place.shards) if table.rows.max_rows else room
+    return max(1, min(MAX_ROWS, share, room))

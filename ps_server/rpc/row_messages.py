@@ -1,0 +1,97 @@
+"""Where the messages of rows become the server's values, and back; see data_messages.py."""
+
+from __future__ import annotations
+
+from ps_protocol.convert import (
+    data_ranges,
+    duration,
+    hyper_parameters,
+    known,
+    wire_format,
+    wire_format_number,
+)
+from ps_protocol.framing import Parts, message_parts
+from ps_protocol.v1 import rows_pb2
+from ps_server.core.commands import Staged
+from ps_server.core.consistency import Admission
+from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull
+from ps_server.rpc.data_messages import Answers, Request, parse, read, whole
+from ps_server.shard.waiting import Answer, PulledRows, PulledTable
+
+_KINDS: dict[int, RowPushKind] = {
+    number: RowPushKind[name.removeprefix("ROW_PUSH_KIND_")] for name, number in rows_pb2.RowPushKind.items() if number
+}
+
+
+def push(data: Request) -> RowsPush:
+    """Reads a PushRowsRequest; its payload is a view into the bytes, or the part that came."""
+    request, payload = read(rows_pb2.PushRowsRequest, data)
+    worker = request.worker
+    return RowsPush(
+        job=worker.job,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        table=request.table,
+        clock=request.clock,
+        kind=known(_KINDS, request.kind, "kind of push"),
+        payload=payload or b"",
+        first=request.first_row,
+        count=request.row_count,
+        total=request.total_row_count,
+        values=hyper_parameters(request.hyper_parameters),
+        ranges=data_ranges(request.ranges),
+        wire_format=wire_format(request.wire_format),
+        key=worker.lease_key,
+        run=worker.run,
+    )
+
+
+def pull(data: Request) -> RowsPull:
+    """Reads a PullRowsRequest, as `push`."""
+    request, payload = read(rows_pb2.PullRowsRequest, data)
+    worker = request.worker
+    identity = worker.job, worker.rank, worker.incarnation
+    return RowsPull(*identity, request.table, request.clock, payload or b"", worker.lease_key, worker.run)
+
+
+def pull_table(data: Request) -> TablePull:
+    """Reads a PullTableRequest."""
+    request = parse(rows_pb2.PullTableRequest, whole(data))
+    worker = request.worker
+    identity = worker.job, worker.rank, worker.incarnation
+    return TablePull(*identity, request.table, request.clock, request.count_only, worker.lease_key, worker.run)
+
+
+def pushed(answers: Answers, staged: Staged) -> bytes:
+    """Returns the bytes of a PushRowsResponse."""
+    header = answers.header(staged.version)
+    return rows_pb2.PushRowsResponse(header=header, duplicate=staged.duplicate).SerializeToString()
+
+
+def pulled(answers: Answers, answer: Answer) -> Parts:
+    """Returns a PullRowsResponse: rows that are here, or why they do not come yet."""
+    assert isinstance(answer, PulledRows)
+    response = rows_pb2.PullRowsResponse(header=answers.header(answer.version))
+    if answer.waiting is not None:
+        response.waiting.CopyFrom(_notice(answer.waiting))
+        return message_parts(response)
+    response.first_row, response.row_count, response.trained_count = answer.first, answer.rows, answer.trained
+    response.wire_format, response.state_wanted = wire_format_number(answer.wire_format), answer.save_state
+    if answer.waited:
+        response.wait_duration.CopyFrom(duration(answer.waited))
+    return message_parts(response, answer.payload)
+
+
+def pulled_table(answers: Answers, answer: Answer) -> Parts:
+    """Returns a PullTableResponse: a piece of a table, or why it does not come yet."""
+    assert isinstance(answer, PulledTable)
+    response = rows_pb2.PullTableResponse(header=answers.header(answer.version))
+    if answer.waiting is not None:
+        response.waiting.CopyFrom(_notice(answer.waiting))
+        return message_parts(response)
+    response.row_count, response.seed = answer.rows, answer.seed
+    return message_parts(response, answer.payload)
+
+
+def _notice(waiting: Admission) -> rows_pb2.RowWaitNotice:
+    return rows_pb2.RowWaitNotice(awaited_ranks=waiting.waiting_for, reason=waiting.reason)

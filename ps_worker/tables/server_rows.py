@@ -1,0 +1,179 @@
+"""Tables whose rows are on parameter servers: looked up there, and stepped there with the worker's step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import NonFinite
+from ps_protocol.row_ids import Ids
+from ps_protocol.tables import JobTable
+from ps_protocol.tensors import is_finite
+from ps_tables.contributions import RowGradients
+from ps_worker.tables.modules import Embedding
+from ps_worker.tables.rows import Exchange, LocalRows, state_of
+from ps_worker.tables.stepping import check, optimizer_of
+
+
+@dataclass(frozen=True)
+class RowsPush:
+    """One table's part of a step.
+
+    table:     its place in the job's list
+    rows:      None: the step has no gradient for it
+    took_part: without rows, whether it is a term of zeros in a mean, or left out of it
+    values:    the hyper-parameters of its optimizer
+    """
+
+    table: int
+    rows: RowGradients | None = None
+    took_part: bool = False
+    values: HyperParameters = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """The rows of a table on one shard.
+
+    content: a safetensors file, as Table.snapshot has the tensors; empty where only the number of rows was asked for
+    count:   how many they are
+    seed:    of rows that are not trained
+    """
+
+    content: bytes
+    count: int
+    seed: int
+
+
+class Servers(Protocol):
+    """Who fetches rows from the shards: the training of a job."""
+
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows of a table at the worker's clock: [n] distinct ids, into [n, dim] float32, contiguous."""
+
+    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
+        """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
+
+
+class ServerRows:
+    """The rows of one module, on the shards, in place of its LocalRows. A copy has rows of its own, in its process.
+
+    before: what the module had
+    number: of the table in the job's list
+    """
+
+    exchange: Exchange | None = None  # steps are exchanged by the servers
+
+    def __init__(self, before: LocalRows, number: int, servers: Servers) -> None:
+        self.name = before.name
+        self._before, self._number, self._servers = before, number, servers
+        self._stepped: RowsPush | None = None
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+        if len(ids):
+            self._servers.pull_rows(self._number, ids, out)
+
+    def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
+        """Keeps what the optimizer's step does to the table, for the push of that step, which comes next."""
+        self._stepped = RowsPush(self._number, own, True, values)
+
+    def take(self) -> RowsPush:
+        """Returns what the step does to the table: it leaves it out, where its optimizer was not stepped."""
+        stepped, self._stepped = self._stepped, None
+        return stepped or RowsPush(self._number)
+
+    def share(self, exchange: Exchange | None, rank: int) -> None:
+        """Raises Unsupported: a module trains in one session at a time."""
+        raise Unsupported(f"table {self.name!r} is on the servers of another session already")
+
+    def state(self) -> bytes:
+        """Returns all rows and what belongs to them, fetched from the shards: a safetensors file."""
+        parts = self._servers.pull_table(self._number, count_only=False)
+        each = [safetensors.torch.load(part.content) for part in parts]
+        rows = {name: torch.cat([tensors[name] for tensors in each]) for name in each[0] if name != "version"}
+        version = max(int(tensors["version"]) for tensors in each)
+        return state_of({**rows, "version": torch.tensor([version])}, parts[0].seed)
+
+    def load(self, state: bytes) -> None:
+        """Raises Unsupported: rows are loaded before `prepare`."""
+        raise Unsupported(f"the rows of table {self.name!r} are on the servers: load_state_dict cannot replace them")
+
+    def __len__(self) -> int:
+        return sum(part.count for part in self._servers.pull_table(self._number, count_only=True))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
+        return self._before.like(self.state())
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__({}).__reduce__()
+
+
+class ServerTables:
+    """The tables of one job, in the order of its list. For the training thread."""
+
+    def __init__(self, modules: Mapping[str, Embedding], non_finite: NonFinite) -> None:
+        self._modules, self._non_finite = modules, non_finite
+        self._rows: list[ServerRows] = []
+
+    def connect(self, servers: Servers) -> None:
+        """Has the modules look up their rows on the shards from here on."""
+        for number, module in enumerate(self._modules.values()):
+            assert isinstance(module.local, LocalRows)
+            module.local = rows = ServerRows(module.local, number, servers)
+            self._rows.append(rows)
+
+    def take(self) -> list[RowsPush]:
+        """Returns what the step at hand does to each table, and begins the next one."""
+        return [rows.take() for rows in self._rows]
+
+    def left_out(self) -> list[RowsPush]:
+        """Returns what a step does that leaves all tables out."""
+        return [RowsPush(number) for number in range(len(self._rows))]
+
+    def not_finite(self, pushes: Sequence[RowsPush]) -> str | None:
+        """Returns the name of a table whose gradient is not finite, where the job does not allow that."""
+        if self._non_finite is NonFinite.ALLOW:
+            return None
+        found = (push for push in pushes if push.rows is not None and not is_finite(push.rows.gradients))
+        return next((f"table {list(self._modules)[push.table]!r}" for push in found), None)
+
+
+def described_tables(
+    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[JobTable, ...]:
+    """Returns the tables of a job's models, each with what steps it. Raises InvalidRequest or Unsupported for tables
+    that cannot be trained so.
+
+    modules: by name; see named_tables
+    """
+    if len({id(module.weight) for module in modules.values()}) < len(modules):
+        raise InvalidRequest("two tables share one weight: use one module twice instead")
+    for name, module in modules.items():
+        if not isinstance(module.local, LocalRows):
+            raise Unsupported(f"table {name!r} is on the servers of another session already")
+        if len(module.local):
+            raise Unsupported(f"table {name!r} has {len(module.local)} rows, and servers begin without any so far")
+        module.local.name = name
+    check(list(modules.values()), optimizers)
+    return tuple(_described(name, module, optimizers) for name, module in modules.items())
+
+
+def _described(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> JobTable:
+    assert isinstance(module.local, LocalRows)
+    spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
+    owner = next((optimizer for optimizer in optimizers if _has(optimizer, module.weight)), None)
+    if owner is None:  # it stays as it is: no step ever reaches it
+        return JobTable(spec, "SGD", {"lr": 0.0})
+    return JobTable(spec, *optimizer_of(module, owner))
+
+
+def _has(optimizer: torch.optim.Optimizer, handle: nn.Parameter) -> bool:
+    return any(each is handle for group in optimizer.param_groups for each in group["params"])
