@@ -44,6 +44,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 log = logging.getLogger("ps_server")
 
 _UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
+_SALT = secrets.randbits(62)  # of the indices of tables: ids that share slots cannot be chosen
 
 
 class HostedJobs:
@@ -65,7 +66,6 @@ class HostedJobs:
     ) -> None:
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
-        self._salt = secrets.randbits(62)  # of the indices of tables: slots that ids share cannot be chosen
         self._jobs: dict[str, HostedJob] = {}
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
@@ -247,7 +247,7 @@ class HostedJobs:
             with _making_room(spec.name, room, promised):
                 tables = max(1, len(spec.tables))
                 bytes_each = ((free_bytes() or _UNKNOWN_BYTES) - room.total - promised) // (2 * tables)
-                place = Place(self._index, shards, max(0, bytes_each), self._salt)
+                place = Place(self._index, shards, max(0, bytes_each), _SALT)
                 state = JobPartition(spec, buckets, *self._limits, self._principals, place)
                 job = HostedJob(spec, state, run, room)
             self._made.add(job)

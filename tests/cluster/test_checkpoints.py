@@ -136,7 +136,7 @@ def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
     train(there, 1)
     job = JobPartition(spec, range(len(there)))
     images = {bucket.spec.index: bucket.snapshot() for bucket in there[:-1]}
-    with pytest.raises(InvalidRequest, match="a snapshot of each bucket, got none of"):
+    with pytest.raises(InvalidRequest, match="a snapshot of each bucket and table, got none of"):
         job.execute(RestoreSnapshot(images, 7))
     assert not any(bucket.rule.initialised for bucket in job.buckets.values())
 

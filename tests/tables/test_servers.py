@@ -145,31 +145,30 @@ def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
 def test_each_step_counts_once_though_a_worker_loses_its_place(cluster: Cluster, mode: str) -> None:
-    steps, workers = 12, 2
-    meet = threading.Barrier(workers, timeout=60)
+    steps, left = 12, threading.Event()
 
     def work(rank: int) -> tuple[int, int, list[float]]:
-        """Steps that were acknowledged, and that were made, and how often rows were trained."""
-        with cluster.connect(mode, rank, workers) as session:
+        """Steps that were acknowledged, and that were made; of rank 0, how often rows were trained when it is alone."""
+        with cluster.connect(mode, rank, 2) as session:
             worker, acknowledged, made = Worker(session), 0, 0
-            while session.clock < steps:
+            # Where a lookup takes another place, the step goes on at its clock: rank 1 may get further than the last.
+            while session.clock < steps or not (rank or left.is_set()):
                 place, clock, made = incarnation_of(session), session.clock, made + 1
                 worker.step(IDS[: 3 + rank])
                 acknowledged += incarnation_of(session) == place
-                if rank == 0 and clock % 4 == 1:
+                if rank == 0 and clock < steps and clock % 4 == 1:
                     cluster.end_lease(1)  # which hears of it in its next step, or when it looks rows up
-            meet.wait()
-            until(lambda: is_applied(cluster))
-            counted = worker.counted(IDS)
-            meet.wait()
-            return acknowledged, made, counted
+            if rank == 0:
+                until(lambda: is_applied(cluster))
+                return acknowledged, made, worker.counted(IDS)
+        left.set()
+        return acknowledged, made, []
 
-    (first, first_made, counted), (second, second_made, other) = in_parallel(workers, work)
-    assert counted == other
+    (first, first_made, counted), (second, second_made, _) = in_parallel(2, work)
     assert counted[0] == counted[1] == counted[2], "no step is in some rows only"
     assert counted[4] == 0
     if mode == "sync":  # an update is a mean: of ones, whoever takes part
-        assert max(first, second) <= counted[0] <= steps
+        assert max(first, second) <= counted[0] <= first_made + 1
     else:
         assert first + second <= counted[0] <= first_made + second_made
         assert second <= counted[3] <= second_made
