@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+ID_BYTES, COUNT_BYTES = 8, 4  # in messages: of an id, and of how often it occurred
+
 Ids = npt.NDArray[np.int64]
 Mixed = npt.NDArray[np.uint64]
 

@@ -10,5 +10,6 @@ index.py          Which row an id has: open addressing, a whole batch of ids at 
 initial.py        The value of a row without training: a function of seed, id and column
 memory.py         Arrays of rows in reserved memory: they grow without a copy
 optimizers.py     Optimizers that step some rows of a table, with the state of each row
+saved.py          Rows in the state_dict of a model
 table.py          A table: its rows come into being, are trained, expire and are read
 """

@@ -15,7 +15,7 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient,
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
-from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
@@ -25,8 +25,6 @@ from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
-
-ID_BYTES, COUNT_BYTES = 8, 4
 
 
 class RowChecker:

@@ -50,10 +50,6 @@ class RowsContribution:
         """Bytes of the gradients."""
         return sum(rows.gradients.nbytes for rows in self.rows)
 
-    def owned(self) -> RowsContribution:
-        """Returns itself: it is in memory of this process."""
-        return self
-
 
 class TableRows:
     """The rows of one table on this shard, and the contributions to its open update. For one caller at a time.
@@ -70,11 +66,6 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows, with their optimizer's state and the index."""
-        return self._table.nbytes
-
     def add(self, contribution: RowsContribution) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sums."""
         self._open.append(contribution)
@@ -90,9 +81,6 @@ class TableRows:
         values = next((each.values for each in added if each.values is not None), None)
         count = max(1, sum(each.in_mean for each in added))
         self._table.apply(update, count, self._table.version + 1, values)
-
-    def own(self) -> None:
-        """Does nothing: nothing is borrowed of a worker."""
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows; see Table.pull."""
@@ -177,11 +165,6 @@ class Tables(Mapping[int, ShardTable]):
 
     def __len__(self) -> int:
         return len(self._tables)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(table.rows.nbytes for table in self.values())
 
     @property
     def staged_bytes(self) -> int:

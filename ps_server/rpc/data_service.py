@@ -101,14 +101,12 @@ class DataService:
 
     def _push(self, request: Request, context: grpc.ServicerContext) -> bytes:
         call = data_messages.push(request)
-        check_job(call.job)
-        check_sender(context, call.job, call.rank, call.incarnation)
+        _check_caller(call, context)
         return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
 
     def _push_rows(self, request: Request, context: grpc.ServicerContext) -> bytes:
         push = row_messages.push(request)
-        check_job(push.job)
-        check_sender(context, push.job, push.rank, push.incarnation)
+        _check_caller(push, context)
         return row_messages.pushed(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -135,37 +133,38 @@ class DataService:
 
     def _pull(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull(request)
-        check_job(call.job)
-        check_sender(context, call.job, call.rank, call.incarnation)
+        _check_caller(call, context)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
         outbox = self._outbox(context, send, self._answers_of(call).pulled)
         self._shard.pull(call, outbox, caller_name())
 
     def _exchange(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         push, pull = data_messages.exchange(request)
-        check_job(push.job)
-        check_sender(context, push.job, push.rank, push.incarnation)
+        _check_caller(push, context)
         outbox = self._outbox(context, send, self._answers_of(push).exchanged)
         self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = row_messages.pull(request)
-        check_job(call.job)
-        check_sender(context, call.job, call.rank, call.incarnation)
+        _check_caller(call, context)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # as _pull
         outbox = self._outbox(context, send, partial(row_messages.pulled, self._answers_of(call)))
         self._shard.pull(call, outbox, caller_name())
 
     def _pull_table(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = row_messages.pull_table(request)
-        check_job(call.job)
-        check_sender(context, call.job, call.rank, call.incarnation)
+        _check_caller(call, context)
         outbox = self._outbox(context, send, partial(row_messages.pulled_table, self._answers_of(call)))
         self._shard.pull(call, outbox, caller_name())
 
     def _pull_state(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = data_messages.pull_state(request)
-        check_job(call.job)
-        check_sender(context, call.job, call.rank, call.incarnation)
+        _check_caller(call, context)
         outbox = self._outbox(context, send, self._answers_of(call).state)
         self._shard.pull_state(call, outbox, caller_name())
+
+
+def _check_caller(call: PushCall | PullCall | RowsPush | RowsPull | TablePull, context: grpc.ServicerContext) -> None:
+    """Raises Forbidden for a job that the caller may not use, or a worker that it is not."""
+    check_job(call.job)
+    check_sender(context, call.job, call.rank, call.incarnation)

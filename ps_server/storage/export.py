@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 
@@ -32,6 +31,7 @@ from ps_server.core.tables import joined
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
+from ps_tables.saved import saved_rows
 
 Rows = Mapping[str, torch.Tensor]  # of a table, as Table.snapshot returns them
 
@@ -75,8 +75,7 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
 
 def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
     """Returns what the state_dict of a model has of a table: see ps_worker.Embedding."""
-    seed = torch.from_numpy(np.array([spec.initializer.seed], np.uint64).view(np.int64))
-    state = safetensors.torch.save({**rows, "seed": seed})
+    state = saved_rows(rows, spec.initializer.seed)
     return {
         f"{spec.name}.weight": torch.empty(0, spec.dim),
         f"{spec.name}._extra_state": torch.frombuffer(bytearray(state), dtype=torch.uint8),

@@ -21,7 +21,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.tensors import bytes_of
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
@@ -35,7 +35,6 @@ from ps_worker.values import PullResult, PushResult
 log = logging.getLogger("ps_worker")
 
 MESSAGE_BYTES = 4 * 2**20
-_ID_BYTES, _COUNT_BYTES = 8, 4
 
 
 class RowTransport:
@@ -87,7 +86,7 @@ class RowTransport:
             yield message_parts(request), 0
             return
         codec = self._gradients
-        row_bytes = _ID_BYTES + _COUNT_BYTES + codec.size(part.gradients.shape[1])
+        row_bytes = ID_BYTES + COUNT_BYTES + codec.size(part.gradients.shape[1])
         rows = max(1, MESSAGE_BYTES // row_bytes)
         request.total_row_count = len(part)
         request.wire_format = wire_format_number("" if codec.dtype == "float32" else codec.dtype)

@@ -171,12 +171,14 @@ class EmbeddingBag(Embedding):
 
 def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
     """Returns the tables of some models by name: that of the module in the model, of several models with the model's
-    number in front, as parameters are named."""
+    number in front, as parameters are named. Raises InvalidRequest for two modules that share one weight."""
     found: dict[str, Embedding] = {}
     for number, model in enumerate(models):
         for name, module in model.named_modules():
             if isinstance(module, Embedding) and module not in found.values():
                 found[f"{number}.{name}" if len(models) > 1 else name or "table"] = module
+    if len({id(module.weight) for module in found.values()}) < len(found):
+        raise InvalidRequest("two tables share one weight: use one module twice instead")
     return found
 
 
@@ -193,8 +195,6 @@ def prepare_tables(
     Raises InvalidRequest or Unsupported for tables that cannot be trained so.
     """
     tables: Mapping[str, Embedding] = named_tables(models)
-    if len({id(module.weight) for module in tables.values()}) < len(tables):
-        raise InvalidRequest("two tables share one weight: use one module twice instead")
     for name, module in tables.items():
         module.local.name = name
     check(list(tables.values()), optimizers)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -24,6 +23,7 @@ from ps_protocol.row_optimizers import TORCH_OPTIMIZERS
 from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
+from ps_tables.saved import saved_rows
 from ps_tables.table import Table, row_bytes
 from ps_worker.tables.lookups import SALT
 from ps_worker.tables.optimizers import TableOptimizer
@@ -155,7 +155,7 @@ class LocalRows:
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
         rows = self._loaded or ({} if self._table is None else self._table.snapshot())
-        return state_of(rows, self.seed)
+        return saved_rows(rows, self.seed)
 
     def load(self, state: bytes) -> None:
         """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""
@@ -188,11 +188,6 @@ class LocalRows:
 
     def __reduce__(self) -> Any:
         return _again, (self._settings, self._dim, self.state())
-
-
-def state_of(rows: Mapping[str, torch.Tensor], seed: int) -> bytes:
-    """Returns rows and what belongs to them as a safetensors file. rows: see Table.snapshot"""
-    return safetensors.torch.save({**rows, "seed": torch.from_numpy(np.array([seed], np.uint64).view(np.int64))})
 
 
 def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:

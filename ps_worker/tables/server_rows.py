@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import safetensors.torch
 import torch
-from torch import nn
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import Unsupported
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients
+from ps_tables.saved import saved_rows
 from ps_worker.tables.modules import Embedding
-from ps_worker.tables.rows import Exchange, LocalRows, state_of
-from ps_worker.tables.stepping import check, optimizer_of
+from ps_worker.tables.rows import Exchange, LocalRows
+from ps_worker.tables.stepping import check, group_of, optimizer_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ServerRows:
         each = [safetensors.torch.load(part.content) for part in parts]
         rows = {name: torch.cat([tensors[name] for tensors in each]) for name in each[0] if name != "version"}
         version = max(int(tensors["version"]) for tensors in each)
-        return state_of({**rows, "version": torch.tensor([version])}, parts[0].seed)
+        return saved_rows({**rows, "version": torch.tensor([version])}, parts[0].seed)
 
     def load(self, state: bytes) -> None:
         """Raises Unsupported: rows are loaded before `prepare`."""
@@ -154,8 +154,6 @@ def described_tables(
 
     modules: by name; see named_tables
     """
-    if len({id(module.weight) for module in modules.values()}) < len(modules):
-        raise InvalidRequest("two tables share one weight: use one module twice instead")
     for name, module in modules.items():
         if not isinstance(module.local, LocalRows):
             raise Unsupported(f"table {name!r} is on the servers of another session already")
@@ -169,11 +167,7 @@ def described_tables(
 def _described(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> JobTable:
     assert isinstance(module.local, LocalRows)
     spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
-    owner = next((optimizer for optimizer in optimizers if _has(optimizer, module.weight)), None)
+    owner = next((optimizer for optimizer in optimizers if group_of(optimizer, module.weight) is not None), None)
     if owner is None:  # it stays as it is: no step ever reaches it
         return JobTable(spec, "SGD", {"lr": 0.0})
     return JobTable(spec, *optimizer_of(module, owner))
-
-
-def _has(optimizer: torch.optim.Optimizer, handle: nn.Parameter) -> bool:
-    return any(each is handle for group in optimizer.param_groups for each in group["params"])

@@ -74,11 +74,11 @@ def joined_group(handle: nn.Parameter) -> list[Any] | None:
     """
     if any(table.weight is handle and table.local.exchange is not None for table in _tables):
         return None
-    groups = (group for optimizer in _known if (group := _group_of(optimizer, handle)) is not None)
+    groups = (group for optimizer in _known if (group := group_of(optimizer, handle)) is not None)
     return next((group["params"] for group in groups), None)
 
 
-def _group_of(optimizer: Optimizer, handle: nn.Parameter) -> dict[str, Any] | None:
+def group_of(optimizer: Optimizer, handle: nn.Parameter) -> dict[str, Any] | None:
     """Returns the group of an optimizer that has a handle."""
     groups = (group for group in optimizer.param_groups if any(each is handle for each in group["params"]))
     return next(groups, None)
@@ -98,7 +98,7 @@ def optimizer_of(table: Stepped, optimizer: Optimizer) -> tuple[str, HyperParame
         raise Unsupported(f"{name}: {error}; or give the table an optimizer of its own") from None
     if cls not in ROW_OPTIMIZERS:
         raise Unsupported(f"{name}: {cls} cannot step rows; these can: {', '.join(ROW_OPTIMIZERS)}")
-    values = hyper_parameters(cls, _group_of(optimizer, table.weight) or {})
+    values = hyper_parameters(cls, group_of(optimizer, table.weight) or {})
     if values.get("weight_decay") and not table.settings.lazy_decay:
         raise InvalidRequest(
             f"{name}: weight_decay is {values['weight_decay']}, and a row would decay only in the steps that "

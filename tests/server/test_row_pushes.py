@@ -195,7 +195,7 @@ def broken() -> dict[str, tuple[RowsPush, type[PSError], str]]:
         "bad value": (push(values={"lr": -1.0}), InvalidRequest, "Invalid learning rate"),
         "more state": (push(values={"momentum": 0.9}), InvalidRequest, "cannot be switched on in a running job"),
         "next but one": (push(clock=3), OutOfOrder, "pushed clock 3 where 2 comes next"),
-        "of nobody": (push(rank=9), UnknownWorker, "worker 9"),
+        "of no worker here": (push(rank=9), UnknownWorker, "worker 9"),
         "replaced": (push(incarnation=0), Fenced, "was replaced: incarnation 1 is live"),
     }
 

@@ -167,7 +167,7 @@ def test_each_step_counts_once_though_a_worker_loses_its_place(cluster: Cluster,
     (first, first_made, counted), (second, second_made, _) = in_parallel(2, work)
     assert counted[0] == counted[1] == counted[2], "no step is in some rows only"
     assert counted[4] == 0
-    if mode == "sync":  # an update is a mean: of ones, whoever takes part
+    if mode == "sync":  # an update is a mean of ones, with one worker or two
         assert max(first, second) <= counted[0] <= first_made + 1
     else:
         assert first + second <= counted[0] <= first_made + second_made
