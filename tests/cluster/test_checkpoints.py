@@ -35,6 +35,7 @@ from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
+from tests.tools.cases import cases
 from tests.tools.checkpoint_files import write_checkpoint
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery, address_in
@@ -282,7 +283,7 @@ def test_how_often_is_said_in_steps_or_seconds() -> None:
 # -- beside training -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:1", "async"]))
 def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_every_mode(
     make_cluster: MakeCluster, tmp_path: Path, mode: str
 ) -> None:

@@ -15,6 +15,7 @@ from ps_server.core.commands import Staged
 from ps_server.core.requests import PushCall
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Forked, Nursery
 
@@ -85,7 +86,7 @@ setattr(holder, name, told)
 """
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", cases(["sent", "in its next place"], ["finished"]))
 def test_a_worker_that_is_told_to_stop_amid_a_step_counts_it_once(
     make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, place: str
 ) -> None:
@@ -150,7 +151,7 @@ def loses_an_answer(cluster: Cluster, shard: Shard) -> None:
     shard.push, shard.exchange = pushing, exchanging  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_workers_that_are_told_to_stop_go_on_where_they_were(
     make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, mode: str
 ) -> None:

@@ -17,6 +17,7 @@ from ps_server.core.statistics import RecoveryStatistics
 from ps_server.ops import status
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, step, train
@@ -30,7 +31,7 @@ def cluster(make_cluster: MakeCluster, tmp_path: Path) -> Cluster:
     return make_cluster(checkpoint_dir=tmp_path, timing=QUICK)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", cases([0], [1]))
 def test_in_sync_a_job_goes_back_to_the_one_clock_of_its_checkpoint(
     make_cluster: MakeCluster, tmp_path: Path, which: int
 ) -> None:

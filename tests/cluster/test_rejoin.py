@@ -21,6 +21,7 @@ from ps_protocol.errors import Fenced, NotFound
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery
 from tests.tools.raw_worker import RawWorker
@@ -81,7 +82,8 @@ class Worker:
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("sync", "grpc"), ("sync", "shm"), ("sync", "tcp"), ("ssp:2", "tcp"), ("async", "shm")]
+    ("mode", "transport"),
+    cases([("sync", "tcp"), ("async", "shm")], [("sync", "grpc"), ("sync", "shm"), ("ssp:2", "tcp")]),
 )
 def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
     cluster: Cluster, cable: Cable, mode: str, transport: str

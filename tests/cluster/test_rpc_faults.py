@@ -16,6 +16,7 @@ from ps_protocol.errors import TryLater, UnknownWorker
 from ps_runtime import retry
 from ps_server.core.membership import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.oracle_run import Run
 from tests.tools.raw_worker import joined, vector_job
@@ -34,7 +35,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "transport"),
-    [("sync", "shm"), ("ssp:2", "grpc"), ("sync", "tcp"), pytest.param("async", "grpc", marks=pytest.mark.long)],
+    cases([("sync", "tcp"), ("ssp:2", "grpc")], [("sync", "shm"), ("async", "grpc")]),
 )
 def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str

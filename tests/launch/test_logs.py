@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ps_runtime.logs import JSON_LINE, JsonLines, Speaker, formatter
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import Command, Commands, environment, python, run, script
 
@@ -177,7 +178,7 @@ def test_a_worker_logs_warnings_unless_it_is_told_otherwise(
     assert [line.partition("worker 0: ")[2] for line in done.stderr.splitlines() if "it is" in line] == heard
 
 
-@pytest.mark.parametrize("name", ["", "ps_worker"])
+@pytest.mark.parametrize("name", cases([""], ["ps_worker"]))
 def test_a_script_with_a_handler_of_its_own_gets_no_second_line(tmp_path: Path, name: str) -> None:
     """On the root logger, as basicConfig makes it, or on the package's own."""
     before = f"""

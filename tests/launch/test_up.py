@@ -19,6 +19,7 @@ import pytest
 from ps_protocol.errors import PSError
 from ps_server.ops import status
 from tests.chaos.cluster import free_ports
+from tests.tools.cases import cases
 from tests.tools.cluster import scrape, until
 from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands, environment
 
@@ -242,7 +243,7 @@ def test_a_shard_that_dies_in_a_row_is_given_up_after_as_many_restarts_as_were_a
 # -- a start that cannot be, and the end ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", cases([1], [0]))
 def test_a_port_in_use_ends_up_at_once_with_one_clear_line(start: Start, which: int) -> None:
     """The other shard waits for the coordinator then, or serves already."""
     first = free_ports(2)

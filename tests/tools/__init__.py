@@ -23,6 +23,7 @@ table_model.py          A model with two tables and a layer, and how it is train
 unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
+cases.py                The cases of a claim: a few in every run, the others among the long tests
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
 pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says

@@ -39,6 +39,7 @@ from ps_worker.cluster import rounds
 from ps_worker.strategies.collectives import Collectives
 from tests.chaos.cluster import free_ports
 from tests.tools.cable import LEASE, Cable, live, lose, session_at
+from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.counting import PASSES, train
 from tests.tools.forkserver import ROOT, Nursery
@@ -437,7 +438,7 @@ def cable(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield cluster, made
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
 def test_a_worker_that_was_cut_off_gets_what_it_missed_and_meets_the_others_again(
     cable: tuple[Cluster, Cable], mode: str
 ) -> None:

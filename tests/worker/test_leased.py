@@ -18,6 +18,7 @@ from ps_server.coordinator.timing import Timing
 from ps_server.ops import status
 from ps_worker import Session
 from tests.tools import counting
+from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counting import BATCH, BUCKET_BYTES, PASSES, SAMPLES, Cells, Indices, optimizer_for, train
 from tests.tools.forkserver import Nursery
@@ -60,7 +61,7 @@ def elastic(cluster: Cluster, job: str, mode: str = "async", **more: Any) -> Ses
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "shm"), ("async", "grpc")]
+    ("mode", "transport"), cases([("sync", "shm"), ("async", "grpc")], [("sync", "grpc"), ("ssp:2", "shm")])
 )
 def test_every_sample_is_used_once_per_pass_while_workers_die_join_and_differ_in_speed(
     shared: Cluster, nursery: Nursery, job: str, tmp_path: Path, mode: str, transport: str
