@@ -1,16 +1,18 @@
-"""Tables of rows: a step of one process beside torch's sparse embedding, and a table that grows.
+"""Tables of rows: a step on servers beside DDP and torch's RPC, one in a process beside torch's, a table that grows.
 
 A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and optimizer,
-with nothing else in the model. `ids` of torch's embedding are row numbers; ours are hashes of them. The growing table
+with nothing else in the model. `ids` of the peers are row numbers; ours are hashes of them. The growing table
 gets new ids alone: how long its longest update takes, and its peak memory over that of its rows."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ import numpy as np
 import torch
 
 import ps_worker
+from bench import options
+from bench.cluster import HERE, Group, servers
 from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
+from bench.row_rpc import rpc_servers
+from bench.row_workers import LR, Order, zipf
 from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
@@ -28,7 +34,15 @@ from ps_tables.table import Table
 
 SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
-ZIPF = 1.05
+SERVERS = (  # mode, optimizer, transport and wire format
+    ("async", "sgd", "auto", "float32"),
+    ("sync", "sgd", "auto", "float32"),
+    ("async", "RowWiseAdagrad", "auto", "float32"),
+    ("async", "sgd", "tcp", "float32"),
+    ("async", "sgd", "grpc", "float32"),
+    ("async", "sgd", "grpc", "bfloat16"),
+)
+TIMEOUT = 600.0
 BATCH = 10_000  # new ids in an update of the growing table
 
 
@@ -38,13 +52,15 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=64, help="elements of a row (%(default)s)")
     parser.add_argument("--ids", type=int, default=26_624, help="of a step, with repeats (%(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="of each system, in turns of five (%(default)s)")
+    options.add(parser, workers=2, shards=2)
+    parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
     parser.add_argument("--grow", type=int, default=10_000_000, help="rows of the growing table; 0: none (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures."""
     torch.set_num_threads(THREADS)
-    lines = []
+    lines = _on_servers(arguments) if arguments.shards else []
     for name in OPTIMIZERS:
         lines += _steps(arguments, name)
     if arguments.grow:
@@ -55,10 +71,44 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     return lines
 
 
+def _on_servers(arguments: argparse.Namespace) -> list[Result]:
+    """Workers and shards, beside what the peers do with as many processes."""
+    table = {"rows": arguments.rows, "dim": arguments.dim}
+    workers, shards, peers = arguments.workers, arguments.shards, not arguments.no_peers
+    with servers([HERE] * shards) as cluster, contextlib.ExitStack() as stack:
+        rpc = stack.enter_context(rpc_servers(shards, workers, lr=LR, **table)) if peers else None
+        order = Order(**table, ids=arguments.ids, steps=arguments.steps, systems=SERVERS, server=cluster.address)
+        order = replace(order, rpc=rpc, shards=shards)
+        with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
+            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
+    ms = {name: median_ms(seconds) for name, seconds in times.items()}
+    lines = []
+    for name, found in ms.items():
+        system, transport, wire = name, "", ""
+        if name.startswith("ours:"):
+            _, mode, optimizer, transport, wire = name.split(":")
+            system = f"ours {mode} {optimizer}"
+        lines.append(
+            result(
+                "rows",
+                system,
+                transport=transport,
+                wire=wire,
+                workers=workers,
+                shards=0 if system == "DDP" else shards,
+                size=4 * arguments.rows * arguments.dim,
+                ms=found,
+                ratios={peer: found / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name},
+                million_ids_per_s=round(workers * arguments.ids / found / 1e3, 2),
+            )
+        )
+    return lines
+
+
 def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
     """One optimizer, ours beside torch's."""
     hashes = torch.from_numpy(mix(np.arange(arguments.rows)).astype(np.int64))
-    batches = list(_batches(arguments))
+    batches = [torch.from_numpy(batch) for batch in zipf(arguments.rows, arguments.ids, arguments.steps + 5, 7)]
     seconds: dict[str, list[float]] = {"torch": [], "ours": []}
     systems = {
         "torch": _trained(torch.nn.Embedding(arguments.rows, arguments.dim, sparse=True), name),
@@ -82,15 +132,6 @@ def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
             "rows", f"ours {name}", ms=medians["ours"], ratios={"torch": medians["ours"] / medians["torch"]}, **common
         ),
     ]
-
-
-def _batches(arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
-    random = np.random.default_rng(7)
-    shares = np.cumsum(1.0 / np.arange(1, arguments.rows + 1) ** ZIPF)
-    order = random.permutation(arguments.rows)  # popular rows lie anywhere
-    for _ in range(arguments.steps + 5):
-        drawn = shares.searchsorted(random.random(arguments.ids) * shares[-1]).clip(0, arguments.rows - 1)
-        yield torch.from_numpy(order[drawn])
 
 
 def _trained(

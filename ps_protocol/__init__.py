@@ -15,6 +15,7 @@ layout.py          How a model's parameters become buckets: one pure function th
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 row_ids.py         Ids of rows: how they are mixed, and which shard has a row
+row_memory.py      Memory for rows that a worker shares with the shards on its host
 row_optimizers.py  Which optimizers can step the rows of a table, and what they are called with
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
 tables.py          What a table of rows is, as a value that both ends can compare

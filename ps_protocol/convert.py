@@ -246,5 +246,7 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         sent_bytes=figures.sent,
         received_bytes=figures.received,
         values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
+        looked_up_id_count=figures.looked_up,
+        distinct_id_count=figures.distinct,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )

@@ -28,6 +28,7 @@ class WorkerFigures:
     measured: seconds for which it has
     steps:    made; phases: their seconds, by phase; sent, received: their bytes
     values:   what the script logs, in the order of first mention
+    looked_up, distinct: ids looked up in tables, and those of each lookup once
     """
 
     measured: float = 0.0
@@ -36,6 +37,8 @@ class WorkerFigures:
     sent: int = 0
     received: int = 0
     values: tuple[LoggedValue, ...] = ()
+    looked_up: int = 0
+    distinct: int = 0
 
 
 def is_value_name(name: str) -> bool:

@@ -14,6 +14,7 @@ ID_BYTES, COUNT_BYTES = 8, 4  # in messages: of an id, and of how often it occur
 
 Ids = npt.NDArray[np.int64]
 Mixed = npt.NDArray[np.uint64]
+Which = slice | npt.NDArray[np.int64]  # some of many: those from one to another, or by number
 
 _FACTOR = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
@@ -40,3 +41,13 @@ def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
     place *= np.uint64(shards)
     place >>= _HALF
     return place.astype(np.int64)
+
+
+def by_shard(ids: Ids, shards: int) -> list[Which]:
+    """Returns which ids each shard has, in their order: slices, where they are ordered by shard."""
+    if shards == 1:
+        return [slice(0, len(ids))]
+    of = shards_of(ids, shards)
+    is_ordered = bool((of[1:] >= of[:-1]).all())
+    cuts = np.searchsorted(of, np.arange(shards + 1)).tolist() if is_ordered else []
+    return [slice(cuts[n], cuts[n + 1]) if is_ordered else np.flatnonzero(of == n) for n in range(shards)]

@@ -36,11 +36,13 @@ class SegmentOffer:
     location:     the socket's name in the shared directory
     socket_inode: the number of that file
     nonce:        what a shard proves itself with there, and what the segment begins with
+    row_bytes:    not 0: the segment is for rows of tables, so many bytes of them (row_memory.py)
     """
 
     location: str
     socket_inode: int
     nonce: bytes = field(repr=False)
+    row_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ps_protocol.row_ids import Ids
+from ps_protocol.row_ids import Ids, Which
 from ps_tables.distinct import distinct
 
 Counts = npt.NDArray[np.int64]
@@ -31,10 +31,10 @@ class RowGradients:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> RowGradients:
-        """Returns some of the rows: by number, or where `which` is true."""
-        rows = np.flatnonzero(which) if which.dtype == np.bool_ else which
-        return RowGradients(self.ids[rows], self.counts[rows], self.gradients[torch.from_numpy(rows)])
+    def part(self, which: Which) -> RowGradients:
+        """Returns some of the rows. Those of a slice are views."""
+        rows = which if isinstance(which, slice) else torch.from_numpy(which)
+        return RowGradients(self.ids[which], self.counts[which], self.gradients[rows])
 
     @staticmethod
     def none(dim: int) -> RowGradients:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ps_protocol.row_ids import Ids, mix
+from ps_protocol.row_ids import Ids, mix, shards_of
 
 Places = npt.NDArray[np.int64]
 
 
-def distinct(ids: Ids, salt: int = 0) -> tuple[Ids, Places, Places]:
+def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Places, Places]:
     """Returns each id once, the place of each id of the batch among those, and how often each occurs.
 
-    [n] to [m], [n] and [m]. The order is that of places in the batch: of the last id of several, mostly.
+    [n] to [m], [n] and [m]. The order is that of shards, and then that of places in the batch: of the last id of
+    several, mostly.
     salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
     """
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
@@ -31,7 +32,10 @@ def distinct(ids: Ids, salt: int = 0) -> tuple[Ids, Places, Places]:
         first[waiting[same]] = owners[same]
         waiting = waiting[~same]
         slots[waiting] = (slots[waiting] + 1) & mask
-    owns = first == np.arange(len(ids))
-    number = np.cumsum(owns) - 1
+    last = np.flatnonzero(first == np.arange(len(ids)))  # of each id
+    if shards > 1:
+        last = last.take(np.argsort(shards_of(ids.take(last), shards), kind="stable"))
+    number = np.empty(len(ids), np.int64)
+    number[last] = np.arange(len(last))
     places = number.take(first)
-    return ids[owns], places, np.bincount(places, minlength=int(owns.sum()))
+    return ids.take(last), places, np.bincount(places, minlength=len(last))

@@ -41,16 +41,20 @@ def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
 class Applied:
     """What one update of a table has done, in rows.
 
-    stepped:   that were in the update
-    admitted:  of these, that came into being
-    waiting:   ids that did not occur often enough to become rows, or found no room: their gradients are dropped
-    forgotten: that have expired, or made room for others
+    stepped:  that were in the update
+    admitted: of these, that came into being
+    waiting:  ids that did not occur often enough to become rows: their gradients are dropped
+    no_room:  ids that would have become rows of a table that holds fewer: likewise
+    expired:  that were not trained for too long
+    evicted:  that made room for others
     """
 
     stepped: int
     admitted: int
-    waiting: int
-    forgotten: int
+    waiting: int = 0
+    no_room: int = 0
+    expired: int = 0
+    evicted: int = 0
 
 
 class Table:
@@ -103,11 +107,14 @@ class Table:
         self._values.update(values or {})
         self.version = version
         numbers = self._rows.find(update.ids)
-        new = self._admitted(update, np.flatnonzero(numbers < 0), version)
+        unknown = np.flatnonzero(numbers < 0)
+        new = self._admitted(update, unknown, version)
+        waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        forgotten = self._rows.make_room(len(new), version)
+        evicted = self._rows.make_room(len(new), version)
         room = self._capacity - len(self._rows)
-        if len(new) > room:
+        no_room = max(0, len(new) - room)
+        if no_room:
             new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
         if len(new):
             ids = update.ids[new]
@@ -119,7 +126,7 @@ class Table:
         if len(stepped) < len(update):
             sums = sums[torch.from_numpy(stepped)]
         self._optimizer.step(self._weights, numbers[stepped], sums, count, self._values, version)
-        return Applied(len(stepped), len(new), len(update) - len(stepped), forgotten + self._expire(version))
+        return Applied(len(stepped), len(new), waiting, no_room, self._expire(version), evicted)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.

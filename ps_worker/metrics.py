@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
 from ps_runtime.credentials import Tls
-from ps_runtime.metrics import LATENCY_BUCKETS, process_registry, serve_metrics
+from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, process_registry, serve_metrics
 
 MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
@@ -115,9 +115,13 @@ class StepTimer:
 
 
 class LoggedValues:
-    """What a script logs: of each name, the last value and the exponential mean of the finite ones."""
+    """What a script logs: of each name, the last value and the exponential mean of the finite ones, as gauges, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "What the script logs with session.log: the last value."
+        self._last = Gauge("ps_worker_value", text, ("name",), registry=registry)
+        text = "The exponential mean of the finite ones of these values."
+        self._mean = Gauge("ps_worker_value_mean", text, ("name",), registry=registry)
         self._values: dict[str, LoggedValue] = {}
         self._counts: dict[str, int] = {}  # of finite values
 
@@ -135,6 +139,8 @@ class LoggedValues:
                 weight = max(MEAN_WEIGHT, 1 / count)  # the plain mean of the first ones
                 mean = value if count == 1 else (1 - weight) * mean + weight * value
             self._values[name] = LoggedValue(name, value, mean)
+            self._last.labels(name).set(value)
+            self._mean.labels(name).set(mean)
         return tuple(self._values.values())
 
 
@@ -155,6 +161,19 @@ def _number(name: str, value: Any) -> float:
             return float(value)
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise InvalidRequest(f"session.log takes numbers, and tensors of one element, got {name} as {what}")
+
+
+def _lookup_counters(read: Callable[[], tuple[int, int]]) -> Gauges[tuple[int, int]]:
+    """Returns the counters of lookups in tables. read: returns ids and distinct ids so far"""
+    text = "Ids looked up in tables."
+    distinct = "Ids looked up in tables, those of each lookup once."
+    return Gauges(
+        read,
+        [
+            ("ps_worker_lookups_total", text, (), lambda counts: [((), counts[0])]),
+            ("ps_worker_distinct_lookups_total", distinct, (), lambda counts: [((), counts[1])]),
+        ],
+    )
 
 
 class WorkerMetrics:
@@ -179,11 +198,9 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._counters = {name: Counter(name, text, registry=self.registry) for name, text in COUNTERS.items()}
-        self._logged = LoggedValues()
-        text = "What the script logs with session.log: the last value."
-        self._value = Gauge("ps_worker_value", text, ("name",), registry=self.registry)
-        text = "The exponential mean of the finite ones of these values."
-        self._mean = Gauge("ps_worker_value_mean", text, ("name",), registry=self.registry)
+        self._logged = LoggedValues(self.registry)
+        self._looked_up: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.registry.register(_lookup_counters(lambda: self._looked_up()))
         self._began = time.perf_counter()
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
@@ -222,6 +239,15 @@ class WorkerMetrics:
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
+    def watch_lookups(self, looked_up: Callable[[], tuple[int, int]]) -> None:
+        """Has what is looked up in tables told. looked_up: returns ids and distinct ids so far, in any thread"""
+        self._looked_up = looked_up
+
+    def fetched(self, received: int) -> None:
+        """Counts the bytes of rows that were fetched from the servers."""
+        self._figures = replace(self._figures, received=self._figures.received + received)
+        self._counters["ps_worker_pull_bytes_total"].inc(received)
+
     def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
         """Counts a step on the servers: its bytes, when the last push was staged, and seconds held back at most."""
         rest = max(0.0, self.timer.now() - pushed)
@@ -237,15 +263,13 @@ class WorkerMetrics:
 
     def figures(self) -> WorkerFigures:
         """Returns what was measured so far. May be called from any thread."""
-        return replace(self._figures, measured=time.perf_counter() - self._began)
+        looked_up, distinct = self._looked_up()
+        measured = time.perf_counter() - self._began
+        return replace(self._figures, measured=measured, looked_up=looked_up, distinct=distinct)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""
-        logged = self._logged.log(values)
-        self._figures = replace(self._figures, values=logged)
-        for value in logged:
-            self._value.labels(value.name).set(value.last)
-            self._mean.labels(value.name).set(value.mean)
+        self._figures = replace(self._figures, values=self._logged.log(values))
 
     def not_finite(self) -> None:
         """Counts a step whose gradient holds an infinity or a NaN."""

@@ -217,16 +217,18 @@ class PullStateResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., state: _Optional[_Union[PulledState, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class AttachSegmentRequest(_message.Message):
-    __slots__ = ("worker", "location", "nonce", "socket_inode")
+    __slots__ = ("worker", "location", "nonce", "socket_inode", "row_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SOCKET_INODE_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     location: str
     nonce: bytes
     socket_inode: int
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ..., socket_inode: _Optional[int] = ...) -> None: ...
+    row_bytes: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., location: _Optional[str] = ..., nonce: _Optional[bytes] = ..., socket_inode: _Optional[int] = ..., row_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachSegmentResponse(_message.Message):
     __slots__ = ("header",)

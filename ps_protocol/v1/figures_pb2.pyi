@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerFigures(_message.Message):
-    __slots__ = ("measured_duration", "step_count", "data_duration", "forward_duration", "backward_duration", "push_duration", "pull_duration", "wait_duration", "sent_bytes", "received_bytes", "values")
+    __slots__ = ("measured_duration", "step_count", "data_duration", "forward_duration", "backward_duration", "push_duration", "pull_duration", "wait_duration", "sent_bytes", "received_bytes", "values", "looked_up_id_count", "distinct_id_count")
     MEASURED_DURATION_FIELD_NUMBER: _ClassVar[int]
     STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     DATA_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class WorkerFigures(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UP_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DISTINCT_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
     measured_duration: _duration_pb2.Duration
     step_count: int
     data_duration: _duration_pb2.Duration
@@ -33,7 +35,9 @@ class WorkerFigures(_message.Message):
     sent_bytes: int
     received_bytes: int
     values: _containers.RepeatedCompositeFieldContainer[LoggedValue]
-    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_count: _Optional[int] = ..., data_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., push_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pull_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., values: _Optional[_Iterable[_Union[LoggedValue, _Mapping]]] = ...) -> None: ...
+    looked_up_id_count: int
+    distinct_id_count: int
+    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_count: _Optional[int] = ..., data_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., push_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pull_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., values: _Optional[_Iterable[_Union[LoggedValue, _Mapping]]] = ..., looked_up_id_count: _Optional[int] = ..., distinct_id_count: _Optional[int] = ...) -> None: ...
 
 class LoggedValue(_message.Message):
     __slots__ = ("name", "last", "mean")
@@ -77,6 +81,32 @@ class ShardJobFigures(_message.Message):
     staleness: _containers.RepeatedCompositeFieldContainer[StalenessCount]
     awaited_durations: _containers.MessageMap[int, _duration_pb2.Duration]
     def __init__(self, apply_count: _Optional[int] = ..., apply_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[StalenessCount, _Mapping]]] = ..., awaited_durations: _Optional[_Mapping[int, _duration_pb2.Duration]] = ...) -> None: ...
+
+class TableFigures(_message.Message):
+    __slots__ = ("table", "row_count", "size_bytes", "found_id_count", "missing_id_count", "pushed_row_count", "admitted_row_count", "expired_row_count", "evicted_row_count", "waiting_gradient_count", "no_room_gradient_count")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FOUND_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_GRADIENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NO_ROOM_GRADIENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    row_count: int
+    size_bytes: int
+    found_id_count: int
+    missing_id_count: int
+    pushed_row_count: int
+    admitted_row_count: int
+    expired_row_count: int
+    evicted_row_count: int
+    waiting_gradient_count: int
+    no_room_gradient_count: int
+    def __init__(self, table: _Optional[str] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., found_id_count: _Optional[int] = ..., missing_id_count: _Optional[int] = ..., pushed_row_count: _Optional[int] = ..., admitted_row_count: _Optional[int] = ..., expired_row_count: _Optional[int] = ..., evicted_row_count: _Optional[int] = ..., waiting_gradient_count: _Optional[int] = ..., no_room_gradient_count: _Optional[int] = ...) -> None: ...
 
 class StalenessCount(_message.Message):
     __slots__ = ("max_clocks", "gradient_count")

@@ -23,8 +23,14 @@ ROW_PUSH_KIND_GRADIENT: RowPushKind
 ROW_PUSH_KIND_NO_GRADIENT: RowPushKind
 ROW_PUSH_KIND_SKIP: RowPushKind
 
+class RowPlace(_message.Message):
+    __slots__ = ("offset",)
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+
 class PushRowsRequest(_message.Message):
-    __slots__ = ("worker", "table", "clock", "kind", "first_row", "row_count", "total_row_count", "hyper_parameters", "ranges", "wire_format", "payload")
+    __slots__ = ("worker", "table", "clock", "kind", "first_row", "row_count", "total_row_count", "hyper_parameters", "ranges", "wire_format", "in_segment", "payload")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +41,7 @@ class PushRowsRequest(_message.Message):
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     table: int
@@ -46,8 +53,9 @@ class PushRowsRequest(_message.Message):
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[_job_pb2.HyperParameter]
     ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
     wire_format: _types_pb2.WireFormat
+    in_segment: RowPlace
     payload: bytes
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[RowPushKind, str]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., total_row_count: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[RowPushKind, str]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., total_row_count: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRowsResponse(_message.Message):
     __slots__ = ("header", "duplicate")
@@ -58,19 +66,25 @@ class PushRowsResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate: _Optional[bool] = ...) -> None: ...
 
 class PullRowsRequest(_message.Message):
-    __slots__ = ("worker", "table", "clock", "payload")
+    __slots__ = ("worker", "table", "clock", "ids_in_segment", "row_count", "rows_in_segment", "payload")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    IDS_IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     table: int
     clock: int
+    ids_in_segment: RowPlace
+    row_count: int
+    rows_in_segment: RowPlace
     payload: bytes
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., ids_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., row_count: _Optional[int] = ..., rows_in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PullRowsResponse(_message.Message):
-    __slots__ = ("header", "first_row", "row_count", "trained_count", "wait_duration", "waiting", "wire_format", "state_wanted", "payload")
+    __slots__ = ("header", "first_row", "row_count", "trained_count", "wait_duration", "waiting", "wire_format", "state_wanted", "in_segment", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +93,7 @@ class PullRowsResponse(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     STATE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     first_row: int
@@ -88,8 +103,9 @@ class PullRowsResponse(_message.Message):
     waiting: RowWaitNotice
     wire_format: _types_pb2.WireFormat
     state_wanted: bool
+    in_segment: bool
     payload: bytes
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., trained_count: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting: _Optional[_Union[RowWaitNotice, _Mapping]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., state_wanted: _Optional[bool] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., trained_count: _Optional[int] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting: _Optional[_Union[RowWaitNotice, _Mapping]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., state_wanted: _Optional[bool] = ..., in_segment: _Optional[bool] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class RowWaitNotice(_message.Message):
     __slots__ = ("awaited_ranks", "reason")

@@ -102,6 +102,12 @@ class StagingBudget:
         self.bytes = others + size
         return True
 
+    def full(self, limit: float) -> Backlogged:
+        """Returns the error of a contribution for which `reserve` had no room."""
+        return Backlogged(
+            f"{self.bytes} bytes are staged here and wait for other workers, and max-staged-bytes is {limit:.0f}"
+        )
+
     def release(self, bucket: int, rank: int) -> None:
         """Gives back what a rank has reserved for a bucket, if anything."""
         before = self._reserved.pop((bucket, rank), None)

@@ -93,6 +93,8 @@ class RowChecker:
     def _rows(self, table: JobTable, push: RowsPush) -> RowGradients:
         """Returns what a payload holds: ids, counts and gradients."""
         name, dim, codec = table.rows.name, table.rows.dim, self._codec
+        if push.place is not None:
+            codec = WIRE_FORMATS["float32"]
         if push.count and (push.wire_format or "float32") != codec.dtype:
             raise InvalidRequest(
                 f"table {name!r}: expected elements as {codec.dtype}, got {push.wire_format or 'float32'}"

@@ -6,11 +6,14 @@ The numbers come from other processes. Those of workers are checked here; nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
+
+TABLES_TOLD = 100  # of a job, each by itself: whoever registers a job chooses how many there are, and their names
+OTHER_TABLES = "(others)"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,49 @@ class ShardJobFigures:
     sent: int = 0
     staleness: tuple[tuple[float, int], ...] = ()
     awaited: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """What became of ids and rows of a table on a shard, since it took up the job: when that began, or was restored.
+
+    found, missing: ids that were looked up and had a row, and those that had none
+    pushed:   gradients of single rows that updates took in
+    admitted: rows that came into being; expired, evicted: rows that were forgotten, see Applied
+    waiting, no_room: gradients that were dropped, see Applied
+    """
+
+    found: int = 0
+    missing: int = 0
+    pushed: int = 0
+    admitted: int = 0
+    expired: int = 0
+    evicted: int = 0
+    waiting: int = 0
+    no_room: int = 0
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class TableFigures:
+    """What a shard has of one table. nbytes: of memory: rows, their optimizer's state, and the index"""
+
+    name: str
+    rows: int
+    nbytes: int
+    counts: RowCounts = RowCounts()
+
+
+def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
+    """Returns what is told of a job's tables: the first ones as they are, and the rest added up, if there are more."""
+    rest = tables[TABLES_TOLD:]
+    if not rest:
+        return tuple(tables)
+    counts = sum((table.counts for table in rest), RowCounts())
+    others = TableFigures(OTHER_TABLES, sum(each.rows for each in rest), sum(each.nbytes for each in rest), counts)
+    return (*tables[:TABLES_TOLD], others)
 
 
 def check_worker_figures(figures: WorkerFigures) -> None:

@@ -359,10 +359,7 @@ class JobPartition:
             charge=charge,
             always=lambda: is_committed or bucket.rule.is_awaited(command.rank, command.clock),
         ):
-            raise Backlogged(
-                f"{self._room.staged.bytes} bytes are staged here and wait for other workers, "
-                f"and max-staged-bytes is {self.staged_limit}"
-            )
+            raise self._room.staged.full(self.staged_limit)
 
     def _reserve_draft(self, bucket: Bucket, command: Draft) -> None:
         """Reserves the bytes of a draft. Raises Backlogged if there is no room for them beside what is staged.

@@ -60,6 +60,7 @@ class RowsPush:
     table:        its place in the job's list
     payload:      ids, counts and gradients of `count` rows
     first, total: the number of the first of them among all that the step has here, and how many these are
+    place:        where the payload lies in the worker's segment for rows; None: it is here
     """
 
     job: str
@@ -77,11 +78,24 @@ class RowsPush:
     wire_format: str = ""
     key: bytes = field(default=b"", repr=False)
     run: str = ""
+    place: int | None = None
+
+
+class PullPlaces(NamedTuple):
+    """Where in a worker's segment for rows the ids of a pull lie, how many they are, and where its rows go."""
+
+    ids: int
+    id_count: int
+    rows: int
 
 
 @dataclass(frozen=True)
 class RowsPull:
-    """Which rows of a table a worker or a reader wants, at which clock of its own. payload: their ids"""
+    """Which rows of a table a worker or a reader wants, at which clock of its own.
+
+    payload: their ids
+    places:  of ids and rows in the worker's segment; None: they are in messages
+    """
 
     job: str
     rank: int
@@ -91,6 +105,7 @@ class RowsPull:
     payload: Buffer
     key: bytes = field(default=b"", repr=False)
     run: str = ""
+    places: PullPlaces | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.data_leases import Progress
-from ps_server.core.figures import ShardFigures, ShardJobFigures
+from ps_server.core.figures import ShardFigures, ShardJobFigures, TableFigures
 from ps_server.core.membership import Member
 
 
@@ -39,6 +39,7 @@ class ShardJobStatistics:
     figures: what the shard has measured of it; None: nothing is known
     departed_clocks: as `clocks`, by rank of a worker that is not live any more
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
+    tables:  of rows
     """
 
     bucket_count: int
@@ -55,6 +56,12 @@ class ShardJobStatistics:
     departed_clocks: Mapping[int, int] = field(default_factory=dict)
     sharing: tuple[int, ...] = ()
     connected: tuple[int, ...] = ()
+    tables: tuple[TableFigures, ...] = ()
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.nbytes for table in self.tables)
 
 
 @dataclass(frozen=True)

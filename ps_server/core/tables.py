@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded
+from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids, shards_of
@@ -22,6 +22,7 @@ from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import Staged, StageRows
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
+from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.contributions import RowGradients
@@ -55,6 +56,8 @@ class TableRows:
     """The rows of one table on this shard, and the contributions to its open update. For one caller at a time.
 
     An update in which no worker has a gradient makes none of the table: what expires is counted in those that do.
+
+    counts: of ids and rows; replaced as a whole: another thread reads them
     """
 
     def __init__(self, table: JobTable, capacity: int, salt: int) -> None:
@@ -62,6 +65,7 @@ class TableRows:
         self.dim = table.rows.dim
         self._table = Table(table.rows, table.optimizer, table.values, capacity, salt)
         self._open: list[RowsContribution] = []
+        self.counts = RowCounts()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -69,6 +73,7 @@ class TableRows:
     def add(self, contribution: RowsContribution) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sums."""
         self._open.append(contribution)
+        self.counts += RowCounts(pushed=sum(len(rows) for rows in contribution.rows))
 
     def step(self) -> None:
         """Makes an update with the mean of what was added."""
@@ -80,11 +85,25 @@ class TableRows:
         # Those of the first one count, as in a bucket: in sync that is the lowest rank's.
         values = next((each.values for each in added if each.values is not None), None)
         count = max(1, sum(each.in_mean for each in added))
-        self._table.apply(update, count, self._table.version + 1, values)
+        done = self._table.apply(update, count, self._table.version + 1, values)
+        self.counts += RowCounts(
+            admitted=done.admitted,
+            expired=done.expired,
+            evicted=done.evicted,
+            waiting=done.waiting,
+            no_room=done.no_room,
+        )
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows; see Table.pull."""
-        return self._table.pull(ids, out)
+        found = self._table.pull(ids, out)
+        self.counts += RowCounts(found=found, missing=len(ids) - found)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; see Table.nbytes."""
+        return self._table.nbytes
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows; see Table.snapshot."""
@@ -113,12 +132,16 @@ class PendingRows:
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """One table on this shard: its rule, its rows, and by rank what is pending."""
+    """One table on this shard: its rule, its rows, and by rank what is pending.
+
+    most_bytes: that it comes to take, where its job says how many rows there may be; 0: it takes what there is
+    """
 
     index: int
     spec: JobTable
     rule: UpdateRule[RowsContribution]
     rows: TableRows
+    most_bytes: int = 0
     pending: dict[int, PendingRows] = field(default_factory=dict)
 
     def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
@@ -154,8 +177,10 @@ class Tables(Mapping[int, ShardTable]):
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
             rule = UpdateRule[RowsContribution](spec.consistency, roster, initialised=True)
-            rows = TableRows(table, capacity(table, checker.place), checker.place.salt)
-            self._tables[index] = ShardTable(index, table, rule, rows)
+            most = capacity(table, checker.place)
+            rows = TableRows(table, most, checker.place.salt)
+            size = row_bytes(table.rows, table.optimizer, table.values)
+            self._tables[index] = ShardTable(index, table, rule, rows, most * size if table.rows.max_rows else 0)
 
     def __getitem__(self, index: int) -> ShardTable:
         return self._tables[index]
@@ -170,6 +195,20 @@ class Tables(Mapping[int, ShardTable]):
     def staged_bytes(self) -> int:
         """Bytes staged and not yet part of an update."""
         return sum(add.contribution.nbytes for table in self.values() for add in list(table.rule.waiting.values()))
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that tables come to take for the rows that their job has announced, and have not taken yet."""
+        return sum(max(0, table.most_bytes - table.rows.nbytes) for table in self.values())
+
+    def figures(self) -> tuple[TableFigures, ...]:
+        """Returns what each table has, and what became of its rows; see `told`. Tables may be stepped meanwhile."""
+        return told(
+            [
+                TableFigures(each.spec.rows.name, len(each.rows), each.rows.nbytes, each.rows.counts)
+                for each in self.values()
+            ]
+        )
 
     def stage(self, command: StageRows, data: DataCommits) -> Staged:
         """Takes a message of a contribution that the partition has let pass; stages it if all are here."""
@@ -233,10 +272,7 @@ class Tables(Mapping[int, ShardTable]):
             charge=size,
             always=lambda: table.rule.is_awaited(command.rank, command.clock),
         ):
-            raise Backlogged(
-                f"{self._staged.bytes} bytes are staged here and wait for other workers, and max-staged-bytes is "
-                f"{self._limit():.0f}"
-            )
+            raise self._staged.full(self._limit())
 
     def drop_pending(self, rank: int, index: int | None = None) -> None:
         """Forgets what is pending of a worker, in one table or in all."""

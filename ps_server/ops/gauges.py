@@ -9,6 +9,7 @@ from typing import Any
 
 from ps_runtime.metrics import Gauges, Sample
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.figures import TableFigures
 from ps_server.core.statistics import (
     CheckpointStatistics,
     CoordinatorStatistics,
@@ -26,6 +27,31 @@ _OF_HOSTED_JOB: tuple[tuple[str, str, Callable[[ShardJobStatistics], float]], ..
     ("ps_bucket_version_min", "Lowest version here.", lambda job: job.version_min),
     ("ps_bucket_version_max", "Highest version here.", lambda job: job.version_max),
     ("ps_waiting_pulls", "Bucket pulls that wait.", lambda job: job.waiting_pulls),
+)
+# Of each table of a job: name, help, a label with its values, and how their numbers are read.
+_OF_TABLE: tuple[tuple[str, str, str, dict[str, Callable[[TableFigures], float]]], ...] = (
+    ("ps_table_rows", "Rows held.", "", {"": lambda table: table.rows}),
+    ("ps_table_bytes", "Bytes of rows, their state and the index.", "", {"": lambda table: table.nbytes}),
+    (
+        "ps_table_lookups_total",
+        "Ids looked up, by whether they had a row.",
+        "result",
+        {"found": lambda table: table.counts.found, "missing": lambda table: table.counts.missing},
+    ),
+    ("ps_table_pushed_rows_total", "Gradients of single rows taken in.", "", {"": lambda table: table.counts.pushed}),
+    ("ps_table_admitted_rows_total", "Rows that came into being.", "", {"": lambda table: table.counts.admitted}),
+    (
+        "ps_table_forgotten_rows_total",
+        "Rows forgotten: not trained for too long, or to make room.",
+        "reason",
+        {"expired": lambda table: table.counts.expired, "evicted": lambda table: table.counts.evicted},
+    ),
+    (
+        "ps_table_dropped_gradients_total",
+        "Gradients dropped: ids that have not occurred often enough, or that do not fit.",
+        "reason",
+        {"waiting": lambda table: table.counts.waiting, "no_room": lambda table: table.counts.no_room},
+    ),
 )
 _OF_JOB: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
     ("ps_lost_steps_total", "Workers' steps lost with a shard.", lambda job: job.lost_steps),
@@ -58,6 +84,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
         for name, job in statistics.jobs.items():
             yield (name, "parameters"), job.parameter_bytes
             yield (name, "optimizer"), job.optimizer_bytes
+            yield (name, "tables"), job.table_bytes
 
     def clocks(statistics: ShardStatistics) -> Iterable[Sample]:
         for name, job in statistics.jobs.items():
@@ -76,8 +103,24 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
             ("ps_shard_workers", "Live workers, by how buckets travel here.", ("job", "transport"), transports),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
+            *(
+                (name, text, ("job", "table", label) if label else ("job", "table"), _each_table(label, numbers))
+                for name, text, label, numbers in _OF_TABLE
+            ),
         ],
     )
+
+
+def _each_table(
+    label: str, numbers: dict[str, Callable[[TableFigures], float]]
+) -> Callable[[ShardStatistics], Iterable[Sample]]:
+    def samples(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            for table in job.tables:
+                for value, read in numbers.items():
+                    yield (name, table.name, value) if label else (name, table.name), read(table)
+
+    return samples
 
 
 def coordinator_gauges(coordinator: Coordinator) -> Gauges[CoordinatorStatistics]:

@@ -67,7 +67,7 @@ def printable(text: str) -> str:
 def table(status: dict[str, Any]) -> str:
     """Returns the state as a table for a person."""
     columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION")
-    rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "WAITS FOR")]
+    rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "TABLES", "WAITS FOR")]
     rows.append((*_process("coordinator", 0, status["coordinator"]), *_NOTHING, "-"))
     for shard in status["shards"]:
         head = _process("shard", shard["index"], shard, str(shard["restart_count"]))
@@ -80,12 +80,12 @@ def table(status: dict[str, Any]) -> str:
         for worker in job["workers"]:
             head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
-            rows.append((*head, job["name"], str(worker["clock"]), "-", "-", "-", reason))
+            rows.append((*head, job["name"], str(worker["clock"]), *_NOTHING[2:], reason))
     rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
-        lines += map(printable, _job_lines(job) + _ways(status, job))
+        lines += map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job))
     if status["coordinator"]["software_version"]:  # an earlier one does not say
         lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
     return "\n".join(lines)
@@ -95,14 +95,16 @@ def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-"
     return role, str(index), str(process["pid"]), process["address"], process["metrics_address"], restarts
 
 
-_NOTHING = ("-",) * 5  # in the columns of `_shard_columns`
+_NOTHING = ("-",) * 6  # in the columns of `_shard_columns`
 
 
-def _shard_columns(job: dict[str, Any]) -> tuple[str, str, str, str, str]:
+def _shard_columns(job: dict[str, Any]) -> tuple[str, ...]:
     low, high = job["versions"]["min_version"], job["versions"]["max_version"]
     versions = str(low) if low == high else f"{low}-{high}"
     clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["versions"]["clocks"].items()) or "-"
-    return job["job"], clocks, versions, size_text(job["parameter_bytes"]), size_text(job["optimizer_bytes"])
+    tables = size_text(sum(table["size_bytes"] for table in job["tables"])) if job["tables"] else "-"
+    sizes = size_text(job["parameter_bytes"]), size_text(job["optimizer_bytes"]), tables
+    return job["job"], clocks, versions, *sizes
 
 
 def _wait(waits: list[dict[str, Any]]) -> str:
@@ -149,6 +151,40 @@ def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
         ways.setdefault(way, []).append(rank)
     told = [f"{way} (ranks {ranges(sorted(ranks))})" for way, ranks in ways.items()]
     return ["  buckets travel " + ", ".join(told)] if told else []
+
+
+def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
+    """Returns what the shards that answer have of each table of a job, added up, by its name."""
+    total: dict[str, dict[str, Any]] = {}
+    for held in (held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job):
+        for part in held["tables"]:
+            before = total.setdefault(part["table"], dict.fromkeys(part, 0))
+            total[part["table"]] = {
+                name: value if name == "table" else before[name] + value for name, value in part.items()
+            }
+    return total
+
+
+def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """Returns one line on each table of a job, and one on what its workers look up."""
+    lines = [
+        f"  table {name}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
+        f"{table['admitted_row_count']} admitted, {table['expired_row_count']} expired, "
+        f"{table['evicted_row_count']} evicted{_found(table)}"
+        for name, table in tables(status, job["name"]).items()
+    ]
+    figures = [worker["figures"] for worker in job["workers"] if worker["figures"]]
+    distinct = sum(each["distinct_id_count"] for each in figures)
+    if distinct:
+        ratio = sum(each["looked_up_id_count"] for each in figures) / distinct
+        lines.append(f"  an id comes {ratio:.1f} times in a lookup, on average")
+    return lines
+
+
+def _found(table: dict[str, Any]) -> str:
+    """Returns how many of the ids that were looked up had a row; empty if there were none."""
+    found, asked = table["found_id_count"], table["found_id_count"] + table["missing_id_count"]
+    return f"; {100 * found / asked:.1f} % of {counted(asked, 'id')} found" if asked else ""
 
 
 def _history(job: dict[str, Any]) -> str:

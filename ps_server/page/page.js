@@ -249,7 +249,7 @@ function drawLegend() {
 
 function drawShards(job, view) {
   const does = new Map(view.shards.map((shard) => [shard.index, shard]));
-  const heads = ["shard", "address", "state", "memory", "weights + state", "staged", "versions", "in", "out", "applies/s", "one apply"].map((head, index) => (index > 2 ? [head, "number"] : head));
+  const heads = ["shard", "address", "state", "memory", "weights + state", "tables", "staged", "versions", "in", "out", "applies/s", "one apply"].map((head, index) => (index > 2 ? [head, "number"] : head));
   const rows = view.status.shards.map((shard) => {
     const held = shard.jobs.find((each) => each.job === job.name);
     const { silent_duration: silent, ...work } = does.get(shard.index);
@@ -259,6 +259,7 @@ function drawShards(job, view) {
     const cells = [
       memory,
       held ? `${bytes(held.parameter_bytes)} + ${bytes(held.optimizer_bytes)}` : "holds nothing",
+      held?.tables.length ? bytes(sum(held.tables, "size_bytes")) : "–",
       held ? bytes(held.staged_bytes) : "–",
       held ? (low === high ? low : `${low}–${high}`) : "–",
       `${bytes(work.received_bytes_per_second)}/s`,
@@ -270,6 +271,28 @@ function drawShards(job, view) {
     return [name, shard.address, state, ...cells.map((cell) => [cell, "number"])];
   });
   fill($("shards"), heads, rows);
+}
+
+const sum = (parts, name) => parts.reduce((total, part) => total + part[name], 0);
+
+function drawTables(job, status) {
+  const parts = status.shards.flatMap((shard) => shard.jobs.filter((held) => held.job === job.name).flatMap((held) => held.tables));
+  const names = [...new Set(parts.map((part) => part.table))];
+  const heads = ["table", "rows", "memory", "admitted", "expired", "evicted", "ids looked up", "found"].map((head, index) => (index ? [head, "number"] : head));
+  const rows = names.map((name) => {
+    const of = parts.filter((part) => part.table === name);
+    const found = sum(of, "found_id_count"), asked = found + sum(of, "missing_id_count");
+    const cells = [
+      sum(of, "row_count"),
+      bytes(sum(of, "size_bytes")),
+      ...["admitted", "expired", "evicted"].map((what) => sum(of, `${what}_row_count`)),
+      asked,
+      asked ? `${((100 * found) / asked).toFixed(1)} %` : "–",
+    ];
+    return [name, ...cells.map((cell) => [cell, "number"])];
+  });
+  $("rows").hidden = names.length === 0;
+  fill($("tables"), heads, rows);
 }
 
 // -- bars -------------------------------------------------------------------------------------------------------------
@@ -430,6 +453,7 @@ function draw(view) {
     else $("race").replaceChildren();
     drawWorkers(job, views);
     drawShards(job, view);
+    drawTables(job, view.status);
     drawStaleness(job, view.status);
     drawAwaited(of);
     drawProgress(job);

@@ -220,6 +220,7 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
         departed_clocks=job.departed_clocks,
         sharing_ranks=job.sharing,
         connected_ranks=job.connected,
+        tables=[figure_messages.table_message(table) for table in job.tables],
     )
 
 
@@ -256,6 +257,7 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         departed_clocks=dict(status.departed_clocks),
         sharing=tuple(status.sharing_ranks),
         connected=tuple(status.connected_ranks),
+        tables=tuple(figure_messages.table_figures(table) for table in status.tables),
     )
 
 

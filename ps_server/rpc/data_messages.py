@@ -72,7 +72,7 @@ def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str
     """Returns job, rank, incarnation, offer, lease key and run of an AttachSegmentRequest."""
     request = parse(data_pb2.AttachSegmentRequest, data)
     worker = request.worker
-    offer = SegmentOffer(request.location, request.socket_inode, request.nonce)
+    offer = SegmentOffer(request.location, request.socket_inode, request.nonce, request.row_bytes)
     return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
 
 

@@ -7,7 +7,7 @@ import math
 from ps_protocol.convert import duration, seconds
 from ps_protocol.figures import PHASES, LoggedValue, WorkerFigures
 from ps_protocol.v1 import figures_pb2
-from ps_server.core.figures import ShardFigures, ShardJobFigures, check_worker_figures
+from ps_server.core.figures import RowCounts, ShardFigures, ShardJobFigures, TableFigures, check_worker_figures
 
 
 def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
@@ -19,6 +19,8 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
         sent=message.sent_bytes,
         received=message.received_bytes,
         values=tuple(LoggedValue(value.name, value.last, value.mean) for value in message.values),
+        looked_up=message.looked_up_id_count,
+        distinct=message.distinct_id_count,
     )
     check_worker_figures(figures)
     return figures
@@ -68,3 +70,36 @@ def shard_job_message(figures: ShardJobFigures) -> figures_pb2.ShardJobFigures:
     for rank, waited in figures.awaited.items():
         message.awaited_durations[rank].CopyFrom(duration(waited))
     return message
+
+
+def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
+    """Returns what a shard has of a table."""
+    counts = RowCounts(
+        found=message.found_id_count,
+        missing=message.missing_id_count,
+        pushed=message.pushed_row_count,
+        admitted=message.admitted_row_count,
+        expired=message.expired_row_count,
+        evicted=message.evicted_row_count,
+        waiting=message.waiting_gradient_count,
+        no_room=message.no_room_gradient_count,
+    )
+    return TableFigures(message.table, message.row_count, message.size_bytes, counts)
+
+
+def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
+    """Returns the message of what a shard has of a table."""
+    counts = figures.counts
+    return figures_pb2.TableFigures(
+        table=figures.name,
+        row_count=figures.rows,
+        size_bytes=figures.nbytes,
+        found_id_count=counts.found,
+        missing_id_count=counts.missing,
+        pushed_row_count=counts.pushed,
+        admitted_row_count=counts.admitted,
+        expired_row_count=counts.expired,
+        evicted_row_count=counts.evicted,
+        waiting_gradient_count=counts.waiting,
+        no_room_gradient_count=counts.no_room,
+    )

@@ -10,11 +10,12 @@ from ps_protocol.convert import (
     wire_format,
     wire_format_number,
 )
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.v1 import rows_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull
+from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
 from ps_server.rpc.data_messages import Answers, Request, parse, read, whole
 from ps_server.shard.waiting import Answer, PulledRows, PulledTable
 
@@ -26,7 +27,9 @@ _KINDS: dict[int, RowPushKind] = {
 def push(data: Request) -> RowsPush:
     """Reads a PushRowsRequest; its payload is a view into the bytes, or the part that came."""
     request, payload = read(rows_pb2.PushRowsRequest, data)
-    worker = request.worker
+    worker, in_segment = request.worker, request.HasField("in_segment")
+    if in_segment and payload is not None:
+        raise InvalidRequest("rows are in the segment or in the message, got both")
     return RowsPush(
         job=worker.job,
         rank=worker.rank,
@@ -43,6 +46,7 @@ def push(data: Request) -> RowsPush:
         wire_format=wire_format(request.wire_format),
         key=worker.lease_key,
         run=worker.run,
+        place=request.in_segment.offset if in_segment else None,
     )
 
 
@@ -51,7 +55,14 @@ def pull(data: Request) -> RowsPull:
     request, payload = read(rows_pb2.PullRowsRequest, data)
     worker = request.worker
     identity = worker.job, worker.rank, worker.incarnation
-    return RowsPull(*identity, request.table, request.clock, payload or b"", worker.lease_key, worker.run)
+    places = None
+    if request.HasField("ids_in_segment"):
+        if payload is not None or not request.HasField("rows_in_segment"):
+            raise InvalidRequest("a pull names places in the segment for both its ids and its rows, and has no payload")
+        places = PullPlaces(request.ids_in_segment.offset, request.row_count, request.rows_in_segment.offset)
+    elif request.HasField("rows_in_segment") or request.row_count:
+        raise InvalidRequest("a pull has ids in the segment or in the message, got a place or a number for none there")
+    return RowsPull(*identity, request.table, request.clock, payload or b"", worker.lease_key, worker.run, places)
 
 
 def pull_table(data: Request) -> TablePull:
@@ -77,6 +88,7 @@ def pulled(answers: Answers, answer: Answer) -> Parts:
         return message_parts(response)
     response.first_row, response.row_count, response.trained_count = answer.first, answer.rows, answer.trained
     response.wire_format, response.state_wanted = wire_format_number(answer.wire_format), answer.save_state
+    response.in_segment = answer.in_segment
     if answer.waited:
         response.wait_duration.CopyFrom(duration(answer.waited))
     return message_parts(response, answer.payload)

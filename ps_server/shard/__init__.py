@@ -11,6 +11,7 @@ pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 restores.py   Restores of jobs from checkpoints, and how far they are
 row_pulls.py  Pulls of rows: checked, and sent in messages of a few MiB
 segments.py   Mapping a worker's segment, without trusting what it says
+row_memory.py Workers' segments for rows, and what messages name in them
 shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick

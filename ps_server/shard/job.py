@@ -18,6 +18,7 @@ from ps_protocol.codecs import Cast
 from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
+from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_server.core.commands import Close
 from ps_server.core.consistency import UpdateRule
@@ -30,7 +31,7 @@ from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
 from ps_server.shard.times import PushTimes
-from ps_server.shard.waiting import Waiter
+from ps_server.shard.waiting import READER, Pull, Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
 REFUSED_SECONDS = 0.25  # after which a refused push may be sent again: the servers end, or take pushes again
@@ -42,6 +43,14 @@ class Attached:
 
     incarnation: int
     segment: SegmentMap
+
+
+@dataclass(frozen=True)
+class AttachedRows:
+    """The segment for rows of one incarnation of a worker."""
+
+    incarnation: int
+    memory: RowMemory
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class OfWorkers:
     """
 
     segments: dict[int, Attached] = field(default_factory=dict)
+    row_memory: dict[int, AttachedRows] = field(default_factory=dict)
     attaching: set[int] = field(default_factory=set)
     connected: dict[int, Connected] = field(default_factory=dict)
 
@@ -199,8 +209,8 @@ class HostedJob:
         return forget
 
     def detach(self, rank: int, before: int) -> None:
-        """Lets go of what a worker of an incarnation before this one has here: its data connection, its segment, and
-        what updates borrowed of that."""
+        """Lets go of what a worker of an incarnation before this one has here: its data connection, its segments, and
+        what updates borrowed of them."""
         with self.lock:
             connected = self.of_workers.connected.get(rank)
             if connected is not None and connected.incarnation < before:
@@ -210,6 +220,9 @@ class HostedJob:
         if connected is not None:
             connected.end()
         with self.lock:
+            rows = self.of_workers.row_memory.get(rank)
+            if rows is not None and rows.incarnation < before:
+                del self.of_workers.row_memory[rank]
             attached = self.of_workers.segments.get(rank)
             if attached is None or attached.incarnation >= before:
                 return
@@ -252,6 +265,11 @@ class HostedJob:
         if task is not None and due:
             task.look(bucket.index, bucket.rule.version)
 
+    def saves_state(self, pull: Pull, version: int) -> bool:
+        """Whether what a pull gets is in a checkpoint for which its worker is to save its own state."""
+        task = self.snapshot_task
+        return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)
+
     def check_taken(self, rank: int, bucket: int, clock: int) -> None:
         """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
         refusal = self.refusals.current
@@ -264,7 +282,7 @@ class HostedJob:
         """Returns the bytes that the job was admitted with and that are not taken yet."""
         buckets = self.state.buckets
         left = (self._room.optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
-        return sum(max(0, size) for size in left)
+        return sum(max(0, size) for size in left) + self.state.tables.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns how the job is on this shard."""
@@ -287,6 +305,7 @@ class HostedJob:
             departed_clocks=departed,
             sharing=sharing,
             connected=connected,
+            tables=self.state.tables.figures(),
         )
 
     def highest_incarnation(self) -> int:

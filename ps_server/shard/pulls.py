@@ -19,10 +19,10 @@ from ps_server.shard import row_pulls
 from ps_server.shard.budgets import PulledBuckets
 from ps_server.shard.job import Hosted, HostedBucket, HostedJob, HostedTable
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.row_pulls import READER, saves_state
 from ps_server.shard.segments import copy_out
 from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import (
+    READER,
     Lent,
     Notice,
     Outbox,
@@ -171,7 +171,7 @@ class Pulls:
             spec.index,
             version,
             waited,
-            save_state=saves_state(job, pull, version),
+            save_state=job.saves_state(pull, version),
         )
 
     @contextlib.contextmanager
@@ -189,7 +189,7 @@ class Pulls:
                     loan = until_sent.enter_context(bucket.loans.lend())
                 else:
                     values = job.narrowed.get(spec.index, version, values, codec)
-                save_state = saves_state(job, pull, version)
+                save_state = job.saves_state(pull, version)
             payload = bytes_of(values)
             answer = PulledBucket(
                 spec.index,

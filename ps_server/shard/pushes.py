@@ -13,13 +13,15 @@ from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.framing import Buffer
-from ps_protocol.segment_layout import SegmentOffer
+from ps_protocol.row_memory import RowMemory
+from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPush
 from ps_server.failpoints import failpoint
+from ps_server.shard import row_memory
 from ps_server.shard.apply import Updates
-from ps_server.shard.job import Attached, HostedJob
+from ps_server.shard.job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
@@ -44,10 +46,14 @@ class Pushes:
             self._updates.schedule(job, fresh)
 
     def push_rows(self, job: HostedJob, push: RowsPush, principal: str) -> Staged:
-        """Stages rows, or keeps them until the others of their step are here; schedules their table."""
+        """Stages rows, or keeps them until the others of their step are here; has their table's updates applied.
+
+        Where rows are in a segment, the calling thread applies what can be applied.
+        """
         try:
             with job.lock:
                 job.state.check_worker(push.rank, push.incarnation, push.key)
+            push = row_memory.with_payload(job, push)
             command = job.state.tables.checker.push(push, principal)
             failpoint("push-checked")
             with job.lock:
@@ -60,7 +66,8 @@ class Pushes:
         self._metrics.pushed(job.name, len(push.payload), staged)
         if staged.fresh:
             self._pulls.release(job, job.parts[command.table])
-            self._updates.schedule(job, [command.table])
+            apply = self._updates.schedule if push.place is None else self._updates.lend
+            apply(job, [command.table])
         return staged
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
@@ -89,10 +96,14 @@ class Pushes:
                 raise TryLater(f"worker {rank} is handing over a segment already")
             job.of_workers.attaching.add(rank)
         try:
-            segment = attach(offer, job.plan, self._shared_directory)
+            size = row_memory.segment_bytes(job, offer.row_bytes) if offer.row_bytes else job.plan.size
+            memory = attach(offer, size, self._shared_directory)
             with job.lock:
                 job.state.check_worker(rank, incarnation, key)
-                job.of_workers.segments[rank] = Attached(incarnation, segment)
+                if offer.row_bytes:
+                    job.of_workers.row_memory[rank] = AttachedRows(incarnation, RowMemory(memory))
+                else:
+                    job.of_workers.segments[rank] = Attached(incarnation, SegmentMap(memory, job.plan))
         finally:
             with job.lock:
                 job.of_workers.attaching.discard(rank)

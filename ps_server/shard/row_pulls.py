@@ -1,15 +1,16 @@
 """Pulls of rows, and of whole tables: admitted as those of buckets are (pulls.py), and sent in messages of a few MiB.
 
 Rows are copied while the table is not stepped, and sent from the copy: in another order and number than they lie in.
+Where the worker shares memory, they are copied there.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 
+import numpy as np
 import torch
 
 from ps_protocol.codecs import WIRE_FORMATS
@@ -19,31 +20,36 @@ from ps_protocol.tensors import bytes_of
 from ps_server.core.requests import RowsPull, TablePull
 from ps_server.shard.job import HostedJob, HostedTable
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.waiting import Lent, Outbox, Pull, PulledRows, PulledTable
+from ps_server.shard.row_memory import with_ids
+from ps_server.shard.waiting import READER, Lent, Outbox, Pull, PulledRows, PulledTable
 from ps_server.storage.tensor_file import file_chunks
 
 MESSAGE_BYTES = 4 * 2**20
-READER = 0  # the incarnation of a caller that is no worker
 
 
 def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float, principal: str) -> tuple[Pull, int]:
     """Returns a pull, and the index of its table. Raises what is wrong with it. principal: whose it is"""
     checker = job.state.tables.checker
     checker.table(call.table)
+    rows = None
+    if isinstance(call, RowsPull):
+        call, rows = with_ids(job, call)
     wanted = call if isinstance(call, TablePull) else checker.wanted(call)
     if call.incarnation != READER or isinstance(call, TablePull):
         with job.lock:
             job.state.check_worker(call.rank, call.incarnation, call.key)
     elif call.clock:
         raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
-    pull = Pull(call.rank, call.incarnation, call.clock, outbox, 1, now, principal=principal, wanted=wanted)
+    pull = Pull(call.rank, call.incarnation, call.clock, outbox, 1, now, principal=principal, wanted=wanted, rows=rows)
     return pull, checker.first + call.table
 
 
 def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics: ShardMetrics) -> None:
     """Sends what a pull wants of a table on its outbox, then ends the stream."""
     if isinstance(pull.wanted, TablePull):
-        _send_table(job, table, pull, pull.wanted.count_only)
+        _send_table(job, table, pull, pull.wanted.count_only, metrics)
+    elif pull.rows is not None:
+        pull.outbox.tell(_put(job, table, pull, pull.rows, waited, metrics))
     elif pull.wanted is not None:
         rows = max(1, MESSAGE_BYTES // WIRE_FORMATS[job.state.spec.weight_wire].size(table.weights.dim))
         for first in range(0, max(1, len(pull.wanted)), rows):
@@ -52,10 +58,17 @@ def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics:
     pull.outbox.finish()
 
 
-def saves_state(job: HostedJob, pull: Pull, version: int) -> bool:
-    """Whether what this pull gets is in a checkpoint for which its worker is to save its own state."""
-    task = job.snapshot_task
-    return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)
+def _put(
+    job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float, metrics: ShardMetrics
+) -> PulledRows:
+    """Writes all rows into the worker's segment: here and now, by the thread that stepped them."""
+    assert isinstance(pull.wanted, np.ndarray)
+    with table.tensors:
+        trained, version = table.weights.pull(pull.wanted, rows), table.rule.version
+    metrics.pulled(job.name, rows.nbytes)
+    save_state = job.saves_state(pull, version)
+    count = len(pull.wanted)
+    return PulledRows(table.index, version, 0, count, trained, waited, None, save_state, in_segment=True)
 
 
 @contextlib.contextmanager
@@ -65,7 +78,7 @@ def _lend_rows(
     rows = torch.empty(len(ids), table.weights.dim, dtype=torch.float32, device="cpu")
     with table.tensors:
         trained, version = table.weights.pull(ids, rows), table.rule.version
-        save_state = saves_state(job, pull, version)
+        save_state = job.saves_state(pull, version)
     codec = WIRE_FORMATS[job.state.spec.weight_wire]
     payload = bytes_of(codec.encode(rows.view(-1)))
     wire_format = "" if codec.dtype == "float32" else codec.dtype
@@ -74,7 +87,7 @@ def _lend_rows(
     metrics.pulled(job.name, len(payload))
 
 
-def _send_table(job: HostedJob, table: HostedTable, pull: Pull, count_only: bool) -> None:
+def _send_table(job: HostedJob, table: HostedTable, pull: Pull, count_only: bool, metrics: ShardMetrics) -> None:
     with table.tensors:
         version, rows = table.rule.version, len(table.weights)
         tensors = {} if count_only else table.weights.snapshot()
@@ -86,8 +99,10 @@ def _send_table(job: HostedJob, table: HostedTable, pull: Pull, count_only: bool
     for chunk in file_chunks(tensors, {}):
         view = memoryview(chunk)
         for first in range(0, len(view), MESSAGE_BYTES):
-            pull.outbox.lend(partial(_lend_piece, answer, view[first : first + MESSAGE_BYTES]))
+            pull.outbox.lend(partial(_lend_piece, job, answer, view[first : first + MESSAGE_BYTES], metrics))
 
 
-def _lend_piece(answer: PulledTable, piece: memoryview) -> AbstractContextManager[Lent]:
-    return contextlib.nullcontext(Lent(answer._replace(payload=piece), None))
+@contextlib.contextmanager
+def _lend_piece(job: HostedJob, answer: PulledTable, piece: memoryview, metrics: ShardMetrics) -> Iterator[Lent]:
+    yield Lent(answer._replace(payload=piece), None)
+    metrics.pulled(job.name, len(piece))

@@ -24,17 +24,15 @@ from ps_protocol.segment_layout import (
     HANDOVER_SECONDS,
     NONCE_BYTES,
     SOCKET_PREFIX,
-    SegmentMap,
     SegmentOffer,
-    SegmentPlan,
 )
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
 
 _NAME = re.compile(re.escape(SOCKET_PREFIX) + r"[0-9a-f]{32}")
 
 
-def attach(offer: SegmentOffer, plan: SegmentPlan, directory: Path) -> SegmentMap:
-    """Maps the segment that a worker offers, if it can never shrink, and is as large as the job needs.
+def attach(offer: SegmentOffer, size: int, directory: Path) -> mmap.mmap:
+    """Maps the segment that a worker offers, if it can never shrink, and is as large as it must be.
 
     directory: where workers make their sockets; only a bare name in it is looked for
 
@@ -48,8 +46,8 @@ def attach(offer: SegmentOffer, plan: SegmentPlan, directory: Path) -> SegmentMa
         raise NotShared(f"a segment's nonce has {NONCE_BYTES} bytes, got {len(offer.nonce)}")
     descriptor = _receive(offer, directory)
     try:
-        _refuse_other_files(descriptor, plan.size)
-        memory = mmap.mmap(descriptor, plan.size)
+        _refuse_other_files(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
     except OSError as error:
         raise NotShared(f"the segment cannot be mapped for reading and writing ({error.strerror})") from None
     finally:
@@ -57,7 +55,7 @@ def attach(offer: SegmentOffer, plan: SegmentPlan, directory: Path) -> SegmentMa
     if not hmac.compare_digest(memory[:NONCE_BYTES], offer.nonce):
         memory.close()
         raise NotShared(f"the segment is another one: its first {NONCE_BYTES} bytes are not the nonce")
-    return SegmentMap(memory, plan)
+    return memory
 
 
 def copy_out(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -123,6 +121,6 @@ def _refuse_other_files(descriptor: int, size: int) -> None:
         raise NotShared(f"the segment has pages of {page} bytes, and must have ordinary ones of {mmap.PAGESIZE}")
     status = os.fstat(descriptor)
     if status.st_size != size:
-        raise NotShared(f"the segment has {status.st_size} bytes where this job needs {size}")
+        raise NotShared(f"the segment has {status.st_size} bytes where {size} are needed")
     if status.st_blocks * 512 < size:
         raise NotShared(f"the segment has {status.st_blocks * 512} bytes of {size} in memory: allocate all (fallocate)")

@@ -45,10 +45,9 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
-from ps_server.shard.row_pulls import READER
 from ps_server.shard.snapshots import Refusal, SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
-from ps_server.shard.waiting import Outbox
+from ps_server.shard.waiting import READER, Outbox
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
+
 from ps_protocol.errors import PSError
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
@@ -18,6 +20,8 @@ from ps_server.core.consistency import Admission
 from ps_server.core.requests import TablePull
 from ps_server.shard.loans import Loan
 from ps_server.shard.times import BucketTimes
+
+READER = 0  # the incarnation of a caller that is no worker
 
 
 class PulledBucket(NamedTuple):
@@ -46,6 +50,7 @@ class PulledRows(NamedTuple):
 
     table:   its index
     trained: how many of them have been trained
+    in_segment: they are in the worker's segment
     waited, waiting, save_state, payload, wire_format: as in PulledBucket
     """
 
@@ -59,6 +64,7 @@ class PulledRows(NamedTuple):
     save_state: bool = False
     payload: memoryview | None = None
     wire_format: str = ""
+    in_segment: bool = False
 
 
 class PulledTable(NamedTuple):
@@ -141,6 +147,7 @@ class Pull:
     principal:    whose it is
     times_wanted: see PullCall
     wanted:       what it asks for of a table; None: it asks for buckets
+    rows:         where its rows are written; None: they go over the network
     """
 
     rank: int
@@ -158,6 +165,7 @@ class Pull:
     principal: str = ""
     times_wanted: bool = False
     wanted: Ids | TablePull | None = None
+    rows: torch.Tensor | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -24,13 +25,17 @@ from ps_runtime.signals import await_all
 from ps_runtime.status import error_from
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
-from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer
+from ps_worker.cluster.data_connection import Answers, DataCallError, DataConnection, EachAnswer, OneAnswer
 from ps_worker.cluster.data_link import DataLink, open_data_connection
 from ps_worker.cluster.landing import Landing, PullPlan
+from ps_worker.cluster.row_landing import RowLanding
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.values import PullResult
 
 log = logging.getLogger("ps_worker")
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
@@ -175,23 +180,67 @@ class ShardCalls:
         pool:   has the thread that waits, where one has to
         """
         landing = Landing(plan, clock, buckets, self._waits)
-        data = self._data()
-        if data is None:
-            return pool.submit(lambda: self._land(method, landing))
-        try:
-            call = data.call_now(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS)
-        except DataCallError:  # it has just ended
-            call = None
+        return self._soon(method, landing, PULL_SECONDS, partial(self._land, method, landing), pool)
+
+    def pull_rows(self, landing: RowLanding, pool: DaemonPool) -> Future[PullResult]:
+        """Fetches rows, all of them anew after a failure. pool: as in `pull`"""
+
+        def land(error: grpc.RpcError | None) -> PullResult:
+            retry = self._retry()
+            landing.progressed = retry.progressed
+            if error is not None:
+                retry.failed(error)
+            while True:
+                landing.begin()
+                try:
+                    self._stream("PullRows", landing.request(), PULL_SECONDS, landing.message)
+                    return landing.result()
+                except grpc.RpcError as failed:
+                    retry.failed(failed)
+
+        return self._soon("PullRows", landing, PULL_SECONDS, land, pool)
+
+    def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
+        """Pushes rows; returns the future of what `result` returns then. pool: as in `pull`"""
+
+        def push(error: grpc.RpcError | None) -> T:
+            retry = self._retry()
+            if error is not None:
+                retry.failed(error)
+            retry.call(lambda: self._unary("PushRows", request))
+            return result()
+
+        if request.payload is not None:
+            return pool.submit(lambda: push(None))
+        return self._soon("PushRows", _Pushed(request.head, result), CALL_SECONDS, push, pool)
+
+    def _soon(
+        self,
+        method: str,
+        asked: Asked[T],
+        seconds: float,
+        again: Callable[[grpc.RpcError | None], T],
+        pool: DaemonPool,
+    ) -> Future[T]:
+        """Makes a call at once, in this thread, where it can leave by a data connection now.
+
+        again: makes the call over whatever there is until it is done, if this does not. It is given the error by which
+               the call has failed already, and runs in the pool
+        """
+        data, call = self._data(), None
+        if data is not None:
+            with contextlib.suppress(DataCallError):  # it has just ended
+                call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
         if call is None:
-            return pool.submit(lambda: self._land(method, landing))
-        landed: Future[PullResult] = Future()
+            return pool.submit(lambda: again(None))
+        landed: Future[T] = Future()
 
         def ended(done: Future[None]) -> None:
             error = done.exception()
-            if error is None and landing.is_done:
-                landed.set_result(landing.result())
+            if error is None and asked.is_done:
+                landed.set_result(asked.result())
             elif error is None or isinstance(error, grpc.RpcError):
-                _follow(pool.submit(lambda: self._land(method, landing, error)), landed)
+                _follow(pool.submit(lambda: again(error)), landed)
             else:
                 landed.set_exception(error)
 
@@ -235,10 +284,42 @@ class ShardCalls:
         return Retry(self.peer, self._timeout, self.closing)
 
 
-def _follow(first: Future[PullResult], second: Future[PullResult]) -> None:
+class Asked(Answers, Protocol[T_co]):
+    """A call that leaves by a data connection, and what comes of it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has come."""
+
+    def request(self) -> bytes:
+        """Returns the request."""
+
+    def result(self) -> T_co:
+        """Returns what came of it, when it is done."""
+
+
+class _Pushed(OneAnswer, Asked[T]):
+    """A push of rows that lie in memory, and its acknowledgement."""
+
+    is_done = True  # with its answer
+
+    def __init__(self, request: bytes, result: Callable[[], T]) -> None:
+        super().__init__()
+        self._request, self._result = request, result
+
+    def request(self) -> bytes:
+        """Returns the request."""
+        return self._request
+
+    def result(self) -> T:
+        """Returns what is to be known of it."""
+        return self._result()
+
+
+def _follow(first: Future[T], second: Future[T]) -> None:
     """Has one future end as another does."""
 
-    def ended(done: Future[PullResult]) -> None:
+    def ended(done: Future[T]) -> None:
         error = done.exception()
         if error is not None:
             second.set_exception(error)

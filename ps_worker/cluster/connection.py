@@ -25,6 +25,7 @@ from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.row_memory import share_rows
 from ps_worker.cluster.rows import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
@@ -77,12 +78,15 @@ class Connection:
             if options.transport != "grpc":
                 request = convert.open_request(place.identity)
                 open_data_connections(self._calls.values(), request, options.transport)
+            shared_rows = share_rows(
+                model.spec, self._calls, place.identity, options.transport, options.shared_directory
+            )
             model.move(segment)
             self._log_ways(sharing)
         except BaseException:
             self.cut()
             raise
-        self._rows = RowTransport(self._calls, place.identity, model.spec)
+        self._rows = RowTransport(self._calls, place.identity, model.spec, shared_rows)
         self._pushers = network_pushers(len(self._calls))
         self._network = {
             index: NetworkTransport(call, place.identity, model, self._pushers, timeline)
@@ -92,6 +96,11 @@ class Connection:
             index: SharedTransport(call, place.identity, model, timeline) if index in sharing else self._network[index]
             for index, call in self._calls.items()
         }
+
+    @property
+    def shards(self) -> int:
+        """How many shards the job has."""
+        return len(self._calls)
 
     def _log_ways(self, sharing: Collection[int]) -> None:
         ways: dict[str, list[int]] = {}
@@ -155,9 +164,9 @@ class Connection:
             if wanted:
                 self._under_way.append(self._network[index].pull_state(wanted, land))
 
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
         """Fetches rows at this clock: [n] ids into [n, dim] float32, contiguous."""
-        self._under_way += self._rows.pull(self.clock, table, ids, out)
+        return self._note(self._rows.pull(self.clock, table, ids, out))
 
     def pull_table(self, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""

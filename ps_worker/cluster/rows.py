@@ -1,13 +1,14 @@
 """The ways of rows between a worker and all shards: each gradient goes to its row's shard, and rows come from there.
 
-Rows travel in messages of a few MiB, over data connections where there are some, otherwise by gRPC.
+Rows are written to memory that a shard shares with this worker, and read from there. Otherwise they travel in messages
+of a few MiB, over data connections where there are some, otherwise by gRPC.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -15,19 +16,21 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import WIRE_FORMATS
-from ps_protocol.convert import data_range_messages, hyper_messages, seconds, wire_format, wire_format_number
+from ps_protocol.convert import data_range_messages, hyper_messages, wire_format_number
 from ps_protocol.data import DataRange
-from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import Parts, message_parts
+from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
+from ps_protocol.row_memory import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tensors import bytes_of
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.row_landing import RowLanding
+from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.tables.server_rows import RowsPush, TablePart
 from ps_worker.values import PullResult, PushResult
@@ -38,122 +41,150 @@ MESSAGE_BYTES = 4 * 2**20
 
 
 class RowTransport:
-    """The ways of rows to all shards. Pushes and pulls return at once; futures raise PSError.
+    """The ways of rows to all shards. Pushes and pulls return at once; futures raise PSError. For the training thread.
 
-    calls: by shard, of which all have a part of each table
+    calls:  by shard, of which all have a part of each table
+    shared: memory for rows that some of the shards see
     """
 
-    def __init__(self, calls: Mapping[int, ShardCalls], worker: Identity, spec: JobSpec) -> None:
-        self._calls, self._worker, self._spec = calls, worker, spec
+    def __init__(
+        self, calls: Mapping[int, ShardCalls], worker: Identity, spec: JobSpec, shared: SharedRows | None
+    ) -> None:
+        self._calls, self._worker, self._spec, self._shared = calls, worker, spec, shared
         self._gradients, self._weights = WIRE_FORMATS[spec.gradient_wire], WIRE_FORMATS[spec.weight_wire]
         self._waits = Troubles(log, None)
-        self._pool = DaemonPool(len(calls), "rows") if spec.tables else None
+        self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
 
     def push(self, clock: int, pushes: Sequence[RowsPush], ranges: Sequence[DataRange]) -> list[Future[PushResult]]:
         """Pushes a step of all tables. ranges: the leased data that the step used"""
+        parts = [part for push in pushes for part in self._parts(push)]
+        room = self._room(
+            (shard, pushed_bytes(len(rows), rows.gradients.shape[1])) for _, shard, rows in parts if rows is not None
+        )
         futures = []
-        for push in pushes:
-            rows = push.rows
-            of = shards_of(rows.ids, len(self._calls)) if rows is not None else None
-            for shard, calls in self._calls.items():
-                part = rows.part(of == shard) if rows is not None and of is not None else None
-                for message, size in self._messages(push, part, clock, ranges):
-                    futures.append(self._submit(calls, message, size))
+        for push, shard, rows in parts:
+            request = self._push_request(push, rows, clock, ranges)
+            if rows is None or not len(rows):
+                futures.append(self._push(shard, message_parts(request), 0))
+            elif room is not None and self._is_shared(shard):
+                size = self._put(request, rows, room)
+                futures.append(self._push(shard, message_parts(request), size))
+                room.calls.append(futures[-1])
+            else:
+                futures += [self._push(shard, *message) for message in self._messages(request, rows)]
         return futures
 
-    def _submit(self, calls: ShardCalls, message: Parts, size: int) -> Future[PushResult]:
-        def send() -> PushResult:
-            calls.unary("PushRows", message)
-            return PushResult(size, time.perf_counter())
+    def _parts(self, push: RowsPush) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
+        """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
+        rows = push.rows
+        places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
+        for shard in self._calls:
+            yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
-        assert self._pool is not None
-        return self._pool.submit(send)
+    def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
+        """Returns room in shared memory for parts of some sizes, each of a shard; None: there is none."""
+        if self._shared is None:
+            return None
+        return self._shared.room(sum(aligned(size) for shard, size in sizes if self._is_shared(shard)))
 
-    def _messages(
-        self, push: RowsPush, part: RowGradients | None, clock: int, ranges: Sequence[DataRange]
-    ) -> Iterator[tuple[Parts, int]]:
-        """Yields the messages that push a table's rows of one shard, each with the bytes of its payload."""
+    def _push_request(
+        self, push: RowsPush, rows: RowGradients | None, clock: int, ranges: Sequence[DataRange]
+    ) -> rows_pb2.PushRowsRequest:
         taken = rows_pb2.ROW_PUSH_KIND_NO_GRADIENT if push.took_part else rows_pb2.ROW_PUSH_KIND_SKIP
-        request = rows_pb2.PushRowsRequest(
+        return rows_pb2.PushRowsRequest(
             worker=convert.identity(self._worker),
             table=push.table,
             clock=clock,
-            kind=taken if part is None else rows_pb2.ROW_PUSH_KIND_GRADIENT,
+            kind=taken if rows is None else rows_pb2.ROW_PUSH_KIND_GRADIENT,
+            total_row_count=0 if rows is None else len(rows),
             hyper_parameters=hyper_messages(push.values),
             ranges=data_range_messages(ranges),
         )
-        if part is None or not len(part):
-            yield message_parts(request), 0
-            return
+
+    def _push(self, shard: int, message: Parts, size: int) -> Future[PushResult]:
+        """Sends one message. size: the bytes of rows in it, or that it names"""
+        return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter()), self._pool)
+
+    @staticmethod
+    def _put(request: rows_pb2.PushRowsRequest, rows: RowGradients, room: Room) -> int:
+        """Has a request name rows that it writes to shared memory; returns their bytes."""
+        count, dim = rows.gradients.shape
+        size = pushed_bytes(count, dim)
+        place = room.take(size)
+        request.row_count, request.in_segment.offset = count, place
+        room.memory.array(place, count, np.int64)[:] = rows.ids
+        room.memory.array(place + ID_BYTES * count, count, np.uint32)[:] = rows.counts
+        room.memory.rows(place + (ID_BYTES + COUNT_BYTES) * count, count, dim).copy_(rows.gradients)
+        return size
+
+    def _messages(self, request: rows_pb2.PushRowsRequest, rows: RowGradients) -> Iterator[tuple[Parts, int]]:
+        """Yields the messages that bring a table's rows of one shard, each with the bytes of its payload."""
         codec = self._gradients
-        row_bytes = ID_BYTES + COUNT_BYTES + codec.size(part.gradients.shape[1])
-        rows = max(1, MESSAGE_BYTES // row_bytes)
-        request.total_row_count = len(part)
+        row_bytes = ID_BYTES + COUNT_BYTES + codec.size(rows.gradients.shape[1])
+        most = max(1, MESSAGE_BYTES // row_bytes)
         request.wire_format = wire_format_number("" if codec.dtype == "float32" else codec.dtype)
-        for first in range(0, len(part), rows):
-            ids, counts = part.ids[first : first + rows], part.counts[first : first + rows].astype("<u4")
-            gradients = codec.encode(part.gradients[first : first + rows].reshape(-1))
+        for first in range(0, len(rows), most):
+            ids, counts = rows.ids[first : first + most], rows.counts[first : first + most].astype("<u4")
+            gradients = codec.encode(rows.gradients[first : first + most].reshape(-1))
             request.first_row, request.row_count = first, len(ids)
             payload = b"".join((ids.data, counts.data, bytes_of(gradients)))
             yield message_parts(request, payload), len(payload)
 
+    # -- pulls -------------------------------------------------------------------------------------------------------
+
     def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
         """Fetches rows: [n] ids into [n, dim] float32, contiguous."""
-        of = shards_of(ids, len(self._calls))
-        futures = []
-        for shard, calls in self._calls.items():
-            places = np.flatnonzero(of == shard)
-            if len(places):
-                assert self._pool is not None
-                futures.append(self._pool.submit(partial(self._fetch, calls, clock, table, ids[places], places, out)))
-        return futures
+        dim = out.shape[1]
+        parts = [(shard, which, ids[which]) for shard, which in enumerate(by_shard(ids, len(self._calls)))]
+        parts = [part for part in parts if len(part[2])]
+        room = self._room((shard, pulled_bytes(len(wanted), dim)) for shard, _, wanted in parts)
+        return [
+            self._pull(shard, clock, table, wanted, dim, partial(_land, out, which), room)
+            for shard, which, wanted in parts
+        ]
 
     def end_step(self, clock: int) -> list[Future[PullResult]]:
         """Waits for the end of a step as pulls of buckets do, in a job that has none: on each shard, until the job's
         consistency admits rows of the first table."""
-        assert self._pool is not None
-        none, out = np.empty(0, np.int64), torch.empty(0, self._spec.tables[0].rows.dim)
-        return [
-            self._pool.submit(partial(self._fetch, calls, clock, 0, none, none, out)) for calls in self._calls.values()
-        ]
+        none, dim = np.empty(0, np.int64), self._spec.tables[0].rows.dim
+        return [self._pull(shard, clock, 0, none, dim, lambda first, rows: None, None) for shard in self._calls]
 
-    def _fetch(
-        self, calls: ShardCalls, clock: int, table: int, ids: Ids, places: np.ndarray, out: torch.Tensor
-    ) -> PullResult:
-        waited, state_wanted = 0.0, False
-        dim, landed = out.shape[1], np.zeros(len(ids), np.bool_)
+    def _pull(
+        self,
+        shard: int,
+        clock: int,
+        table: int,
+        ids: Ids,
+        dim: int,
+        land: Callable[[int, torch.Tensor], None],
+        room: Room | None,
+    ) -> Future[PullResult]:
         request = rows_pb2.PullRowsRequest(worker=convert.identity(self._worker), table=table, clock=clock)
+        shared: torch.Tensor | None = None
+        payload: Buffer | None = ids.data
+        if room is not None and self._is_shared(shard):
+            count, payload = len(ids), None
+            place = room.take(pulled_bytes(count, dim))
+            request.ids_in_segment.offset, request.row_count = place, count
+            request.rows_in_segment.offset = place + ID_BYTES * count
+            room.memory.array(place, count, np.int64)[:] = ids
+            shared = room.memory.rows(place + ID_BYTES * count, count, dim)
+        message, calls = message_parts(request, payload).whole(), self._calls[shard]
+        landing = RowLanding(str(calls.peer), message, len(ids), dim, self._weights, land, shared, self._waits)
+        pulled = calls.pull_rows(landing, self._pool)
+        if room is not None and shared is not None:
+            room.calls.append(pulled)
+        return pulled
 
-        def land(fields: bytes, payload: memoryview | None) -> None:
-            nonlocal waited, state_wanted
-            response = rows_pb2.PullRowsResponse.FromString(fields)
-            waited = max(waited, seconds(response.wait_duration))
-            state_wanted = state_wanted or response.state_wanted
-            if response.HasField("waiting"):
-                self._note_wait(response.waiting)
-                return
-            first, count = response.first_row, response.row_count
-            expected, sent = self._weights.size(count * dim), len(payload or b"")
-            came_as = wire_format(response.wire_format) or "float32"
-            if first + count > len(ids) or sent != expected or came_as != self._weights.dtype:
-                raise InvalidRequest(
-                    f"{calls.peer}: expected {len(ids)} rows of {dim} x {self._weights.dtype}, got rows {first} to "
-                    f"{first + count} in {sent} bytes of {came_as}"
-                )
-            if count:
-                rows = self._weights.decode(payload or b"").view(count, dim)
-                out[torch.from_numpy(places[first : first + count])] = rows.to(torch.float32)
-                landed[first : first + count] = True
+    def _is_shared(self, shard: int) -> bool:
+        return self._shared is not None and shard in self._shared.shards
 
-        calls.stream("PullRows", message_parts(request, ids.data).whole(), land)
-        self._waits.over("rows")
-        if not landed.all():
-            raise InvalidRequest(f"{calls.peer}: expected {len(ids)} rows, got {int(landed.sum())}")
-        return PullResult(self._weights.size(len(ids) * dim), waited, state_wanted)
+    # -- whole tables ------------------------------------------------------------------------------------------------
 
     def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Fetches all rows of a table, from each shard those that it has; or only their number."""
-        assert self._pool is not None
         request = rows_pb2.PullTableRequest(
             worker=convert.identity(self._worker), table=table, clock=clock, count_only=count_only
         ).SerializeToString()
@@ -185,5 +216,13 @@ class RowTransport:
 
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
+
+
+def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:
+    """Puts rows of one shard where they belong among all. which: the places of that shard's rows"""
+    if isinstance(which, slice):
+        out[which][first : first + len(rows)].copy_(rows)
+    else:
+        records = out.numpy().view(f"V{out.itemsize * out.shape[1]}")[:, 0]
+        records[which[first : first + len(rows)]] = rows.numpy().view(records.dtype)[:, 0]

@@ -35,11 +35,12 @@ class LocalSegment:
     """A new segment of `size` bytes, mapped here as `memory`, that shards can attach with `offer` until it is hidden.
 
     directory: where shards find the socket
+    row_bytes: see SegmentOffer
 
     Raises NotShared if there is no room, or no socket can be made.
     """
 
-    def __init__(self, size: int, directory: Path) -> None:
+    def __init__(self, size: int, directory: Path, row_bytes: int = 0) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         name = SOCKET_PREFIX + secrets.token_hex(16)
         self._descriptor, self.memory = _memory_file(size)
@@ -51,7 +52,7 @@ class LocalSegment:
             os.close(self._descriptor)
             reason = error.strerror or error
             raise NotShared(f"no socket can be made in the shared directory {directory} ({reason})") from None
-        self.offer = SegmentOffer(name, inode, nonce)
+        self.offer = SegmentOffer(name, inode, nonce, row_bytes)
         self._path = directory / name
         self._lock = threading.Lock()
         for _ in range(_HANDING_THREADS):

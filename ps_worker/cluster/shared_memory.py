@@ -59,20 +59,21 @@ def share_memory(
     except NotShared as error:
         return _over_the_network(transport, error)
     with segment:
-        refusals = _attach(segment.offer, calls, worker)
+        refusals = attach_to(segment.offer, calls, worker)
     sharing = set(calls) - set(refusals)
     if refusals and (transport == "shm" or not sharing):
         return _over_the_network(transport, refusals.popitem()[1])
     return SegmentMap(segment.memory, plan), sharing
 
 
-def _attach(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identity) -> dict[int, NotShared]:
+def attach_to(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identity) -> dict[int, NotShared]:
     """Asks each shard to map a segment; returns, by shard, why some do not."""
     request = data_pb2.AttachSegmentRequest(
         worker=convert.identity(worker),
         location=offer.location,
         nonce=offer.nonce,
         socket_inode=offer.socket_inode,
+        row_bytes=offer.row_bytes,
     ).SerializeToString()
     refusals = {}
     for index, shard in calls.items():

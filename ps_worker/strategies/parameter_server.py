@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -60,6 +60,8 @@ from ps_worker.timeline.recording import Timeline
 from ps_worker.values import JoinResult, PrepareOptions, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
+
+T = TypeVar("T")
 
 
 class ParameterServer:
@@ -213,7 +215,8 @@ def join(
         groups = AddedGroups(spec, tensors, optimizers_named, begin)
         training = JobTraining(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
-        tables.connect(training)
+        tables.connect(training, participation.connection.shards)
+        metrics.watch_lookups(tables.looked_up)
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
         frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
@@ -563,28 +566,28 @@ class JobTraining:
 
         Where the worker has lost its place it takes another, and reads them as they are there.
         """
-        self._fetch_rows(lambda connection: connection.pull_rows(table, ids, out))
+        pulls = self._fetch_rows(lambda connection: connection.pull_rows(table, ids, out))
+        self._metrics.fetched(sum(pull.size for pull in pulls))
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
-        futures: list[Future[TablePart]] = []
+        parts = self._fetch_rows(lambda connection: connection.pull_table(table, count_only))
+        self._metrics.fetched(sum(len(part.content) for part in parts))
+        return parts
 
-        def ask(connection: Connection) -> None:
-            futures[:] = connection.pull_table(table, count_only)
-
-        self._fetch_rows(ask)
-        return [future.result() for future in futures]
-
-    def _fetch_rows(self, ask: Callable[[Connection], None]) -> None:
+    def _fetch_rows(self, ask: Callable[[Connection], list[Future[T]]]) -> list[T]:
         if self._closing:
             raise UnknownWorker("the session is closed, and the rows of its tables went with its place in the job")
 
+        futures: list[Future[T]] = []
+
         def fetch() -> None:
-            ask(self.participation.connection)
+            futures[:] = ask(self.participation.connection)
             self.participation.settle()
 
         while self._in_place(fetch) is not None:
             pass
+        return [future.result() for future in futures]
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""

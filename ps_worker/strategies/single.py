@@ -18,7 +18,7 @@ from ps_worker.data.loaders import PreparedLoader, refused_of_loader
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.strategies.strategy import Prepared
-from ps_worker.tables.modules import prepare_tables
+from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
@@ -43,7 +43,8 @@ class Single:
     ) -> Prepared:
         """Returns all as they are."""
         self._log_refused(refused_of(models, optimizers))
-        prepare_tables(models, optimizers)
+        tables = prepare_tables(models, optimizers)
+        self._metrics.watch_lookups(lambda: looked_up(tables))
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,10 +28,19 @@ _LEAVES = 8  # that wait for a step; more of them are added up, where no group h
 
 
 class Source(Protocol):
-    """Where rows are."""
+    """Where rows are. shards: how many have a part of them each"""
+
+    shards: int
 
     def pull(self, ids: Ids, out: torch.Tensor) -> object:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+
+
+class LookedUp(NamedTuple):
+    """How many ids were looked up, and of each lookup the distinct ones."""
+
+    ids: int = 0
+    distinct: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,11 +74,13 @@ class _Leaf:
 class Lookups:
     """The lookups of one table since the last step. For the training thread.
 
-    group: finds the parameters of the group that has a handle, if rows may join it
+    group:     finds the parameters of the group that has a handle, if rows may join it
+    looked_up: since this table was made; any thread may read it
     """
 
     def __init__(self, group: Callable[[nn.Parameter], list[Any] | None]) -> None:
         self._group = group
+        self.looked_up = LookedUp()
         self._leaves: list[_Leaf] = []  # in the order of backward
         self._sum: RowGradients | None = None  # of those that have been added up
         self._handle: nn.Parameter | None = None  # that has the hook
@@ -83,9 +94,11 @@ class Lookups:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
             got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise InvalidRequest(f"ids are a tensor of int64 or int32, got {got}")
-        wanted, places, counts = distinct(ids.detach().reshape(-1).to("cpu", torch.int64).numpy(), SALT)
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        wanted, places, counts = distinct(flat, SALT, source.shards)
         rows = torch.empty(len(wanted), handle.shape[1], dtype=torch.float32, device="cpu")
         source.pull(wanted, rows)
+        self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(wanted))
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:
             self._watch(handle)

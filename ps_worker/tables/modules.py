@@ -6,7 +6,7 @@ optimizer that has it steps the rows, unless the module has its own. `state_dict
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.tables.lookups import Lookups, expanded
+from ps_worker.tables.lookups import LookedUp, Lookups, expanded
 from ps_worker.tables.optimizers import TableOptimizer
 from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
 from ps_worker.tables.stepping import check, joined_group, register
@@ -182,13 +182,19 @@ def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
     return found
 
 
+def looked_up(modules: Iterable[Embedding]) -> LookedUp:
+    """Returns what was looked up in some tables, in all of them together."""
+    each = [module.lookups.looked_up for module in modules]
+    return LookedUp(sum(one.ids for one in each), sum(one.distinct for one in each))
+
+
 def prepare_tables(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     exchange: Exchange | None = None,
     rank: int = 0,
-) -> None:
-    """Makes the tables of some models ready to be trained by these optimizers, or by others later.
+) -> Collection[Embedding]:
+    """Makes the tables of some models ready to be trained by these optimizers, or by others later; returns them.
 
     exchange: in ddp, what the ranks tell each other with; all begin with the rows of rank 0
     rank:     of this process
@@ -200,3 +206,4 @@ def prepare_tables(
     check(list(tables.values()), optimizers)
     for module in tables.values():
         module.local.share(exchange, rank)
+    return tables.values()

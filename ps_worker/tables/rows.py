@@ -58,10 +58,12 @@ class Rows(Protocol):
 
     name:     of the module in its model, for messages; once it is prepared
     exchange: in ddp, what the ranks tell each other with; None: a step is this process's alone
+    shards:   how many have a part of the rows each
     """
 
     name: str
     exchange: Exchange | None
+    shards: int
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -99,6 +101,7 @@ class LocalRows:
         self.seed = int(torch.randint(2**62, ())) if seed is None else seed
         self.name = ""
         self.exchange: Exchange | None = None
+        self.shards = 1
         self._settings, self._dim = settings, dim
         self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
         self._table: Table | None = None  # made when there are rows

@@ -17,7 +17,8 @@ from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients
 from ps_tables.saved import saved_rows
-from ps_worker.tables.modules import Embedding
+from ps_worker.tables.lookups import LookedUp
+from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
 from ps_worker.tables.stepping import check, group_of, optimizer_of
 
@@ -67,12 +68,13 @@ class ServerRows:
 
     before: what the module had
     number: of the table in the job's list
+    shards: of the job
     """
 
     exchange: Exchange | None = None  # steps are exchanged by the servers
 
-    def __init__(self, before: LocalRows, number: int, servers: Servers) -> None:
-        self.name = before.name
+    def __init__(self, before: LocalRows, number: int, servers: Servers, shards: int) -> None:
+        self.name, self.shards = before.name, shards
         self._before, self._number, self._servers = before, number, servers
         self._stepped: RowsPush | None = None
 
@@ -123,16 +125,20 @@ class ServerTables:
         self._modules, self._non_finite = modules, non_finite
         self._rows: list[ServerRows] = []
 
-    def connect(self, servers: Servers) -> None:
-        """Has the modules look up their rows on the shards from here on."""
+    def connect(self, servers: Servers, shards: int) -> None:
+        """Has the modules look up their rows on the job's shards from here on."""
         for number, module in enumerate(self._modules.values()):
             assert isinstance(module.local, LocalRows)
-            module.local = rows = ServerRows(module.local, number, servers)
+            module.local = rows = ServerRows(module.local, number, servers, shards)
             self._rows.append(rows)
 
     def take(self) -> list[RowsPush]:
         """Returns what the step at hand does to each table, and begins the next one."""
         return [rows.take() for rows in self._rows]
+
+    def looked_up(self) -> LookedUp:
+        """Returns what was looked up in all of them."""
+        return looked_up(self._modules.values())
 
     def left_out(self) -> list[RowsPush]:
         """Returns what a step does that leaves all tables out."""

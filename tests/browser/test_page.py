@@ -53,6 +53,18 @@ while True:
     session.log(loss=loss)
 """
 
+# What a shard says of a table.
+TABLE = {
+    "table": "items",
+    "row_count": 10,
+    "size_bytes": 1000,
+    "found_id_count": 75,
+    "missing_id_count": 25,
+    "admitted_row_count": 12,
+    "expired_row_count": 1,
+    "evicted_row_count": 1,
+}
+
 
 class Running:
     """A cluster, its workers, and the address of its page."""
@@ -174,6 +186,27 @@ def test_the_page_fits_and_is_readable(look: Callable[..., Any], scheme: str, wi
         picture(page, f"page-{scheme}-{width}")
 
 
+def test_tables_of_rows_are_added_up_over_the_shards(look: Callable[..., Any]) -> None:
+    def with_tables(route: Any) -> None:
+        answer = route.fetch()
+        seen = answer.json()
+        for shard in seen["status"]["shards"]:
+            for held in shard["jobs"]:
+                held["tables"] = [TABLE, {**TABLE, "table": "tags", "found_id_count": 0, "missing_id_count": 0}]
+        route.fulfill(response=answer, body=json.dumps(seen))
+
+    assert not look().is_visible("#rows"), "a job without tables"
+    page = look(route=with_tables)
+    looks(page, 2)
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#tables tbody tr')].map(row => row.innerText.split(/\\s*\\t/))"
+    )
+    assert rows == [
+        ["items", "20", "2.0 kB", "24", "2", "2", "200", "75.0 %"],
+        ["tags", "20", "2.0 kB", "24", "2", "2", "0", "–"],
+    ]
+
+
 def test_what_a_peer_sends_stays_text(look: Callable[..., Any]) -> None:
     evil = "<img src=x onerror=\"document.title='pwned'\"><b>"
 
@@ -190,6 +223,8 @@ def test_what_a_peer_sends_stays_text(look: Callable[..., Any]) -> None:
                 worker["activity"] = evil
         for shard in seen["status"]["shards"]:
             shard["address"] = evil
+            for held in shard["jobs"]:
+                held["tables"] = [{**TABLE, "table": evil}]
         for event in seen["events"]:
             event["text"] = event["kind"] = evil
         seen["status"]["coordinator"]["address"] = evil

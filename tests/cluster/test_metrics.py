@@ -443,7 +443,9 @@ def test_only_the_coordinator_serves_service_discovery(shared: Cluster) -> None:
 def exposed(shared: Cluster) -> dict[str, str]:
     """The text of /metrics of each kind of process, with every kind of series in it."""
     found = {}
-    with shared.connect("ssp:1", job="exposed") as session:
+    with shared.connect("async", job="rows") as rows, shared.connect("ssp:1", job="exposed") as session:
+        table = ps_worker.Embedding(2)
+        rows.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
         trained(session, 2)
         with RawWorker(shared.address, shared.coordinator.jobs()["exposed"].spec, 0) as worker:
             for bucket in worker.trained:
@@ -478,6 +480,7 @@ LABELS = {
     "transport",
 }
 LABELS |= {"name"}  # of what a script logs
+LABELS |= {"table"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
 LABELS |= {"protocol", "torch"}  # of ps_build_info
@@ -550,7 +553,9 @@ def test_every_promised_name_is_there(exposed: dict[str, str]) -> None:
         "shard": "ps_push_total ps_push_bytes_total ps_push_refused_total ps_pull_total ps_pull_bytes_total "
         "ps_apply_seconds_count ps_accumulate_seconds_count ps_apply_staleness_clocks_count ps_job_bytes "
         "ps_staged_bytes ps_buckets ps_bucket_version_min ps_bucket_version_max ps_waiting_pulls ps_shard_clock "
-        "ps_shard_workers ps_shard_restarts_total grpc_server_started_total grpc_server_handled_total "
+        "ps_shard_workers ps_shard_restarts_total ps_table_rows ps_table_bytes ps_table_lookups_total "
+        "ps_table_pushed_rows_total ps_table_admitted_rows_total ps_table_forgotten_rows_total "
+        "ps_table_dropped_gradients_total grpc_server_started_total grpc_server_handled_total "
         "grpc_server_msg_received_total grpc_server_msg_sent_total grpc_server_handling_seconds_count "
         "process_resident_memory_bytes",
         "coordinator with a shard": "ps_shards ps_jobs ps_workers ps_worker_clock ps_placement_imbalance_ratio "

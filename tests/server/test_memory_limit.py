@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
+from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import jobs_pb2
 from ps_runtime.memory import free_bytes
 from ps_server.core.dense import Gradient
@@ -24,11 +26,13 @@ from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall
 from ps_server.core.room import room_for
+from ps_server.core.tables import RowsContribution
 from ps_server.core.validation import check_job_spec
 from ps_server.shard.job import Hosted
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
+from ps_tables.contributions import RowGradients
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -142,6 +146,41 @@ def test_a_job_is_refused_whose_optimizer_will_not_fit_beside_what_other_jobs_st
     with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {room.optimizer + room.staged}"):
         shard.create_job(replace(job_of("SGD", {"lr": 0.1}), name="small"), [0], "1")
     assert list(shard.jobs()) == ["job"]
+    shard.stop()
+
+
+def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads())
+
+    def with_table(name: str, max_rows: int) -> JobSpec:
+        rows = TableSpec("items", 14, max_rows=max_rows)
+        tables = (JobTable(rows, "Adagrad", {"lr": 0.1}),)
+        return JobSpec(name, (), "SGD", ({"lr": 0.1},), Consistency(0, aggregate=True), 4096, 2, tables=tables)
+
+    def promised(name: str) -> int:
+        return shard.jobs()[name].state.tables.promised_bytes
+
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: 2**34)
+    shard.create_job(with_table("announced", 100_000), [], "1", shards=2)
+    shard.create_job(with_table("open", 0), [], "1", shards=2)
+    row = 4 * (14 + 14) + 32
+    kept = promised("announced")
+    assert 0.99 * 50_000 * row < kept <= 50_000 * row
+    assert promised("open") == 0, "it takes what there is"
+    announced, other = (shard.jobs()[name].promised() for name in ("announced", "open"))
+    assert announced - other == kept, "they differ in that alone"
+    dense = job_of("SGD", {"lr": 0.1}, world_size=1)
+    room, others = room_for(dense, [0]).total, announced + other
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room + others - 1)
+    with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {others}$"):
+        shard.create_job(dense, [0], "1")
+    table = shard.jobs()["announced"].state.tables[0].rows
+    ids = np.arange(10_000)
+    table.add(RowsContribution((RowGradients(ids, np.ones(10_000, np.int64), torch.ones(10_000, 14)),)))
+    table.step()
+    assert promised("announced") <= kept - 10_000 * 4 * (14 + 14), "what is filled is taken, and promised no more"
+    shard.create_job(dense, [0], "1")
+    assert list(shard.jobs()) == ["announced", "open", "job"]
     shard.stop()
 
 

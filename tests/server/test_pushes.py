@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 
-from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient, PSError
+from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient
 from ps_protocol.layout import bucket_layout
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Answer, Lent, Notice
+from ps_server.shard.waiting import Answer, Notice
 from ps_worker.cluster.segments import LocalSegment
+from tests.tools.outbox import Answers
 from tests.tools.partitions import call_of, job_spec, lone_shard, payload, push
 
 BUCKET = 128  # bytes
 CALLER = "them"
-
-
-class Answers:
-    """An outbox that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Answer] = []
-        self.error: PSError | None = None
-        self.finished = False
-
-    def tell(self, answer: Answer) -> None:
-        self.told.append(answer)
-
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        with lent() as (answer, _):
-            self.told.append(answer)
-
-    def finish(self) -> None:
-        self.finished = True
-
-    def fail(self, error: PSError) -> None:
-        self.error = error
-
-    def on_close(self, callback: Callable[[], None]) -> None: ...
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import array
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import socket
 import subprocess
@@ -76,7 +77,7 @@ def open_files() -> list[str]:
 def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan: SegmentPlan, directory: Path) -> None:
     before = open_files()
     with LocalSegment(plan.size, directory) as segment:
-        there = attach(segment.offer, plan, directory)
+        there = SegmentMap(attach(segment.offer, plan.size, directory), plan)
     here = SegmentMap(segment.memory, plan)
     here.gradients["float32"][:1000] = 3.0
     there.weights["float32"][:1000] = there.gradients["float32"][:1000] + 1
@@ -89,7 +90,7 @@ def test_both_ends_see_the_same_memory_and_nothing_is_left_of_the_handover(plan:
 
 def test_several_shards_attach_the_same_segment_at_once(plan: SegmentPlan, directory: Path) -> None:
     with LocalSegment(plan.size, directory) as segment:
-        maps = [attach(segment.offer, plan, directory) for _ in range(3)]
+        maps = [SegmentMap(attach(segment.offer, plan.size, directory), plan) for _ in range(3)]
     maps[0].gradients["float32"][7] = 5.0
     assert [each.gradients["float32"][7] for each in maps] == [5.0] * 3
 
@@ -196,11 +197,11 @@ GIVEN: dict[str, tuple[Give, str]] = {
     ),
     "a smaller one": (
         lambda to, plan, path: send(to, b"\0", memory_file(plan.size - 4096)),
-        "has 8192 bytes where this job needs 12288",
+        "has 8192 bytes where 12288 are needed",
     ),
     "a larger one": (
         lambda to, plan, path: send(to, b"\0", memory_file(plan.size + 4096)),
-        "has 16384 bytes where this job needs 12288",
+        "has 16384 bytes where 12288 are needed",
     ),
     "one with holes": (
         lambda to, plan, path: send(to, b"\0", memory_file(plan.size, allocated=False)),
@@ -222,7 +223,7 @@ GIVEN: dict[str, tuple[Give, str]] = {
 def test_what_the_contract_says_byte_by_byte_is_taken(plan: SegmentPlan, directory: Path) -> None:
     """Without a line of the worker's: see AttachSegmentRequest in data.proto."""
     with giver(directory, plan, lambda to, plan, path: send(to, b"\0", memory_file(plan.size))) as offer:
-        segment = attach(offer, plan, directory)
+        segment = SegmentMap(attach(offer, plan.size, directory), plan)
     assert torch.equal(segment.gradients["float32"][:1000], torch.zeros(1000))
 
 
@@ -232,7 +233,7 @@ def test_what_is_no_segment_of_this_job_is_refused_and_nothing_of_it_is_kept(
 ) -> None:
     before = open_files()
     with giver(directory, plan, give) as offer, pytest.raises(NotShared, match=says):
-        attach(offer, plan, directory)
+        attach(offer, plan.size, directory)
     assert open_files() == before
 
 
@@ -243,7 +244,7 @@ def test_a_worker_that_sends_nothing_is_not_waited_for(
     given_up = threading.Event()
     with giver(directory, plan, lambda *_: given_up.wait(30.0) and None) as offer:
         with pytest.raises(NotShared, match=r"gave nothing for 0.1 s"):
-            attach(offer, plan, directory)
+            attach(offer, plan.size, directory)
         given_up.set()
 
 
@@ -258,7 +259,7 @@ def test_a_socket_with_too_many_callers_is_refused_at_once(plan: SegmentPlan, di
         for _ in range(2):
             stack.enter_context(local_sockets.connect(file, 1.0))
         with pytest.raises(NotShared, match="temporarily unavailable"):
-            attach(SegmentOffer(NAME, os.fstat(file).st_ino, NONCE), plan, directory)
+            attach(SegmentOffer(NAME, os.fstat(file).st_ino, NONCE), plan.size, directory)
 
 
 # -- what a shard refuses to connect to ------------------------------------------------------------------------------
@@ -297,19 +298,19 @@ def test_a_shard_connects_to_nothing_but_sockets_of_its_user(
     make(directory)
     inode = next((path.lstat().st_ino for path in directory.glob(NAME)), 0)
     with pytest.raises(NotShared, match=says):
-        attach(SegmentOffer(NAME, inode, NONCE), plan, directory)
+        attach(SegmentOffer(NAME, inode, NONCE), plan.size, directory)
 
 
 @pytest.mark.parametrize("name", ["../" + NAME, "/" + NAME, "1/2", NAME + "\n", NAME.upper(), "", "x" * 5000])
 def test_a_location_is_a_bare_name(plan: SegmentPlan, directory: Path, name: str) -> None:
     with pytest.raises(NotShared, match="32 hexadecimal digits"):
-        attach(SegmentOffer(name, 1, NONCE), plan, directory)
+        attach(SegmentOffer(name, 1, NONCE), plan.size, directory)
 
 
 @pytest.mark.parametrize("nonce", [b"", NONCE[1:], NONCE + b"0"])
 def test_a_nonce_has_32_bytes(plan: SegmentPlan, directory: Path, nonce: bytes) -> None:
     with pytest.raises(NotShared, match="has 32 bytes"):
-        attach(SegmentOffer(NAME, 1, nonce), plan, directory)
+        attach(SegmentOffer(NAME, 1, nonce), plan.size, directory)
 
 
 def test_a_socket_that_another_process_has_put_in_the_place_of_the_workers_learns_nothing(
@@ -322,7 +323,7 @@ def test_a_socket_that_another_process_has_put_in_the_place_of_the_workers_learn
         with giver(directory, plan, lambda *_: reached.set()):
             (directory / NAME).rename(path)
             with pytest.raises(NotShared, match="is not the worker's: it has inode"):
-                attach(segment.offer, plan, directory)
+                attach(segment.offer, plan.size, directory)
         assert not reached.is_set()
 
 
@@ -355,7 +356,7 @@ def test_a_socket_that_another_user_serves_is_refused(plan: SegmentPlan, owner: 
             assert child.stdout.readline() == "ready\n"
             os.chown(path, owner, owner)
             with pytest.raises(NotShared, match=says):
-                attach(SegmentOffer(NAME, path.lstat().st_ino, NONCE), plan, directory)
+                attach(SegmentOffer(NAME, path.lstat().st_ino, NONCE), plan.size, directory)
             child.communicate()
 
 
@@ -396,7 +397,7 @@ def test_a_process_that_does_not_know_the_nonce_gets_nothing(plan: SegmentPlan, 
             assert ask(segment, directory, nonce) == 0
         assert ask(segment, directory, segment.offer.nonce) == 1
         with pytest.raises(NotShared, match="was closed"):
-            attach(SegmentOffer(segment.offer.location, segment.offer.socket_inode, NONCE), plan, directory)
+            attach(SegmentOffer(segment.offer.location, segment.offer.socket_inode, NONCE), plan.size, directory)
 
 
 def test_processes_that_connect_and_say_nothing_keep_no_shard_out(plan: SegmentPlan, directory: Path) -> None:
@@ -404,7 +405,7 @@ def test_processes_that_connect_and_say_nothing_keep_no_shard_out(plan: SegmentP
         file = stack.enter_context(local_sockets.opened(directory, segment.offer.location))
         for _ in range(3):
             stack.enter_context(local_sockets.connect(file, 1.0))
-        assert isinstance(attach(segment.offer, plan, directory), SegmentMap)
+        assert isinstance(attach(segment.offer, plan.size, directory), mmap.mmap)
 
 
 def test_a_hidden_segment_is_handed_to_no_process(plan: SegmentPlan, directory: Path) -> None:
@@ -446,7 +447,7 @@ for act in (socket.socket(socket.AF_UNIX).connect, os.unlink, lambda path: os.re
         command = [sys.executable, "-c", script, str(directory / segment.offer.location), str(STRANGER)]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         assert ran.stdout.split() == ["refused"] * 3
-        assert isinstance(attach(segment.offer, plan, directory), SegmentMap)
+        assert isinstance(attach(segment.offer, plan.size, directory), mmap.mmap)
 
 
 def test_a_directory_without_room_for_a_socket_is_named(plan: SegmentPlan, directory: Path) -> None:
@@ -508,7 +509,7 @@ def test_sockets_of_workers_that_were_killed_are_removed_and_those_of_living_one
         with LocalSegment(plan.size, directory) as newest:
             names = {path.name for path in directory.iterdir()}
             assert names == {recent.name, file.name, living.offer.location, newest.offer.location}
-            assert isinstance(attach(living.offer, plan, directory), SegmentMap)
+            assert isinstance(attach(living.offer, plan.size, directory), mmap.mmap)
 
 
 # -- training --------------------------------------------------------------------------------------------------------

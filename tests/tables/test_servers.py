@@ -117,7 +117,13 @@ def test_sync_ends_with_the_bits_of_ddp(cluster: Cluster, nursery: Nursery, tmp_
 
 @pytest.mark.parametrize(
     ("mode", "transport", "wire"),
-    [("sync", "grpc", "float32"), ("sync", "tcp", "bfloat16"), ("ssp:2", "shm", "float16")],
+    [
+        ("sync", "grpc", "float32"),
+        ("sync", "shm", "float32"),
+        ("sync", "tcp", "bfloat16"),
+        ("async", "tcp", "float32"),
+        ("ssp:2", "shm", "float16"),
+    ],
 )
 def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, transport: str, wire: str) -> None:
     def made() -> TableModel:
@@ -188,14 +194,32 @@ def test_what_is_only_looked_up_makes_no_rows(shared: Cluster, job: str) -> None
         assert min(rows_on(shared, job)) > 30, "each shard has its part"
 
 
-def test_a_large_batch_travels_in_several_messages(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_a_large_batch_travels_in_several_messages(
+    shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ps_worker.cluster.rows.MESSAGE_BYTES", 500)
     monkeypatch.setattr("ps_server.shard.row_pulls.MESSAGE_BYTES", 500)
     ids = torch.arange(-500, 500) * 3
-    with shared.connect("sync", job=job) as session:
+    with shared.connect("sync", job=job, transport=transport) as session:
         worker = Worker(session)
         worker.step(torch.cat([ids, ids[:10]]))
         assert worker.counted(ids) == [2.0] * 10 + [1.0] * 990
+
+
+@pytest.mark.parametrize("is_room", [True, False])
+def test_batches_that_grow_find_larger_memory_or_travel_in_messages(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, is_room: bool
+) -> None:
+    ids = torch.arange(-100_000, 100_000) * 3
+    with shared.connect("sync", job=job, transport="shm") as session:
+        worker = Worker(session)
+        if not is_room:
+            monkeypatch.setattr("ps_worker.cluster.segments.free_bytes", lambda: 2**16)
+        for count in (1, 100, 200_000, 10):  # of rows: more than a MiB
+            worker.step(ids[:count])
+        assert worker.counted(ids[:1]) == [4.0]
+        assert worker.counted(ids[[9, 99, 199_999]]) == [3.0, 2.0, 1.0]
 
 
 def test_a_step_of_one_optimizer_leaves_the_tables_of_others_out(shared: Cluster, job: str) -> None:

@@ -59,7 +59,7 @@ def test_an_id_that_is_refused_expired_or_unknown_shifts_no_other_ids_gradient()
     before = pulled(rows, ids)
     own = torch.arange(6.0)[:, None].expand(6, 4).contiguous()
     counts = np.array([1, 2, 1, 1, 2, 1])
-    assert rows.apply(RowGradients(ids, counts, own), 1, 40) == Applied(stepped=3, admitted=2, waiting=3, forgotten=0)
+    assert rows.apply(RowGradients(ids, counts, own), 1, 40) == Applied(stepped=3, admitted=2, waiting=3)
     moved = (pulled(rows, ids) - before).abs().sum(1) > 0
     assert moved.tolist() == [False, True, False, True, True, False]
     alone = table()
@@ -69,12 +69,12 @@ def test_an_id_that_is_refused_expired_or_unknown_shifts_no_other_ids_gradient()
 
 def test_ids_become_rows_when_they_have_occurred_often_enough() -> None:
     rows = table(admit_after=5)
-    assert rows.apply(gradients(1, 2, counts=2), 1, 1) == Applied(0, 0, 2, 0)
+    assert rows.apply(gradients(1, 2, counts=2), 1, 1) == Applied(0, 0, waiting=2)
     assert rows.apply(gradients(1, counts=2), 1, 2).admitted == 0
-    assert rows.apply(gradients(1, 2, 3, counts=1), 1, 3) == Applied(1, 1, 2, 0)
+    assert rows.apply(gradients(1, 2, 3, counts=1), 1, 3) == Applied(1, 1, waiting=2)
     assert rows.apply(gradients(3, counts=5), 1, 4).admitted == 1
     assert len(rows) == 2
-    assert rows.apply(gradients(1, 3), 1, 5) == Applied(2, 0, 0, 0)
+    assert rows.apply(gradients(1, 3), 1, 5) == Applied(2, 0)
 
 
 @pytest.mark.parametrize("expire_after", [1, 5, 40])
@@ -82,11 +82,12 @@ def test_rows_expire_by_updates_within_a_sixteenth_and_begin_anew(expire_after: 
     rows = table(expire_after=expire_after, admit_after=2)
     rows.apply(gradients(1, 2, counts=2), 1, 1)
     trained = pulled(rows, np.array([1]))
-    version = 1
+    version, expired = 1, 0
     while len(rows) == 2:
         version += 1
         assert torch.equal(pulled(rows, np.array([1])), trained)
-        rows.apply(gradients(2), 1, version)
+        expired += rows.apply(gradients(2), 1, version).expired
+    assert expired == 1
     period = max(1, expire_after // 16)
     assert expire_after < version - 1 <= expire_after + period
     start = initial_rows(SPEC.initializer, np.array([1]), 4)
@@ -112,11 +113,11 @@ def test_beyond_the_most_rows_those_trained_longest_ago_go_and_those_of_the_upda
         rows.apply(gradients(*range(10 * version, 10 * version + 10)), 1, version)
     assert len(rows) == 100
     applied = rows.apply(gradients(10, 1_000), 1, 11)  # 10 is of the oldest ones
-    assert (applied.admitted, applied.forgotten) == (1, 9), "those of one version go together"
+    assert (applied.admitted, applied.evicted) == (1, 9), "those of one version go together"
     assert rows.pull(np.array([10, 1_000, *range(11, 20)]), torch.empty(11, 4)) == 2
     applied = rows.apply(gradients(*range(2_000, 2_300)), 1, 12)
-    assert (applied.stepped, applied.waiting, len(rows)) == (100, 200, 100), "more than fit at all"
-    assert rows.apply(gradients(*range(3_000, 3_100)), 1, 13).forgotten == 100
+    assert (applied.stepped, applied.no_room, len(rows)) == (100, 200, 100), "more than fit at all"
+    assert rows.apply(gradients(*range(3_000, 3_100)), 1, 13) == Applied(100, 100, evicted=100)
 
 
 def test_memory_of_rows_that_went_is_used_again() -> None:

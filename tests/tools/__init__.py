@@ -14,6 +14,7 @@ record_worker.py        Records the messages of a worker's life, to be kept with
 recordings.py           Sends what an earlier release's worker sent to servers of today
 sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
+outbox.py               What comes of a pull there
 checkpoint_files.py     Checkpoints that a test writes itself, without a cluster
 object_store.py         A server of this machine that speaks S3, with one bucket
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback

@@ -74,6 +74,15 @@ def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> row
     )
 
 
+def _places(ids: int, count: int, rows: int) -> rows_pb2.PullRowsRequest:
+    return rows_pb2.PullRowsRequest(
+        worker=WORKER,
+        row_count=count,
+        ids_in_segment=rows_pb2.RowPlace(offset=ids),
+        rows_in_segment=rows_pb2.RowPlace(offset=rows),
+    )
+
+
 _IDS = (7).to_bytes(8, "little") + (9).to_bytes(8, "little")
 _ROWS = _IDS + (1).to_bytes(4, "little") * 2 + bytes(16)
 _REQUESTS = [
@@ -83,6 +92,16 @@ _REQUESTS = [
     _rows("SKIP"),
     rows_pb2.PullRowsRequest(worker=WORKER, payload=_IDS),
     rows_pb2.PullRowsRequest(worker=WORKER, clock=1, payload=_IDS),
+    rows_pb2.PushRowsRequest(
+        worker=WORKER,
+        clock=1,
+        kind="ROW_PUSH_KIND_GRADIENT",
+        row_count=2,
+        total_row_count=2,
+        in_segment={"offset": 4096},
+    ),
+    _places(4096, 2, 4160),
+    _places(4096, 2, 1 << 20),
     rows_pb2.PullTableRequest(worker=WORKER),
     rows_pb2.PullTableRequest(worker=WORKER, clock=1, count_only=True),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
@@ -97,6 +116,9 @@ _REQUESTS = [
     data_pb2.ExchangeRequest(push=_header("GRADIENT", "GRADIENT"), buckets=[0, 1], payload=bytes(128)),
     data_pb2.PullStateRequest(worker=WORKER, buckets=[0, 1]),
     data_pb2.AttachSegmentRequest(worker=WORKER, location="ps-torch-" + "0" * 32, nonce=bytes(32), socket_inode=1),
+    data_pb2.AttachSegmentRequest(
+        worker=WORKER, location="ps-torch-" + "0" * 32, nonce=bytes(32), socket_inode=1, row_bytes=4096
+    ),
     data_pb2.OpenDataConnectionRequest(worker=WORKER),
     jobs_pb2.RegisterJobRequest(spec=_NEW),
     jobs_pb2.EndJobRequest(job=JOB),

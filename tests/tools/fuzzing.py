@@ -23,8 +23,10 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import PSError
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_protocol.v1 import shard_pb2
+from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.rpc import convert
@@ -42,6 +44,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.view.watch import Watch
+from ps_worker.cluster.segments import LocalSegment
 from tests.tools.checkpoint_files import manifest_of
 from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
 from tests.tools.one_process import AtOnce, DirectShard
@@ -138,6 +141,9 @@ class Target:
         """A job with its initial values, and rank 0 with this key."""
         self.shard.create_job(spec, [0, 1, 2])
         self.shard.add_worker(spec.name, 0, 1, 0, key)
+        if spec.tables:
+            with LocalSegment(2 * PAGE_BYTES, DEFAULT_SHARED_DIRECTORY, PAGE_BYTES) as segment:
+                self.shard.attach(spec.name, 0, 1, segment.offer, key)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
             values = torch.arange(bucket.numel).to(TORCH_DTYPES[bucket.dtype]).numpy().tobytes()
             pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)

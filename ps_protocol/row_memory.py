@@ -1,0 +1,58 @@
+"""Memory for rows that a worker shares with the shards on its host: ids, gradients and rows of the step at hand.
+
+A segment beside that of buckets, and handed over as that is. What lies where in it is for the worker to choose:
+messages name places. A shard reads and writes there only while it answers such a message.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES
+from ps_protocol.segment_layout import PAGE_BYTES
+
+MAX_ROW_BYTES = 2**32
+ELEMENT_BYTES = 4
+_ALIGNMENT = 8
+
+
+def pushed_bytes(rows: int, dim: int) -> int:
+    """Returns the bytes of ids, counts and gradients of so many rows."""
+    return rows * (ID_BYTES + COUNT_BYTES + ELEMENT_BYTES * dim)
+
+
+def pulled_bytes(rows: int, dim: int) -> int:
+    """Returns the bytes of so many rows, and of their ids before them."""
+    return rows * (ID_BYTES + ELEMENT_BYTES * dim)
+
+
+def aligned(size: int) -> int:
+    """Returns the bytes that something takes of which another begins behind."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class RowMemory:
+    """A mapped segment for rows. `size`: of what lies behind its first page, in bytes"""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.size = len(memory) - PAGE_BYTES
+
+    def array(self, offset: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Returns numbers at a place: [count]. Raises InvalidRequest for a place that is none."""
+        end = offset + count * np.dtype(dtype).itemsize
+        if offset % ELEMENT_BYTES or offset < PAGE_BYTES or end > PAGE_BYTES + self.size:
+            raise InvalidRequest(
+                f"expected a place in a segment for rows of {self.size} bytes, got bytes {offset} to {end}"
+            )
+        return np.frombuffer(self._memory, dtype, count, offset)
+
+    def rows(self, offset: int, count: int, dim: int) -> torch.Tensor:
+        """Returns rows at a place: [count, dim] float32. Raises InvalidRequest for a place that is none."""
+        return torch.from_numpy(self.array(offset, count * dim, np.float32)).view(count, dim)

@@ -1,0 +1,192 @@
+"""Rows in memory that a worker shares with a shard: messages name places in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
+from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pulled_bytes, pushed_bytes
+from ps_protocol.segment_layout import PAGE_BYTES
+from ps_protocol.tables import Initializer, JobTable, TableSpec
+from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush
+from ps_server.shard.shard import Shard
+from ps_server.shard.waiting import PulledRows
+from ps_worker.cluster.segments import LocalSegment
+from tests.tools.outbox import Answers
+from tests.tools.partitions import job_spec, lone_shard
+
+DIM, ROW_BYTES = 2, 4096
+IDS = np.array([3, -7, 2**40])
+
+
+class Sharing:
+    """A shard with a job whose table is of ones, and its worker 0 with a segment for rows."""
+
+    def __init__(self, row_bytes: int = ROW_BYTES, mode: str = "async", workers: int = 1) -> None:
+        table = JobTable(TableSpec("items", DIM, Initializer("constant", 1.0)), "SGD", {"lr": 1.0, "momentum": 0.0})
+        self.shard: Shard = lone_shard(workers=workers, spec=replace(job_spec(mode), tables=(table,)))
+        self.attach(row_bytes)
+
+    def attach(self, row_bytes: int) -> None:
+        """Hands over a segment for rows, in place of the one before."""
+        with LocalSegment(PAGE_BYTES + row_bytes, DEFAULT_SHARED_DIRECTORY, row_bytes) as segment:
+            self.shard.attach("sums", 0, 1, segment.offer)
+        self.memory = RowMemory(segment.memory)
+
+    def push(self, clock: int, value: float = 1.0, place: int = PAGE_BYTES) -> None:
+        """Pushes the same gradient of all ids."""
+        count = len(IDS)
+        self.memory.array(place, count, np.int64)[:] = IDS
+        self.memory.array(place + 8 * count, count, np.uint32)[:] = 1
+        self.memory.rows(place + 12 * count, count, DIM).fill_(value)
+        self.shard.push_rows(named(clock, place))
+
+    def pull(self, clock: int, place: int = PAGE_BYTES) -> list[list[float]]:
+        """Returns rows of all ids as they come into the segment."""
+        count, outbox = len(IDS), Answers()
+        self.memory.array(place, count, np.int64)[:] = IDS
+        places = PullPlaces(place, count, place + 8 * count)
+        self.shard.pull(RowsPull("sums", 0, 1, 0, clock, b"", places=places), outbox)
+        [answer] = outbox.told
+        assert isinstance(answer, PulledRows)
+        assert answer.in_segment
+        assert answer.payload is None
+        assert outbox.finished
+        return self.memory.rows(place + 8 * count, count, DIM).tolist()
+
+
+def named(clock: int, place: int, count: int = len(IDS)) -> RowsPush:
+    return RowsPush("sums", 0, 1, 0, clock, RowPushKind.GRADIENT, b"", 0, count, count, {}, place=place)
+
+
+def test_rows_are_pushed_from_the_segment_and_pulled_into_it() -> None:
+    worker = Sharing()
+    assert worker.pull(0) == [[1.0, 1.0]] * 3
+    worker.push(1)
+    worker.push(2, 3.0, PAGE_BYTES + 512)
+    assert worker.pull(2, PAGE_BYTES + 1024) == [[-3.0, -3.0]] * 3
+
+
+def test_a_push_is_what_the_segment_had_when_it_came() -> None:
+    worker = Sharing(mode="sync", workers=2)
+    worker.push(1)  # it waits for worker 1
+    worker.memory.rows(PAGE_BYTES + 36, 3, DIM).fill_(float("nan"))
+    worker.memory.array(PAGE_BYTES, 3, np.int64)[:] = 5
+    other = IDS.tobytes() + np.ones(3, np.uint32).tobytes() + np.full((3, DIM), 3.0, np.float32).tobytes()
+    worker.shard.push_rows(replace(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    assert worker.pull(1, PAGE_BYTES + 512) == [[-1.0, -1.0]] * 3
+
+
+def test_a_larger_segment_takes_the_place_of_the_one_before() -> None:
+    worker = Sharing()
+    worker.push(1)
+    worker.attach(4 * ROW_BYTES)
+    place = PAGE_BYTES + 3 * ROW_BYTES
+    worker.push(2, 2.0, place)
+    assert worker.pull(2, place) == [[-2.0, -2.0]] * 3
+
+
+FAR = PAGE_BYTES + ROW_BYTES
+BEFORE = PAGE_BYTES - 8
+
+
+@pytest.mark.parametrize(
+    "place", [0, BEFORE, PAGE_BYTES + 2, FAR - pushed_bytes(3, DIM) + 4, FAR, 2**40, 2**63, 2**64 - 8]
+)
+def test_a_place_that_is_none_is_refused_and_changes_nothing(place: int) -> None:
+    worker = Sharing()
+    worker.push(1)
+    with pytest.raises(InvalidRequest, match=f"segment for rows of {ROW_BYTES} bytes, got bytes {place} to"):
+        worker.shard.push_rows(named(2, place))
+    for places in (PullPlaces(place, 9, PAGE_BYTES), PullPlaces(PAGE_BYTES, 9, place)):
+        with pytest.raises(InvalidRequest, match="segment for rows"):
+            worker.shard.pull(RowsPull("sums", 0, 1, 0, 1, b"", places=places), Answers())
+    assert worker.pull(1) == [[0.0, 0.0]] * 3
+
+
+def test_the_last_place_is_one() -> None:
+    worker = Sharing(ROW_BYTES)
+    worker.push(1, place=FAR - pushed_bytes(3, DIM) - 4)
+    assert worker.pull(1, FAR - pulled_bytes(3, DIM)) == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("count", [10**9, 2**63])
+def test_more_rows_than_the_segment_holds_are_refused(count: int) -> None:
+    with pytest.raises(InvalidRequest, match="expected a place"):
+        Sharing().shard.push_rows(named(1, PAGE_BYTES, count))
+
+
+def test_what_is_checked_in_messages_is_checked_in_the_segment() -> None:
+    worker = Sharing()
+    with pytest.raises(NonFiniteGradient):
+        worker.push(1, float("inf"))
+    with pytest.raises(InvalidRequest, match="as float32, got bfloat16"):
+        worker.shard.push_rows(replace(named(1, PAGE_BYTES), wire_format="bfloat16"))
+    worker.memory.array(PAGE_BYTES, 3, np.int64)[:] = 5
+    worker.memory.rows(PAGE_BYTES + 36, 3, DIM).fill_(1.0)
+    with pytest.raises(InvalidRequest, match="each id once"):
+        worker.shard.push_rows(named(1, PAGE_BYTES))
+    assert worker.pull(0) == [[1.0, 1.0]] * 3
+
+
+def test_a_worker_has_the_segment_of_its_own_place_alone() -> None:
+    worker = Sharing()
+    shard = worker.shard
+    shard.add_worker("sums", 1, 2, 0)
+    with pytest.raises(NotShared, match="worker 1 has attached no segment for rows"):
+        shard.push_rows(replace(named(1, PAGE_BYTES), rank=1, incarnation=2))
+    shard.add_worker("sums", 0, 3, 0)  # it has joined again
+    with pytest.raises(Fenced):
+        worker.push(1)
+    with pytest.raises(NotShared):
+        shard.push_rows(replace(named(1, PAGE_BYTES), incarnation=3))
+
+
+@pytest.mark.parametrize("row_bytes", [MAX_ROW_BYTES + 1, 2**63])
+def test_a_segment_beyond_all_measure_is_refused(row_bytes: int) -> None:
+    worker = Sharing()
+    with LocalSegment(PAGE_BYTES, DEFAULT_SHARED_DIRECTORY) as segment:
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_ROW_BYTES} bytes"):
+            worker.shard.attach("sums", 0, 1, replace(segment.offer, row_bytes=row_bytes))
+        with pytest.raises(PSError, match=f"has {PAGE_BYTES} bytes where {PAGE_BYTES + 64} are needed"):
+            worker.shard.attach("sums", 0, 1, replace(segment.offer, row_bytes=64))
+    worker.push(1)
+    assert worker.pull(1) == [[0.0, 0.0]] * 3
+
+
+def test_a_job_without_tables_has_no_segment_for_rows() -> None:
+    shard = lone_shard("async", 1)
+    with (
+        LocalSegment(2 * PAGE_BYTES, DEFAULT_SHARED_DIRECTORY, PAGE_BYTES) as segment,
+        pytest.raises(InvalidRequest, match="in a job with tables"),
+    ):
+        shard.attach("sums", 0, 1, segment.offer)
+
+
+def test_what_lies_in_the_segment_is_not_read_from_the_message_too() -> None:
+    from ps_protocol.framing import write_message
+    from ps_protocol.v1 import rows_pb2
+    from ps_server.rpc import row_messages
+
+    push = rows_pb2.PushRowsRequest(kind=rows_pb2.ROW_PUSH_KIND_GRADIENT)
+    push.in_segment.offset = PAGE_BYTES
+    with pytest.raises(InvalidRequest, match="got both"):
+        row_messages.push(write_message(push, b"1234"))
+    pull = rows_pb2.PullRowsRequest(row_count=3)
+    with pytest.raises(InvalidRequest, match="got a place or a number for none there"):
+        row_messages.pull(write_message(pull))
+    pull.ids_in_segment.offset = PAGE_BYTES
+    with pytest.raises(InvalidRequest, match="both its ids and its rows"):
+        row_messages.pull(write_message(pull))
+
+
+def test_memory_of_rows_is_a_view() -> None:
+    worker = Sharing()
+    rows = worker.memory.rows(PAGE_BYTES, 2, DIM)
+    rows.fill_(2.0)
+    assert torch.equal(worker.memory.rows(PAGE_BYTES, 2, DIM), rows)
