@@ -16,7 +16,8 @@ from typing import Any
 import ps_worker
 from ps_worker import session
 from ps_worker.model.optimizer import ServerOptimizer
-from ps_worker.tables import modules, optimizers
+from ps_worker.row_feed import RowFeed
+from ps_worker.tables import freezing, modules, optimizers
 
 _DEFINED = (ast.FunctionDef, ast.ClassDef)
 
@@ -54,14 +55,19 @@ def session_entries() -> Iterator[str]:
     """Yields the class, then its public members in the order of the source."""
     yield "## Session\n"
     yield text_of(inspect.getdoc(session.Session) or "", None) + "\n"
-    for name, member in vars(session.Session).items():
+    yield from member_entries(session.Session, "session")
+
+
+def member_entries(cls: type, called_so: str) -> Iterator[str]:
+    """Yields the public members of a class in the order of the source."""
+    for name, member in vars(cls).items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):
-            yield f"### session.{name}\n"
+            yield f"### {called_so}.{name}\n"
             yield text_of(inspect.getdoc(member) or "", set()) + "\n"
         else:
-            yield from entry("###", f"session.{name}", getattr(session.Session, name))
+            yield from entry("###", f"{called_so}.{name}", getattr(cls, name))
 
 
 def optimizer_entries() -> Iterator[str]:
@@ -76,13 +82,15 @@ def table_entries() -> Iterator[str]:
     """Yields the modules whose rows are in tables, and the optimizers that only tables have."""
     yield "## Tables\n"
     yield "[tables.md](tables.md) says what they promise.\n"
-    for cls in (modules.Embedding, modules.EmbeddingBag):
+    for cls in (modules.Embedding, modules.EmbeddingBag, RowFeed):
         yield f"### ps_worker.{cls.__name__}\n"
         signature = inspect.signature(cls.__init__).replace(return_annotation=cls.__name__)
         yield f"```python\n{called(f'ps_worker.{cls.__name__}', signature)}\n```\n"
         yield text_of(inspect.getdoc(cls) or "", None) + "\n"
+    yield from member_entries(RowFeed, "feed")
     for function in (optimizers.RowWiseAdagrad, optimizers.Ftrl):
         yield from entry("###", f"ps_worker.{function.__name__}", function)
+    yield from entry("###", "ps_worker.freeze", freezing.freeze)
 
 
 def framework_entries() -> Iterator[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -182,7 +183,7 @@ def train(arguments: argparse.Namespace) -> Result:
         seconds,
     )
     if session.is_main:
-        recent = losses[-100:]
+        recent = losses[-100:] or [math.nan]  # in an elastic job a worker may get no batch
         print(f"loss {sum(recent) / len(recent):.4f}, {result.rows} rows, {arguments.samples / seconds:.0f} samples/s")
         print(f"AUC {result.auc:.4f} on new samples; the best that can be is {result.best_auc:.4f}", flush=True)
         leave_behind(arguments.out, own, losses, result)

@@ -125,12 +125,10 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:
-    start = message.initializer
-    kind = known(_DISTRIBUTIONS, start.distribution, f"distribution of table {message.name!r}")
     spec = TableSpec(
         message.name,
         message.dim,
-        Initializer(kind, start.scale, start.seed),
+        row_initializer(message.initializer, message.name),
         message.admit_after,
         message.expire_after,
         message.max_rows,
@@ -138,14 +136,23 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
     return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
 
 
+def row_initializer(message: job_pb2.RowInitializer, table: str) -> Initializer:
+    """Returns how rows of a table begin. Raises InvalidRequest for a distribution that does not exist."""
+    kind = known(_DISTRIBUTIONS, message.distribution, f"distribution of table {table!r}")
+    return Initializer(kind, message.scale, message.seed)
+
+
+def row_initializer_message(start: Initializer) -> job_pb2.RowInitializer:
+    """Returns the message that says how rows begin."""
+    return job_pb2.RowInitializer(distribution=_DISTRIBUTION_NUMBERS[start.kind], scale=start.scale, seed=start.seed)
+
+
 def _table_message(table: JobTable) -> job_pb2.TableSpec:
-    rows, start = table.rows, table.rows.initializer
+    rows = table.rows
     return job_pb2.TableSpec(
         name=rows.name,
         dim=rows.dim,
-        initializer=job_pb2.RowInitializer(
-            distribution=_DISTRIBUTION_NUMBERS[start.kind], scale=start.scale, seed=start.seed
-        ),
+        initializer=row_initializer_message(rows.initializer),
         admit_after=rows.admit_after,
         expire_after=rows.expire_after,
         max_rows=rows.max_rows,

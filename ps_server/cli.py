@@ -107,12 +107,7 @@ def parser() -> CommandLine:
 
     _add_asking(add)
     _add_plan(add)
-
-    directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
-    text = "write a job's last checkpoint as plain PyTorch files"
-    export = add("export", text, directory, JOB, words="[options] OUT")
-    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
-    export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
+    _add_export(add)
 
     config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
@@ -183,6 +178,17 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
     plan.add_argument("--json", action="store_true", help="for programs: bytes, seconds and steps a second as JSON")
 
 
+def _add_export(add: Callable[..., CommandLine]) -> None:
+    """Adds what writes a checkpoint for other programs."""
+    directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
+    text = "write a job's last checkpoint as plain PyTorch files"
+    export = add("export", text, directory, JOB, words="[options] OUT")
+    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
+    text = "of the tables of rows in OUT/tables [default safetensors]"
+    export.add_argument("--format", choices=("safetensors", "parquet", "npy"), default="safetensors", help=text)
+    export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
+
+
 def _add_serving(command: CommandLine) -> None:
     command.add_settings(*PROCESS)
     checkpoints = command.add_argument_group("checkpoints")
@@ -220,7 +226,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
         from ps_server.storage.export import export
 
-        print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, Path(arguments.output)))
+        output = Path(arguments.output)
+        print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format))
         return 0
     if arguments.command == "plan":
         return _plan(arguments)

@@ -47,6 +47,7 @@ from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
+from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.lease_service import DataLeaseService
@@ -263,10 +264,13 @@ class Server:
             norm_limit=self._config.limits.push_norm,
             principal_limit=self._config.limits.caller_bytes,
             pulled_limit=self._config.limits.pulled_buckets,
+            feed_limit=self._config.limits.feeds,
         )
         self.shard = shard
-        data = DataService(shard, Answers(self._config.index or 0, self.process))
+        answers = Answers(self._config.index or 0, self.process)
+        data, feeds = DataService(shard, answers), FeedService(shard, answers)
         data.register(self._grpc)
+        feeds.register(self._grpc)
         config = self._config
         port = None if config.no_data_port else config.data_port
         where = Where(config.host, port, config.tls, config.shared_directory)
@@ -275,8 +279,8 @@ class Server:
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
-        self._stops += [shard.stop, data.stop, release]
-        return [data.NAME, control.NAME]
+        self._stops += [shard.stop, data.stop, feeds.stop, release]
+        return [data.NAME, feeds.NAME, control.NAME]
 
     def _open_checkpoints(self) -> tuple[CheckpointStore | None, Callable[[], None]]:
         """Returns where this shard's files of checkpoints are, if there are any, and what gives that back."""

@@ -3,6 +3,7 @@
 Pure, like the servers' core: no socket, clock, thread, environment or message. A table is for one caller at a time.
 
 candidates.py     Ids that are not rows yet: how often each has occurred
+changes.py        What changed in a table after a version: a walk over its rows, some at a time
 contributions.py  Gradients of rows: those of one worker's step, and the sum of several
 distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
@@ -10,6 +11,7 @@ index.py          Which row an id has: open addressing, a whole batch of ids at 
 initial.py        The value of a row without training: a function of seed, id and column
 memory.py         Arrays of rows in reserved memory: they grow without a copy
 optimizers.py     Optimizers that step some rows of a table, with the state of each row
+removed.py        Ids that were rows and are none any more, of late
 saved.py          Rows in the state_dict of a model
 table.py          A table: its rows come into being, are trained, expire and are read
 """

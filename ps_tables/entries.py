@@ -2,6 +2,9 @@
 
 Entries expire by a threshold: those that were used last before some version are no entries any more. Only that number
 moves, at once, and decides; their numbers and their places in the index are given back later, some at a time.
+
+An entry keeps its number for as long as it is one. So a walk over the numbers, some at a time, comes by every entry
+that stays meanwhile, whatever the index does.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from ps_tables.index import Index
 from ps_tables.memory import RowNumbers, reserved
 
 _HIGHEST = 2**32 - 1
-_SWEPT = 2**16  # slots of the index looked at in one call
+_SWEPT = 2**16  # numbers looked at in one call
 
 
 class Entries:
@@ -30,6 +33,8 @@ class Entries:
         self._free = np.empty(0, np.int64)
         # By number, the version less the base; 0: the number is free.
         self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
+        self._ids: Ids = reserved(capacity, np.int64)  # by number
+        self._swept = 0  # numbers that `sweep` has looked at
         self._base = 0
         self._threshold = 1  # less the base: what was used before has expired
         self._live = 0
@@ -39,8 +44,8 @@ class Entries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: of the index, and of versions."""
-        return self._index.nbytes + self._end * self._used.itemsize + self._free.nbytes
+        """Bytes of memory: of the index, of versions, and of ids."""
+        return self._index.nbytes + self._end * (self._used.itemsize + self._ids.itemsize) + self._free.nbytes
 
     @property
     def end(self) -> int:
@@ -67,6 +72,7 @@ class Entries:
         if len(missing):
             numbers[missing] = new = self._take(len(missing))
             self._index.insert(ids[missing], new)
+            self._ids[new] = ids[missing]
         self._live += len(ids)
         self.use(numbers, version)
         return numbers
@@ -76,30 +82,32 @@ class Entries:
         highest = int(np.max(version, initial=0)) - self._base
         if highest > _HIGHEST:
             self._rebase(highest - _HIGHEST // 2)
-        self._used[numbers] = np.maximum(version - np.int64(self._base), 1)
+        self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
         """Takes distinct entries away."""
         self._live -= len(ids)
         self._give_back(ids, numbers)
 
-    def expire(self, before: int) -> int:
-        """Has the entries expire that were used last before a version; returns how many."""
+    def expire(self, before: int) -> Ids:
+        """Has the entries expire that were used last before a version; returns their ids."""
         threshold = before - self._base
         if threshold <= self._threshold:
-            return 0
+            return np.empty(0, np.int64)
+        used, ends = self._used[: self._end], self._threshold
         self._threshold = threshold
-        live, self._live = self._live, int(np.count_nonzero(self._used[: self._end] >= threshold))
-        return live - self._live
+        expired: Ids = self._ids.take(np.flatnonzero((used >= ends) & (used < threshold)))
+        self._live -= len(expired)
+        return expired
 
-    def make_room(self, more: int, version: int) -> int:
-        """Has the entries expire that were used longest ago, where so many more do not fit; returns how many.
+    def make_room(self, more: int, version: int) -> Ids:
+        """Has the entries expire that were used longest ago, where so many more do not fit; returns their ids.
 
         Those of one version go together, and a sixteenth of all at least. Those of this version stay.
         """
         missing = more - (self._capacity - self._live)
         if missing <= 0 or not self._live:
-            return 0
+            return np.empty(0, np.int64)
         live = self._used[: self._end]
         live = live[live >= self._threshold]
         last = min(self._live, max(missing, self._capacity // 16)) - 1
@@ -107,17 +115,26 @@ class Entries:
 
     def sweep(self, everything: bool = False) -> None:
         """Gives back what some of the expired entries use. everything: of all of them"""
-        if not everything and self._live == len(self._index):
+        if self._live == len(self._index):
             return
-        ids, numbers = self._index.entries() if everything else self._index.walk(_SWEPT)
-        expired = self._used.take(numbers) < self._threshold
-        self._give_back(ids[expired], numbers[expired])
+        first = 0 if everything or self._swept >= self._end else self._swept
+        self._swept = self._end if everything else min(self._end, first + _SWEPT)
+        used = self._used[first : self._swept]
+        numbers = first + np.flatnonzero((used < self._threshold) & (used > 0))
+        self._give_back(self._ids.take(numbers), numbers)
 
     def entries(self) -> tuple[Ids, RowNumbers]:
         """Returns all ids with an entry, in no order, and their numbers."""
-        ids, numbers = self._index.entries()
-        live = self._used.take(numbers) >= self._threshold
-        return ids[live], numbers[live]
+        return self.used_since(0, 0, self._end)
+
+    def used_since(self, version: int, first: int, count: int) -> tuple[Ids, RowNumbers]:
+        """Returns the ids of the entries with some numbers that were used last after a version, and their numbers.
+
+        first, count: of the numbers that are looked at
+        """
+        used = self._used[first : min(self._end, first + count)]
+        numbers = first + np.flatnonzero(used >= max(self._threshold, version + 1 - self._base))
+        return self._ids.take(numbers), numbers
 
     def versions(self, numbers: RowNumbers) -> npt.NDArray[np.int64]:
         """Returns the version that used each entry last."""
@@ -138,8 +155,9 @@ class Entries:
     def _rebase(self, shift: int) -> None:
         """Counts versions from a later one on, so that 32 bits hold them: those before it become that one."""
         used = self._used[: self._end]
-        expired = used < self._threshold
-        np.copyto(used, np.maximum(used.astype(np.int64), shift + 1) - shift, casting="unsafe")
-        used[expired] = 0  # and stay so, until they are swept
-        self._threshold = max(1, self._threshold - shift)
+        free, expired = used == 0, used < self._threshold
+        np.copyto(used, np.maximum(used.astype(np.int64), shift + 2) - shift, casting="unsafe")
+        used[expired] = 1  # and stay so, until they are swept
+        used[free] = 0
+        self._threshold = max(2, self._threshold - shift)
         self._base += shift

@@ -98,7 +98,6 @@ class Index:
         self._touched = 0  # slots of the next ones whose memory is there
         self._zero = -1  # the row of id 0, whose key would look like an empty slot
         self._count = 0
-        self._walked = 0  # slots that `walk` has looked at
 
     def __len__(self) -> int:
         return self._count
@@ -141,26 +140,6 @@ class Index:
                 there = slots.keys.take(at) == ids
                 slots.rows[at[there]] = 0
 
-    def entries(self) -> tuple[Ids, RowNumbers]:
-        """Returns all ids, in no order, and their rows."""
-        parts = [slots.entries(0, len(slots))[:2] for slots in (self._slots, self._old) if slots is not None]
-        return _joined([*parts, self._entry_of_zero()])
-
-    def walk(self, count: int) -> tuple[Ids, RowNumbers]:
-        """Returns the ids in the next so many slots, and their rows; after the last slot it begins anew.
-
-        So all ids come up in the end, also if some are removed or inserted meanwhile, and the index made anew.
-        """
-        self._move(count)  # what is in old slots comes up in new ones
-        start = self._walked if self._walked < len(self._slots) else 0
-        self._walked = min(len(self._slots), start + count)
-        part = self._slots.entries(start, self._walked)[:2]
-        return _joined([part, self._entry_of_zero()] if start == 0 else [part])
-
-    def _entry_of_zero(self) -> tuple[Ids, RowNumbers]:
-        count = int(self._zero >= 0)
-        return np.zeros(count, np.int64), np.full(count, self._zero, np.int64)
-
     def _make_room(self, more: int) -> None:
         """Sees to it that so many ids more fit, which are counted, and moves some of what is still in the old slots."""
         self._move(max(_MOVED, 8 * more))
@@ -197,8 +176,3 @@ class Index:
         self._moved = stop
         if stop == len(self._old):
             self._old = None
-
-
-def _joined(parts: list[tuple[Ids, RowNumbers]]) -> tuple[Ids, RowNumbers]:
-    ids, rows = zip(*parts, strict=True)
-    return np.concatenate(ids), np.concatenate(rows)

@@ -1,7 +1,8 @@
 """A table: its rows come into being, are trained, expire and are read.
 
-    pull    reads rows, and what is no row as it would begin: it changes nothing
-    apply   makes one update: admits ids, makes rows for them, and steps the rows of the update
+    pull     reads rows, and what is no row as it would begin: it changes nothing
+    apply    makes one update: admits ids, makes rows for them, and steps the rows of the update
+    changes  tells what changed after a version: it changes nothing
 
 A row expires when `expire_after` updates have passed since the last one that trained it: from then on it counts as one
 without training. That is decided at versions which are a multiple of a period, and does not depend on when
@@ -22,14 +23,16 @@ from ps_protocol.row_ids import Ids, mix
 from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
+from ps_tables.changes import Changes
 from ps_tables.contributions import RowGradients
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.optimizers import row_optimizer
+from ps_tables.removed import RemovedIds
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
-INDEX_BYTES = 32  # of an id: its slots, most of them filled, and its version
+INDEX_BYTES = 40  # of an id: its slots, most of them filled, the id once more, and its version
 
 
 def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
@@ -74,6 +77,7 @@ class Table:
         self._weights = RowArray(capacity, spec.dim)
         self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
+        self._removed = RemovedIds()
         self.version = 0  # updates made
 
     def __len__(self) -> int:
@@ -85,7 +89,7 @@ class Table:
         """Bytes of memory, also of rows that have expired and are not used again yet."""
         row_bytes = 4 * (self.spec.dim + sum(array.dim for array in self._optimizer.state.values()))
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        return self._rows.nbytes + self._rows.end * row_bytes + waiting
+        return self._rows.nbytes + self._rows.end * row_bytes + waiting + self._removed.nbytes
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows: [n] ids, which may repeat, into [n, dim] float32, contiguous. Returns how many are rows."""
@@ -111,7 +115,7 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._rows.make_room(len(new), version)
+        evicted = self._forget(self._rows.make_room(len(new), version), version)
         room = self._capacity - len(self._rows)
         no_room = max(0, len(new) - room)
         if no_room:
@@ -127,6 +131,15 @@ class Table:
             sums = sums[torch.from_numpy(stepped)]
         self._optimizer.step(self._weights, numbers[stepped], sums, count, self._values, version)
         return Applied(len(stepped), len(new), waiting, no_room, self._expire(version), evicted)
+
+    def changes(self, since: int | None) -> Changes:
+        """Returns a walk over what changed after a version; over all rows for None, or if removed ids are forgotten.
+
+        since: up to the version of the table
+        """
+        removed = None if since is None else self._removed.after(since)
+        known = 0 if since is None or removed is None else since
+        return Changes(self._rows, self._weights, known, self.version, removed)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
@@ -172,6 +185,7 @@ class Table:
             ids, counts, last = (values[newest] for values in waiting)
             self._candidates.restore(ids, counts, last)
         self.version = int(tensors["version"])
+        self._removed = RemovedIds(self.version)
 
     def _arrays(self) -> dict[str, RowArray]:
         kept = self._optimizer.state.items()
@@ -183,11 +197,16 @@ class Table:
             return unknown
         return unknown[self._candidates.admit(update.ids[unknown], update.counts[unknown], version)]
 
+    def _forget(self, ids: Ids, version: int) -> int:
+        """Notes that ids are rows no more; returns how many they are."""
+        self._removed.add(version, ids, len(self._rows))
+        return len(ids)
+
     def _expire(self, version: int) -> int:
         """Has rows expire if it is time; returns how many. Gives back some of what expired before."""
         expired = 0
         if self.spec.expire_after and version % max(1, self.spec.expire_after // PERIODS) == 0:
-            expired = self._rows.expire(version - self.spec.expire_after)
+            expired = self._forget(self._rows.expire(version - self.spec.expire_after), version)
             if self._candidates is not None:
                 self._candidates.entries.expire(version - self.spec.expire_after)
         self._rows.sweep()

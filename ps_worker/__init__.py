@@ -5,6 +5,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
 session.py      The public face of a worker: `connect`, and the session that it returns
+row_feed.py     A live copy of a table in a process that does not train
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
@@ -43,7 +44,9 @@ from ps_protocol.errors import (
 from ps_runtime.version import version
 
 if TYPE_CHECKING:
+    from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session, connect
+    from ps_worker.tables.freezing import freeze
     from ps_worker.tables.modules import Embedding, EmbeddingBag
     from ps_worker.tables.optimizers import Ftrl, RowWiseAdagrad
 
@@ -60,12 +63,14 @@ __all__ = [
     "NonFiniteGradient",
     "NotFound",
     "PSError",
+    "RowFeed",
     "RowWiseAdagrad",
     "Session",
     "UnknownWorker",
     "Unreachable",
     "Unsupported",
     "connect",
+    "freeze",
 ]
 
 __version__ = version()
@@ -81,6 +86,14 @@ def __getattr__(name: str) -> Any:
         from ps_worker.tables import modules
 
         return getattr(modules, name)
+    if name == "freeze":
+        from ps_worker.tables import freezing
+
+        return freezing.freeze
+    if name == "RowFeed":
+        from ps_worker import row_feed
+
+        return row_feed.RowFeed
     if name in ("Ftrl", "RowWiseAdagrad"):
         from ps_worker.tables import optimizers
 

@@ -22,6 +22,7 @@ reached.py       How far a job is on one shard: over all its buckets that train,
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
+row_cursor.py    Where a reader of a table's feed is: a cursor, which it keeps and does not understand
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 tables.py        One job's tables on one shard: rule, rows and pending pushes of each

@@ -53,6 +53,7 @@ class Limits:
     )
     push_norm: float = _limit(math.inf, "L2 norm of the gradient in one push, which is one bucket's")
     views: int = _limit(64, "callers that watch the cluster (WatchStatus) at the same time")
+    feeds: int = _limit(64, "feeds of rows (WatchRows) of one job on one shard at the same time")
     # of calls
     calls: int = _limit(512, "calls in flight of one caller (a token or certificate) from one host")
     all_calls: int = _limit(16_384, "calls in flight of all callers together, but for health checks")

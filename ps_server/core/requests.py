@@ -122,6 +122,16 @@ class TablePull:
     run: str = ""
 
 
+@dataclass(frozen=True)
+class RowsWatch:
+    """Which table a reader follows, by name, from which cursor on, and the seconds between two rounds at least."""
+
+    job: str
+    table: str
+    cursor: bytes
+    period: float
+
+
 class PushedBucket(NamedTuple):
     """One bucket of a PushCall; the fields are those of Push."""
 

@@ -25,6 +25,7 @@ from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import TableSnapshot
+from ps_tables.changes import Changes
 from ps_tables.contributions import RowGradients
 from ps_tables.table import Table, row_bytes
 
@@ -104,6 +105,15 @@ class TableRows:
     def nbytes(self) -> int:
         """Bytes of memory; see Table.nbytes."""
         return self._table.nbytes
+
+    @property
+    def version(self) -> int:
+        """Updates of the rows: those in which no worker had a gradient are not among them."""
+        return self._table.version
+
+    def changes(self, since: int | None) -> Changes:
+        """Returns a walk over what changed after a version; see Table.changes."""
+        return self._table.changes(since)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows; see Table.snapshot."""

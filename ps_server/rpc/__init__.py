@@ -9,6 +9,7 @@ data_connections.py Calls that a worker makes over a data connection, each as if
 data_listener.py    Where workers open data connections: a TCP port, and a unix socket
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
+feed_service.py     Serves readers that follow a job while it trains
 figure_messages.py  What processes measure of their own work, as messages, and back
 frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
 health_client.py    Asks a server whether it serves, as probes do

@@ -17,6 +17,7 @@ from ps_protocol.errors import Forbidden, InvalidRequest
 from ps_protocol.v1 import (
     cluster_pb2,
     data_pb2,
+    feed_pb2,
     jobs_pb2,
     leases_pb2,
     membership_pb2,
@@ -56,6 +57,7 @@ def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[
 
 METHODS: dict[str, Roles] = {
     **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}, PullRows=_WORKERS | {Role.READER}),
+    **_service(feed_pb2, "FeedService", _WORKERS | _LOOKING),
     **_service(jobs_pb2, "JobService", _ADMIN, RegisterJob=_WORKERS, CheckpointJob=_ADMIN | _CLUSTER),
     **_service(membership_pb2, "MembershipService", _WORKERS, **_MEMBERSHIP),
     **_service(leases_pb2, "DataLeaseService", _WORKERS),

@@ -9,6 +9,7 @@ metrics.py    What a shard tells Prometheus
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 restores.py   Restores of jobs from checkpoints, and how far they are
+row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round
 row_pulls.py  Pulls of rows: checked, and sent in messages of a few MiB
 segments.py   Mapping a worker's segment, without trusting what it says
 row_memory.py Workers' segments for rows, and what messages name in them

@@ -6,6 +6,8 @@ weights while they are stepped, copied out or lent. Where both are needed, `tens
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ps_protocol.codecs import Cast
-from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater
+from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.row_memory import RowMemory
@@ -34,6 +36,7 @@ from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import READER, Pull, Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
+_HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
 REFUSED_SECONDS = 0.25  # after which a refused push may be sent again: the servers end, or take pushes again
 
 
@@ -72,6 +75,13 @@ class OfWorkers:
     row_memory: dict[int, AttachedRows] = field(default_factory=dict)
     attaching: set[int] = field(default_factory=set)
     connected: dict[int, Connected] = field(default_factory=dict)
+
+
+class Feed(Protocol):
+    """A reader's feed of a table: see row_feeds.py."""
+
+    def end(self, error: PSError) -> None:
+        """Ends the feed with an error."""
 
 
 class Trained(Protocol):
@@ -116,10 +126,16 @@ class HostedBucket(Hosted):
 
 @dataclass(eq=False)
 class HostedTable(Hosted):
-    """A table's rows on this shard."""
+    """A table's rows on this shard.
+
+    history: of its updates: see core/row_cursor.py
+    feeds:   of readers; the job's lock guards them
+    """
 
     rule: UpdateRule[RowsContribution]
     weights: TableRows
+    history: int = field(default_factory=_HISTORIES.__next__)
+    feeds: set[Feed] = field(default_factory=set)
 
 
 class Narrowed:
@@ -173,6 +189,12 @@ class HostedJob:
     def mode(self) -> str:
         """The job's mode, for metrics."""
         return str(self.state.spec.consistency)
+
+    @property
+    def tables(self) -> dict[int, HostedTable]:
+        """The tables, by index."""
+        found = ((index, self.parts[index]) for index in self.state.tables)
+        return {index: table for index, table in found if isinstance(table, HostedTable)}
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
@@ -277,6 +299,20 @@ class HostedJob:
             later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
             later.retry_after = REFUSED_SECONDS
             raise later
+
+    def feeds(self) -> list[Feed]:
+        """Returns the feeds of all tables. One that is added meanwhile looks for itself whether the job is there."""
+        if not any(table.feeds for table in self.tables.values()):
+            return []
+        with self.lock:
+            return [feed for table in self.tables.values() for feed in table.feeds]
+
+    def end_feeds(self, error: PSError) -> None:
+        """Ends all feeds with an error: to be tried again later, where the job goes on from a checkpoint."""
+        if isinstance(error, UnknownWorker):
+            error = TryLater(f"job {self.name!r} is being rolled back to a checkpoint")
+        for feed in self.feeds():
+            feed.end(error)
 
     def promised(self) -> int:
         """Returns the bytes that the job was admitted with and that are not taken yet."""

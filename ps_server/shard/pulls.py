@@ -268,7 +268,8 @@ class Pulls:
                 job.parts[index].waiters.pop(pull.number, None)
 
     def fail(self, job: HostedJob, error: PSError) -> None:
-        """Ends every waiting pull of a job with an error."""
+        """Ends every waiting pull of a job, and every feed, with an error."""
+        job.end_feeds(error)
         with job.lock:
             pulls = {number: waiter.pull for part in job.parts.values() for number, waiter in part.waiters.items()}
             for part in job.parts.values():

@@ -45,6 +45,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
+from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, SnapshotTask
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
@@ -65,6 +66,7 @@ class Shard:
     principal_limit: bytes that one principal may have staged, over all its workers
     pulled_limit: buckets that one principal may have asked for and not got, over all its workers
     norm_limit:  the L2 norm that the gradient in one push may have
+    feed_limit:  feeds of rows that one job may have
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Shard:
         norm_limit: float = math.inf,
         principal_limit: float = math.inf,
         pulled_limit: float = math.inf,
+        feed_limit: float = math.inf,
     ) -> None:
         self.principals: PrincipalBudget = SharedBudget(principal_limit)
         self._checkpoints = checkpoints
@@ -91,14 +94,17 @@ class Shard:
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         limits = staged_limit, norm_limit
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics)
+        self.feeds = RowFeeds(self._hosted, clock, feed_limit)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
-        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due."""
+        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due. Begins
+        rounds of feeds."""
         now = self._clock()
         self._pulls.tell_staged(now)
+        self.feeds.tick(now)
         if now >= self._notify_at:
             self._notify_at = now + NOTICE_AFTER_SECONDS
             for job in self.jobs().values():

@@ -16,6 +16,7 @@ import torch
 from ps_protocol.errors import PSError
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
+from ps_protocol.tables import TableSpec
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import TablePull
 from ps_server.shard.loans import Loan
@@ -95,6 +96,40 @@ class PulledState(NamedTuple):
     payload: memoryview
 
 
+class RoundBegin(NamedTuple):
+    """What a round of a feed brings.
+
+    full:    all rows, and not only those that changed
+    version: updates that the table had when it began
+    shards:  that have a part of the table
+    """
+
+    full: bool
+    version: int
+    shards: int
+    table: TableSpec
+
+
+class FeedPart(NamedTuple):
+    """A part of a round of a feed.
+
+    table:   its index
+    version: of the round
+    begin:   in the first part
+    removed, rows: how many ids of removed rows, and how many rows, are in the payload
+    cursor:  in the last part
+    """
+
+    table: int
+    version: int = 0
+    begin: RoundBegin | None = None
+    removed: int = 0
+    rows: int = 0
+    wire_format: str = ""
+    cursor: bytes = b""
+    payload: bytes | None = None
+
+
 class Notice(NamedTuple):
     """What a worker is told of a pull into its segment: buckets that are there now, and for how many seconds
     the pushes that came with the pull have been staged (None: it was told before, or none came). Or, of a pull of no
@@ -105,7 +140,7 @@ class Notice(NamedTuple):
     clock: float | None = None
 
 
-Answer = PulledBucket | PulledRows | PulledTable | PulledState | Notice
+Answer = PulledBucket | PulledRows | PulledTable | PulledState | FeedPart | Notice
 
 
 class Lent(NamedTuple):

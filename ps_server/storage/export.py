@@ -1,8 +1,7 @@
 """Exports a checkpoint as plain PyTorch files.
 
     model.safetensors       the model's state_dict, for load_state_dict; with the rows of tables
-    tables/NAME.safetensors the rows of one table, for other programs: ids, weights, state.* of the optimizer, and last,
-                            the update of the table that trained a row last
+    tables/                 the rows of each table, for other programs: see table_files
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
@@ -12,7 +11,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,17 @@ from ps_server.core.tables import joined
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
+from ps_server.storage.table_files import Rows, check_format, write_rows
 from ps_tables.saved import saved_rows
 
-Rows = Mapping[str, torch.Tensor]  # of a table, as Table.snapshot returns them
 
+def export(directory: Path, job: str, name: str | None, output: Path, tables_as: str = "safetensors") -> str:
+    """Writes the files; says what they hold.
 
-def export(directory: Path, job: str, name: str | None, output: Path) -> str:
-    """Writes the files; says what they hold. Raises NoCheckpoints, CheckpointDamaged, CheckpointFailed."""
+    tables_as: the format of tables/: safetensors, parquet or npy
+    Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
+    """
+    check_format(tables_as)
     if not isinstance(directory, RemotePath) and not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
@@ -49,8 +51,7 @@ def export(directory: Path, job: str, name: str | None, output: Path) -> str:
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, rows in tables.items():
-            (output / "tables").mkdir(exist_ok=True)
-            safetensors.torch.save_file(dict(rows), output / "tables" / f"{name.replace('/', '_')}.safetensors")
+            write_rows(rows, output / "tables", name, tables_as)
         safetensors.torch.save_file(model, output / "model.safetensors", {"format": "pt"})
         safetensors.torch.save_file(optimizer, output / "optimizer.safetensors", {"format": "pt"})
         (output / "optimizer.json").write_text(

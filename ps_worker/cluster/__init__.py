@@ -9,6 +9,7 @@ shared_memory.py  The other way to a shard: buckets through memory that the work
 rows.py           The ways of rows between a worker and all shards
 row_memory.py     Memory for the rows of a step, shared with shards on this host
 row_landing.py    A pull of rows under way
+feeds.py          Feeds of rows, as a reader calls them
 segments.py       A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, through the one retry loop: over its data connection, or by gRPC
 data_connection.py A data connection to one shard: calls of push and pull over frames

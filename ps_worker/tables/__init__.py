@@ -1,8 +1,11 @@
 """Tables of rows in a model: modules that look like torch's embeddings, whose ids are any 64-bit numbers.
 
+freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
+frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
 lookups.py     The rows that a step has looked up, and their gradients
 modules.py     Embedding and EmbeddingBag
 optimizers.py  Optimizers that only tables have
+row_copy.py    The rows of one shard as a reader has copied them from its feed
 rows.py        The rows of one module in this process, and their steps; a replica of them on each rank of DDP
 server_rows.py Tables whose rows are on parameter servers
 stepping.py    What steps a table: the step of whichever optimizer has its handle

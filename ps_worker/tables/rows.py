@@ -78,6 +78,9 @@ class Rows(Protocol):
         own:       this process's gradients; None: it has none
         """
 
+    def snapshot(self) -> Mapping[str, torch.Tensor]:
+        """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
+
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
 
@@ -155,10 +158,13 @@ class LocalRows:
         capacity = spec.max_rows or memory // row_bytes(spec, optimizer, values)
         return Table(spec, optimizer, values, min(MAX_ROWS, capacity), SALT)
 
+    def snapshot(self) -> Mapping[str, torch.Tensor]:
+        """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
+        return self._loaded or ({} if self._table is None else self._table.snapshot())
+
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
-        rows = self._loaded or ({} if self._table is None else self._table.snapshot())
-        return saved_rows(rows, self.seed)
+        return saved_rows(self.snapshot(), self.seed)
 
     def load(self, state: bytes) -> None:
         """Has the rows that another one's `state` returned, and no others. Raises InvalidRequest for what is none."""

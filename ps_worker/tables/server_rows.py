@@ -96,13 +96,22 @@ class ServerRows:
         """Raises Unsupported: a module trains in one session at a time."""
         raise Unsupported(f"table {self.name!r} is on the servers of another session already")
 
+    def snapshot(self) -> Mapping[str, torch.Tensor]:
+        """Returns all rows and what belongs to them, fetched from the shards."""
+        rows, _ = self._fetched()
+        return rows
+
     def state(self) -> bytes:
         """Returns all rows and what belongs to them, fetched from the shards: a safetensors file."""
+        return saved_rows(*self._fetched())
+
+    def _fetched(self) -> tuple[dict[str, torch.Tensor], int]:
+        """Returns all rows, as Table.snapshot does, and the seed of those that are not trained."""
         parts = self._servers.pull_table(self._number, count_only=False)
         each = [safetensors.torch.load(part.content) for part in parts]
         rows = {name: torch.cat([tensors[name] for tensors in each]) for name in each[0] if name != "version"}
         version = max(int(tensors["version"]) for tensors in each)
-        return saved_rows({**rows, "version": torch.tensor([version])}, parts[0].seed)
+        return {**rows, "version": torch.tensor([version])}, parts[0].seed
 
     def load(self, state: bytes) -> None:
         """Raises Unsupported: rows are loaded before `prepare`."""

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "ps_server.core": {"ps_tables"},
     "ps_server.failpoints": set[str](),
     "ps_server.storage": {"ps_server.core", "ps_server.failpoints", "ps_tables"},
-    "ps_server.shard": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
+    "ps_server.shard": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_tables", "ps_runtime"},
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {

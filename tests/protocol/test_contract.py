@@ -87,7 +87,7 @@ def channels(shared: Cluster) -> Iterator[dict[str, grpc.Channel]]:
         channel.close()
 
 
-EVERY_SHARD = {"ps_protocol.v1.DataService", "ps_protocol.v1.ShardService"}
+EVERY_SHARD = {"ps_protocol.v1.DataService", "ps_protocol.v1.FeedService", "ps_protocol.v1.ShardService"}
 COORDINATOR = {f"ps_protocol.v1.{name}Service" for name in ("Job", "Membership", "DataLease", "Round", "Cluster")}
 
 

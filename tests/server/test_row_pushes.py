@@ -330,4 +330,4 @@ def test_a_table_has_its_share_of_max_rows_and_no_more_than_memory_holds() -> No
     table = JobTable(rows, "SGD", {"lr": 1.0})
     assert [capacity(table, Place(shard, 2, 2**20)) for shard in range(2)] == [51, 51]
     assert capacity(table, Place(0, 2, 400)) == 400 // row_bytes(rows, "SGD", table.values)
-    assert capacity(replace(table, rows=replace(rows, max_rows=0)), Place(0, 2, 4000)) == 100
+    assert capacity(replace(table, rows=replace(rows, max_rows=0)), Place(0, 2, 4800)) == 100

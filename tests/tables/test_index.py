@@ -60,9 +60,6 @@ def test_an_index_is_a_dictionary(make: Callable[[np.random.Generator], np.ndarr
         model |= dict(zip(gone[: len(gone) // 2].tolist(), range(len(gone) // 2), strict=True))
         check(index, model, rng.choice(every, size=1_000))
         first += len(new)
-    ids, rows = index.entries()
-    assert dict(zip(ids.tolist(), rows.tolist(), strict=True)) == model
-    assert len(ids) == len(model)
 
 
 def test_an_index_grows_a_little_with_each_insertion() -> None:
@@ -90,31 +87,10 @@ def test_an_index_that_is_used_again_and_again_does_not_grow() -> None:
     assert index.nbytes < 100_000
 
 
-def test_a_walk_comes_by_all_ids_also_when_the_index_is_made_anew_meanwhile() -> None:
-    index, seen = Index(), set[int]()
-    index.insert(np.arange(700), np.arange(700))
-    for turn in range(200):
-        ids, rows = index.walk(100)
-        assert np.array_equal(index.find(ids), rows)
-        seen |= set(ids.tolist())
-        if turn == 3:
-            index.insert(np.arange(700, 1400), np.arange(700, 1400))
-    assert seen == set(range(1400))
-
-
-def test_a_walk_ends_what_moves_slots_where_nothing_is_inserted() -> None:
-    index = Index()
-    for first in range(0, 787_000, 1_000):
-        index.insert(np.arange(first, first + 1_000), np.arange(first, first + 1_000))
-    assert index._old is not None
-    seen = np.concatenate([index.walk(2**16)[0] for _ in range(200)])
-    assert len(np.unique(seen)) == 787_000
-
-
 def test_slots_depend_on_the_salt() -> None:
     def order(salt: int) -> list[int]:
         index = Index(salt)
         index.insert(np.arange(100), np.arange(100))
-        return list(index.entries()[0])
+        return [number for number in index._slots.keys.tolist() if number]
 
     assert order(1) == order(1) != order(2)

@@ -21,6 +21,7 @@ rollbacks.py            A job whose workers train, have checkpoints made, and jo
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
 table_model.py          A model with two tables and a layer, and how it is trained
+table_shards.py         A job with one table on one of several shards, trained without a server around it
 unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way

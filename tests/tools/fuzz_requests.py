@@ -14,6 +14,7 @@ from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import (
     cluster_pb2,
     data_pb2,
+    feed_pb2,
     job_pb2,
     jobs_pb2,
     leases_pb2,
@@ -23,6 +24,7 @@ from ps_protocol.v1 import (
     shard_pb2,
     types_pb2,
 )
+from ps_server.core.row_cursor import RowCursor
 
 JOB, KEY = "job", b"sixteen bytes 01"
 KEPT, CHECKPOINT = "kept", "000001"  # a job that is not there any more, and its checkpoint
@@ -104,6 +106,10 @@ _REQUESTS = [
     _places(4096, 2, 1 << 20),
     rows_pb2.PullTableRequest(worker=WORKER),
     rows_pb2.PullTableRequest(worker=WORKER, clock=1, count_only=True),
+    feed_pb2.WatchRowsRequest(job=JOB, table="table"),
+    feed_pb2.WatchRowsRequest(
+        job=JOB, table="table", cursor=RowCursor(0, 1, 0).to_bytes(), period_duration={"seconds": 2}
+    ),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),

@@ -33,6 +33,7 @@ from ps_server.rpc import convert
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
+from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.job_service import JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
@@ -94,7 +95,8 @@ class Target:
         self._fill()
         inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
         data = DataService(self.shard, Answers(0, 1))
-        data.senders = inline
+        feeds = FeedService(self.shard, Answers(0, 1))
+        data.senders = feeds.senders = inline
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
             "AttachSegment": lambda raw: data._attach(raw, _Context()),  # type: ignore[arg-type]
@@ -104,6 +106,7 @@ class Target:
             "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PushRows": lambda raw: data._push_rows(raw, _Context()),  # type: ignore[arg-type]
             "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "WatchRows": lambda raw: feeds._watch_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullTable": lambda raw: data._pull_table(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
         services = [

@@ -1,0 +1,208 @@
+"""Feeds of rows: each reader is sent what changed in a table, round after round.
+
+A message is made when the one before has left, from the table as it is then. So a reader that reads slowly gets fewer
+rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.framing import Buffer
+from ps_protocol.row_ids import ID_BYTES, Ids
+from ps_protocol.tensors import bytes_of
+from ps_server.core.requests import RowsWatch
+from ps_server.core.row_cursor import RowCursor, row_cursor
+from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.job import HostedJob, HostedTable
+from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
+from ps_tables.changes import Changes
+
+MESSAGE_BYTES = 4 * 2**20
+SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
+SIGN_OF_LIFE_SECONDS = 10.0
+
+
+class RowFeed:
+    """One reader's feed of one table.
+
+    since:  the version up to which the reader has all changes; None: it has nothing to go on from
+    period: seconds from the beginning of a round to that of the next one, at least
+    """
+
+    def __init__(
+        self,
+        job: HostedJob,
+        table: HostedTable,
+        since: int | None,
+        period: float,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
+        self.outbox = outbox
+        self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
+        self._since, self._period, self._clock = since, period, clock
+        self._walk: Changes | None = None  # of the round that is under way
+        self._removed: Ids = np.empty(0, np.int64)  # what is left of the round's
+        self._told = 0  # the version of the last round
+        self._waits = False  # for the time of the next round, or for changes
+        self._due = self._sign_due = 0.0
+
+    def begin(self) -> None:
+        """Sends the first round."""
+        self.outbox.lend(self._next)
+
+    def tick(self, now: float) -> None:
+        """Begins a round where it is time to. For one thread."""
+        hosted = self._hosted
+        if not self._waits or hosted is None or now < self._due:
+            return
+        if hosted[1].rule.version != self._told or now >= self._sign_due:
+            self._waits = False
+            self.outbox.lend(self._next)
+
+    def end(self, error: PSError) -> None:
+        """Ends the feed with an error, and lets go of the table."""
+        self._hosted = self._walk = None
+        self.outbox.fail(error)
+
+    def forget(self) -> None:
+        """Lets go of the table: the stream is over."""
+        hosted, self._hosted, self._walk = self._hosted, None, None
+        if hosted is not None:
+            with hosted[0].lock:
+                hosted[1].feeds.discard(self)
+
+    @contextlib.contextmanager
+    def _next(self) -> Iterator[Lent]:
+        """Makes the next message, and sees to it that the one behind it is made when this one has left."""
+        hosted = self._hosted
+        yield Lent(FeedPart(0) if hosted is None else self._part(*hosted), None)
+
+    def _part(self, job: HostedJob, table: HostedTable) -> FeedPart:
+        begin = self._begin(job, table) if self._walk is None else None
+        walk = self._walk
+        if walk is None:  # the feed was ended meanwhile
+            return FeedPart(table.index)
+        codec = WIRE_FORMATS[job.state.spec.weight_wire]
+        removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
+        pieces: list[list[Buffer]] = [[], []]
+        rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.weights.dim))
+        if not len(removed):
+            room = max(1, room)
+        while room > rows and not walk.is_over:
+            with table.tensors:
+                ids, values = walk.take(room - rows)
+            rows += len(ids)
+            pieces[0].append(ids.astype("<i8", copy=False).tobytes())
+            pieces[1].append(bytes_of(codec.encode(values.view(-1))))
+        payload = b"".join((removed.astype("<i8", copy=False).tobytes(), *pieces[0], *pieces[1]))
+        cursor = b""
+        if walk.is_over and not len(self._removed):
+            cursor = RowCursor(_number(job, table), table.history, walk.version).to_bytes()
+            self._since, self._walk, self._waits = walk.version, None, True
+        else:
+            self.outbox.lend(self._next)
+        wire_format = "" if codec.dtype == "float32" else codec.dtype
+        return FeedPart(table.index, self._told, begin, len(removed), rows, wire_format, cursor, payload or None)
+
+    def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
+        now = self._clock()
+        self._due, self._sign_due = now + self._period, now + max(self._period, SIGN_OF_LIFE_SECONDS)
+        with table.tensors:
+            walk = table.weights.changes(self._since)
+            self._told = table.rule.version
+        self._removed = walk.removed  # what may take long to put together, updates do not wait for
+        self._walk = walk
+        spec = job.state.tables[table.index].spec.rows
+        return RoundBegin(walk.full, self._told, job.state.tables.checker.place.shards, spec)
+
+
+class RowFeeds:
+    """The feeds of one shard. Methods may be called from any thread.
+
+    limit: feeds of one job
+    """
+
+    def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
+        self._hosted, self._clock, self._limit = hosted, clock, limit
+        self._open: set[RowFeed] = set()
+        self._lock = threading.Lock()
+
+    def watch(self, call: RowsWatch, outbox: Outbox) -> None:
+        """Sends what changes in a table on the outbox until it is closed. Returns at once.
+
+        Raises NotFound, InvalidRequest for a cursor or a period that is none, LimitExceeded where too many watch.
+        """
+        if not SHORTEST_PERIOD <= call.period <= LONGEST_PERIOD:
+            raise InvalidRequest(
+                f"WatchRows: the period must be {SHORTEST_PERIOD:g} to {LONGEST_PERIOD:g} s, got {call.period:g}"
+            )
+        cursor = row_cursor(call.cursor) if call.cursor else None
+        job = self._hosted.get(call.job, "")
+        table = _table(job, call.table)
+        feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock)
+        with job.lock:
+            count = sum(len(each.feeds) for each in job.tables.values())
+            if count >= self._limit:
+                raise LimitExceeded(f"job {job.name!r} has {count} feeds of rows here: that is the limit max-feeds")
+            table.feeds.add(feed)
+        with self._lock:
+            self._open.add(feed)
+        try:  # it may have been closed meanwhile, with the feeds that it had then
+            if self._hosted.get(call.job, "") is not job:
+                raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
+        except PSError:
+            self._forget(feed)
+            raise
+        outbox.on_close(partial(self._forget, feed))
+        feed.begin()
+
+    def _forget(self, feed: RowFeed) -> None:
+        feed.forget()
+        with self._lock:
+            self._open.discard(feed)
+
+    def tick(self, now: float) -> None:
+        """Begins rounds where it is time to. For one thread."""
+        if not self._open:
+            return
+        with self._lock:
+            feeds = list(self._open)
+        for feed in feeds:
+            feed.tick(now)
+
+
+def _table(job: HostedJob, name: str) -> HostedTable:
+    names = {job.state.tables[index].spec.rows.name: table for index, table in job.tables.items()}
+    if name not in names:
+        known = ", ".join(repr(each) for each in sorted(names)) or "none"
+        raise NotFound(f"job {job.name!r} has no table {name!r}; its tables: {known}")
+    return names[name]
+
+
+def _number(job: HostedJob, table: HostedTable) -> int:
+    return table.index - job.state.tables.checker.first
+
+
+def _since(job: HostedJob, table: HostedTable, cursor: RowCursor | None) -> int | None:
+    """Returns the version that a reader goes on from; None where the cursor is of another history.
+
+    Raises InvalidRequest for one of this history that cannot be.
+    """
+    if cursor is None or cursor.history != table.history:
+        return None
+    if cursor.table != _number(job, table) or cursor.version > table.weights.version:
+        raise InvalidRequest(
+            f"expected a cursor of table {_number(job, table)} up to version {table.weights.version}, got one of table "
+            f"{cursor.table} and version {cursor.version}"
+        )
+    return cursor.version

@@ -1,0 +1,48 @@
+"""Ids that were rows and are none any more, of late: those who follow a table have to be told of them.
+
+Rows that changed are found by their versions; of a row that is gone there is nothing left to find.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from ps_protocol.row_ids import Ids
+
+LEAST_KEPT = 2**16  # ids that are kept in any case: 512 KiB
+_SHARE = 4  # and a quarter as many as there are rows: beyond, a copy of all rows costs little more
+
+
+class RemovedIds:
+    """The ids that the last versions of a table removed: 8 bytes each, a quarter as many as rows at most, or 2^16.
+
+    since: all that was removed after this version is here
+    """
+
+    def __init__(self, since: int = 0) -> None:
+        self.since = since
+        self._kept: deque[tuple[int, Ids]] = deque()  # by version
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return 8 * self._count
+
+    def add(self, version: int, ids: Ids, rows: int) -> None:
+        """Notes what a version removed. Versions never go down. rows: how many the table has now"""
+        if not len(ids):
+            return
+        self._kept.append((version, ids))
+        self._count += len(ids)
+        while self._count > max(LEAST_KEPT, rows // _SHARE):
+            self.since, gone = self._kept.popleft()
+            self._count -= len(gone)
+
+    def after(self, version: int) -> list[Ids] | None:
+        """Returns what was removed after a version, in the order of versions; None where that is not known any more."""
+        if version < self.since:
+            return None
+        newest = itertools.takewhile(lambda kept: kept[0] > version, reversed(self._kept))
+        return [ids for _, ids in newest][::-1]

@@ -1,0 +1,94 @@
+"""Feeds of rows, as a reader calls them: where a job's shards are, and what one of them streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.convert import duration, row_initializer, wire_format
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.framing import split_message
+from ps_protocol.row_ids import ID_BYTES
+from ps_protocol.v1 import cluster_pb2, feed_pb2
+from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
+from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.retry import Peer
+from ps_worker.tables.row_copy import FeedPart, RoundBegin
+
+STATUS_SECONDS = 10.0
+_WATCH_ROWS = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}/WatchRows"
+
+
+def shard_addresses(server: str, access: Access = PLAINTEXT) -> tuple[dict[int, str], int]:
+    """Returns the addresses of the shards that are known, by index, and how many there are to be.
+
+    server: HOST:PORT of the coordinator
+    access: needs the role of a reader
+
+    Raises PSError.
+    """
+    with open_channel(server, access) as channel:
+        try:
+            status = ClusterServiceStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        except grpc.RpcError as error:
+            raise Peer("coordinator", server, access).error(error) from None
+    return {shard.index: shard.address for shard in status.shards}, status.coordinator.shard_count
+
+
+class RowWatch:
+    """One call of WatchRows: an iterator over what comes. Raises PSError when it ends otherwise than by `cancel`.
+
+    cursor: of an earlier call to this shard; empty: the whole table is wanted
+    period: seconds from one round to the next, at least
+    """
+
+    def __init__(
+        self, shard: int, address: str, access: Access, job: str, table: str, cursor: bytes, period: float
+    ) -> None:
+        self._peer, self._dim = Peer(f"shard {shard}", address, access), 0
+        request = feed_pb2.WatchRowsRequest(
+            job=job, table=table, cursor=cursor, period_duration=duration(period)
+        ).SerializeToString()
+        self._channel = open_channel(address, access)
+        self._call: Any = self._channel.unary_stream(_WATCH_ROWS)(request)
+        self.is_cancelled = False
+
+    def __iter__(self) -> Iterator[FeedPart]:
+        try:
+            for message in self._call:
+                yield self._part(message)
+        except grpc.RpcError as error:
+            if not self.is_cancelled:
+                raise self._peer.error(error) from None
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the call. For any thread."""
+        self.is_cancelled = True
+        self._call.cancel()
+        self._channel.close()
+
+    def _part(self, message: bytes) -> FeedPart:
+        fields, payload = split_message(message)
+        response = feed_pb2.WatchRowsResponse.FromString(fields)
+        begin = None
+        if response.HasField("begin"):
+            sent = response.begin
+            self._dim = sent.dim
+            start = row_initializer(sent.initializer, "of the feed")
+            begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, start)
+        codec = WIRE_FORMATS[wire_format(response.wire_format) or "float32"]
+        removed, rows, got = response.removed_count, response.row_count, payload if payload is not None else b""
+        expected = (removed + rows) * ID_BYTES + codec.size(rows * self._dim)
+        if len(got) != expected:
+            raise InvalidRequest(f"{self._peer}: expected {expected} bytes for {rows} rows, got {len(got)}")
+        ids = np.frombuffer(got, "<i8", removed + rows).astype(np.int64)
+        values = codec.decode(memoryview(got)[ids.nbytes :]).to(torch.float32) if rows else torch.empty(0)
+        return FeedPart(begin, ids[:removed], ids[removed:], values.view(rows, self._dim), response.cursor)

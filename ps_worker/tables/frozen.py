@@ -1,0 +1,68 @@
+"""Modules for serving: torch's plain embeddings, with a map from ids to rows.
+
+They hold nothing but tensors, and their forward is made of torch's operations alone. So `torch.export` and
+`torch.jit.script` take them, and what these save runs where this package is not installed.
+"""
+
+# Without `from __future__ import annotations`: TorchScript reads the annotations of attributes, and no text for them.
+
+import torch
+from torch import Tensor, nn
+
+LARGEST = torch.iinfo(torch.int64).max
+
+
+class Places(nn.Module):
+    """The map from ids to places: [...] of int64 or int32, to [...] int64; the last place is that of unknown ids.
+
+    ids: [n + 1], ascending. The last one is the largest number that there is: a search ends there at the latest. Where
+         that is an id as well, the search ends at the id, which comes first.
+    """
+
+    ids: Tensor
+
+    def __init__(self, ids: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.cat([ids, ids.new_full((1,), LARGEST)]))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns places. Raises TypeError for what are no ids."""
+        if input.dtype != torch.int64 and input.dtype != torch.int32:
+            raise TypeError("ids are a tensor of int64 or int32")
+        wanted = input.long().contiguous()
+        found = torch.searchsorted(self.ids, wanted)
+        return torch.where(self.ids[found] == wanted, found, len(self.ids) - 1)
+
+
+class FrozenEmbedding(nn.Module):
+    """An Embedding whose rows are fixed.
+
+    places: from ids to places
+    table:  a plain nn.Embedding, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
+    """
+
+    def __init__(self, places: Places, weight: Tensor) -> None:
+        super().__init__()
+        self.places = places
+        self.table = nn.Embedding.from_pretrained(weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns rows: [...] ids to [..., dim]."""
+        return self.table(self.places(input))  # type: ignore[no-any-return]
+
+
+class FrozenEmbeddingBag(nn.Module):
+    """An EmbeddingBag whose rows are fixed.
+
+    places: from ids to places
+    table:  a plain nn.EmbeddingBag, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
+    """
+
+    def __init__(self, places: Places, weight: Tensor, mode: str, include_last_offset: bool) -> None:
+        super().__init__()
+        self.places = places
+        self.table = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=include_last_offset)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Returns one row a bag: [bags, n] ids, or [n] ids and [bags] offsets, to [bags, dim]."""
+        return self.table(self.places(input), offsets, per_sample_weights)  # type: ignore[no-any-return]
