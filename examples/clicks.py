@@ -172,6 +172,7 @@ def train(arguments: argparse.Namespace) -> Result:
         optimizer.zero_grad()
         losses.append(loss.item())
     seconds = time.perf_counter() - started
+    session.barrier()  # (ps) what the other workers pushed last counts, too
 
     result = Result(
         session.mode,

@@ -31,7 +31,9 @@ COMPOSE = "docker-compose.yml"
 OVERLAYS = GPU, GRAFANA = ("docker-compose.gpu.yml", "docker-compose.grafana.yml")
 SHARDS = ("shard-0", "shard-1")
 SERVERS = ("coordinator", *SHARDS)
-UNPROBED = ("worker", "certs", "certs-renewal", "admin")
+TABLES = ("clicks", "movielens")
+WORKERS = ("worker", *TABLES)
+UNPROBED = (*WORKERS, "certs", "certs-renewal", "admin")
 ALL_OURS = (*SERVERS, "page", *UNPROBED)
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -67,12 +69,20 @@ def certificates(of: str) -> dict[str, str]:
 # What each of some services says, or a whole file without any: see `differs`.
 PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     # Start is gated by health; a probe in exec form needs no shell in the image.
-    (COMPOSE, ("worker",), {"depends_on": dict.fromkeys(SERVERS, HEALTHY)}),
+    (COMPOSE, WORKERS, {"depends_on": dict.fromkeys(SERVERS, HEALTHY)}),
     (COMPOSE, ("coordinator",), {"depends_on": {"certs": {"condition": "service_completed_successfully"}}}),
     (COMPOSE, (*SHARDS, "page", "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
     (COMPOSE, (*SERVERS, "page", "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
     # Two workers by default; a container name could not be scaled.
-    (COMPOSE, ("worker",), {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
+    (COMPOSE, WORKERS, {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
+    # Jobs with tables are started when they are asked for. The folder of data is read, and may be missing.
+    (COMPOSE, TABLES, {"profiles": ["tables"]}),
+    (COMPOSE, ("worker",), {"profiles": None}),
+    (
+        COMPOSE,
+        ("movielens",),
+        {"volumes": ["movielens:/movielens:ro"], "command": ["--data=/movielens"], "restart": "no"},
+    ),
     # One service builds the image, and none pulls it.
     (COMPOSE, ("certs",), {"build": {"dockerfile": "deploy/Dockerfile"}}),
     (COMPOSE, tuple(sorted({*ALL_OURS, "prometheus"} - {"certs"})), {"build": None}),
@@ -80,8 +90,8 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     # Each process sees its own certificates and no other's; shards and workers share memory.
     (COMPOSE, SERVERS, {"environment": {**certificates("server"), "PS_TOKENS": "/certs/roles"}}),
     *((COMPOSE, (name,), {"volumes": [f"{name}-certs:/certs:ro"]}) for name in SERVERS),
-    (COMPOSE, ("worker",), {"environment": {**certificates("worker"), "PS_TOKENS": None}}),
-    (COMPOSE, ("worker",), {"volumes": ["worker-certs:/certs:ro"]}),
+    (COMPOSE, WORKERS, {"environment": {**certificates("worker"), "PS_TOKENS": None}}),
+    (COMPOSE, WORKERS, {"volumes": ["worker-certs:/certs:ro"]}),
     # The page shows what a reader may see, on a network without workers: it asks no browser who it is.
     (COMPOSE, ("page",), {"environment": {**certificates("reader"), "PS_TOKENS": None}, "networks": ["page"]}),
     (COMPOSE, ("page",), {"volumes": ["reader-certs:/certs:ro"], "ports": ["127.0.0.1:8470:8470"]}),
@@ -93,13 +103,13 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (COMPOSE, ("certs-renewal",), {"command": ["--every=43200"], "restart": "unless-stopped"}),
     (COMPOSE, ("certs", "certs-renewal"), {"network_mode": "none", "networks": None}),
     # Two networks: Grafana is out of the workers' reach. Connections are files.
-    (COMPOSE, (*SERVERS, "worker", "admin"), {"networks": ["data"]}),
+    (COMPOSE, (*SERVERS, *WORKERS, "admin"), {"networks": ["data"]}),
     (COMPOSE, ("prometheus",), {"networks": ["data", "monitoring"]}),
     (GRAFANA, ("grafana",), {"networks": ["monitoring"]}),
     (COMPOSE, (*SERVERS, "prometheus"), {"ulimits": {"nofile": {"hard": 16384}}}),
     (PROMETHEUS, (), {"rule_files": ["alerts.yml"]}),
     (COMPOSE, ("prometheus",), {"volumes": ["reader-certs:/certs:ro"]}),
-    (COMPOSE, (*SHARDS, "worker"), {"volumes": ["shared:/shared"], "environment": {"PS_SHARED_DIRECTORY": "/shared"}}),
+    (COMPOSE, (*SHARDS, *WORKERS), {"volumes": ["shared:/shared"], "environment": {"PS_SHARED_DIRECTORY": "/shared"}}),
     # The shared directory is memory that only our user enters. It holds sockets: a file there could be cut short.
     (COMPOSE, (), {"volumes": {"shared": {"driver_opts": {"type": "tmpfs", "o": PRIVATE}}}}),
     # The overlay for GPUs changes workers alone, and gives them an image of their own.
@@ -201,7 +211,7 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
     }
     assert folders == made, "each in a volume of its own"
     holders = {holder for holder in read(COMPOSE)["services"] if held_by(holder)} - {"certs", "certs-renewal"}
-    assert holders == {*SERVERS, "worker", "admin", "page", "prometheus"}
+    assert holders == {*SERVERS, *WORKERS, "admin", "page", "prometheus"}
     for holder in holders:
         assert len(held_by(holder)) == 1, f"{holder} sees its own key and no other"
         assert "ca" not in held_by(holder), "the CA's key could make any certificate"
@@ -213,7 +223,8 @@ def test_nothing_is_killed_while_it_stops() -> None:
     from ps_launch.workers import STOP_SECONDS
     from ps_server.server import STOP_GRACE_SECONDS
 
-    for name, takes in (*((name, 5 * STOP_GRACE_SECONDS) for name in SERVERS), ("worker", STOP_SECONDS)):
+    takers = dict.fromkeys(SERVERS, 5 * STOP_GRACE_SECONDS) | dict.fromkeys(WORKERS, STOP_SECONDS)
+    for name, takes in takers.items():
         assert int(read(COMPOSE)["services"][name]["stop_grace_period"].removesuffix("s")) > takes
 
 
@@ -234,11 +245,11 @@ def test_the_servers_commands_are_ours() -> None:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
 
-@pytest.mark.parametrize("file", [COMPOSE, GPU])
-def test_the_workers_command_is_ours(file: str) -> None:
+@pytest.mark.parametrize(("file", "name"), [*((COMPOSE, name) for name in WORKERS), (GPU, "worker")])
+def test_the_workers_command_is_ours(file: str, name: str) -> None:
     from ps_worker.cli import parser
 
-    command = read(file)["services"]["worker"]["command"]
+    command = read(file)["services"][name]["command"]
     given = parser().read(command)
     assert given.server == read(COMPOSE)["services"]["coordinator"]["command"][4].removeprefix("--advertise=")
     assert given.elastic
@@ -326,7 +337,7 @@ class Deployment:
 
     def containers(self) -> list[tuple[str, dict[str, Any]]]:
         """What the engine says of each container, with its service's name; stopped ones too."""
-        ids = self("ps", "-a", "-q").split()
+        ids = self("--profile", "tables", "ps", "-a", "-q").split()
         told = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
         return [(it["Config"]["Labels"]["com.docker.compose.service"], it) for it in json.loads(told)]
 
@@ -426,7 +437,7 @@ def deployed(compose: list[str]) -> Iterator[Deployment]:
         found("up", "--build", "-d")
         yield found
     finally:
-        found("down", "--volumes", check=False)
+        found("--profile", "tables", "down", "--volumes", check=False)
         answers("docker", "image", "rm", "-f", found.image)
 
 
@@ -523,6 +534,25 @@ class TestDeployment:
         shared = "grpc_server_handled_total{grpc_method='Exchange', grpc_code='OK', role='shard'}"
         assert eventually(lambda: len(deployment.series(shared)) == 2), deployment("logs", "--tail=50", "worker")
 
+    def test_jobs_with_tables_are_a_second_profile(self, deployment: Deployment) -> None:
+        deployment("--profile", "tables", "up", "-d")
+
+        def ends() -> dict[str, list[int]]:
+            states = [(name, it["State"]) for name, it in deployment.containers() if name in TABLES]
+            return {
+                name: [it["ExitCode"] for each, it in states if each == name and it["Status"] == "exited"]
+                for name in TABLES
+            }
+
+        assert eventually(lambda: ends() == {"clicks": [0, 0], "movielens": [1, 1]}, 600), ends()
+        assert re.search(
+            r"AUC 0\.7\d+ on new samples", deployment("--profile", "tables", "logs", "--no-color", "clicks")
+        )
+        assert "/movielens has neither ml-100k.inter, " in deployment(
+            "--profile", "tables", "logs", "--no-color", "movielens"
+        )
+        assert deployment.all_advance(), "the first job goes on"
+
     @pytest.mark.parametrize("setting", ["PS_PUBLISH_PORT", "PS_PUBLISH_METRICS_PORT"])
     def test_nobody_gets_in_without_a_certificate(self, deployment: Deployment, setting: str) -> None:
         port = int(deployment.environment[setting])
@@ -550,7 +580,7 @@ class TestDeployment:
         for name, container in deployment.containers():
             state = container["State"]
             # A script that SIGTERM ends has the code 128 + 15, also when it has left the job as it should.
-            assert state["ExitCode"] == (143 if name == "worker" else 0), f"{name}: {state}"
+            assert state["ExitCode"] == {"worker": 143, "movielens": 1}.get(name, 0), f"{name}: {state}"
             assert not state["OOMKilled"]
         said = deployment("logs", "--no-color")
         assert "Traceback" not in said
