@@ -7,7 +7,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
-# What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens.
+# What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens. TABLES=1: all
+# jobs have tables.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
@@ -91,7 +92,7 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
 	@$(IN_VENV)/python -m tests.simulation --seeds $(SEEDS) \
-		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) $(if $(TRACE),--trace)
+		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE)) $(if $(TABLES),--tables) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.mutations import REPAIRS, RULES, Mutation
+from tests.simulation.mutations import REPAIRS, ROWS, RULES, Mutation
 from tests.tools.cases import cases
 
 SEEDS = 50
-KNOWN = [mutation for mutation in REPAIRS if mutation.known is not None]
+KNOWN = [mutation for mutation in (*REPAIRS, *ROWS) if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)
@@ -44,7 +44,7 @@ def test_a_cluster_that_breaks_a_rule_is_found_out(mutation: Mutation, monkeypat
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", KNOWN, ids=lambda mutation: mutation.name)
-def test_a_repair_that_is_taken_out_is_missed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_broken_is_found_out_by_a_seed_nearby(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seed that is written down; by one of the next where a change has moved what happens in that one."""
     assert mutation.known is not None
     mode, first = mutation.known
@@ -54,8 +54,6 @@ def test_a_repair_that_is_taken_out_is_missed(mutation: Mutation, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("mutation", REPAIRS, ids=lambda mutation: mutation.name)
-def test_a_repair_that_is_taken_out_is_missed_among_all_faults(
-    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mutation", [*REPAIRS, *ROWS], ids=lambda mutation: mutation.name)
+def test_what_is_broken_is_found_out_among_all_faults(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mutation.find(monkeypatch, range(1000)) is not None

@@ -7,8 +7,6 @@ import logging
 import sys
 import time
 
-import torch
-
 from tests.simulation.cluster import MODES, Cluster
 from tests.simulation.world import Log
 
@@ -21,9 +19,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="from this one on (%(default)s)")
     parser.add_argument("--seeds", type=int, default=200, help="so many (%(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="also after a seed that fails")
+    parser.add_argument("--tables", action="store_true", help="the jobs of all seeds have tables (of some)")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     log = logging.getLogger("ps_server")
     log.setLevel(logging.CRITICAL + 1)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
@@ -31,7 +29,7 @@ def main() -> None:
     failed, began = 0, time.monotonic()
     for seed in seeds:
         for mode in [arguments.mode] if arguments.mode else MODES:
-            cluster = Cluster(mode, seed, arguments.trace)
+            cluster = Cluster(mode, seed, arguments.trace, tables=arguments.tables)
             handler = Log(cluster.world)
             if arguments.trace:
                 log.setLevel(logging.INFO)
@@ -45,7 +43,8 @@ def main() -> None:
                 for violation in violations[:3]:
                     print(f"{mode} {seed}: {violation.kind}: {violation.said} {dict(violation.where)}", flush=True)
                 if not arguments.keep_going:
-                    sys.exit(f"replay: make simulate SEED={seed} MODE={mode}; TRACE=1 says what happened")
+                    tables = " TABLES=1" if arguments.tables else ""
+                    sys.exit(f"replay: make simulate SEED={seed} MODE={mode}{tables}; TRACE=1 says what happened")
     print(f"{len(seeds)} seeds, {failed} failures, {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)
 

@@ -19,16 +19,19 @@ import torch
 
 from ps_protocol.errors import Fenced, PSError
 from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.shard import row_pulls
 from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound
 from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
-from tests.simulation.runs import NAME, RUNS, WORKERS, Run, job_beside, job_under_test
+from tests.simulation.rows import WORKERS, draw_tables
+from tests.simulation.runs import NAME, RUNS, Run, job_beside, job_under_test
 from tests.simulation.supervision import DIRECTORY, Servers, Setup
 from tests.simulation.worker import Place, Worker
 from tests.simulation.world import World
+from tests.tools.one_thread import one_thread
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")
 LEASE = 3.0
@@ -37,17 +40,28 @@ AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all h
 QUIET_SECONDS = 2.0  # after the last fault, before all are told to finish
 GONE_FOR_GOOD = 0.2  # of the workers that die; the others are started again
 LAST_STEPS = 3
+# Of rows, in sync and otherwise: there, rows of one pull that come in several messages may be of several versions.
+MESSAGE_BYTES = {True: 1500, False: 3000}
+FETCHES, FETCH_SECONDS = 3, 10.0  # of whole tables by a worker, when all have finished
 
 
 class Cluster:
     """A cluster. `violations`: the promises that were broken.
 
     faults: the kinds that there are, where not all are wanted: these are frequent then
+    tables: its job has some; otherwise the seed says whether
     """
 
-    def __init__(self, mode: str, seed: int, tracing: bool = False, faults: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        seed: int,
+        tracing: bool = False,
+        faults: Collection[str] | None = None,
+        tables: bool = False,
+    ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        self.lease, self.job = LEASE, job_under_test(mode)
+        self.lease, self.job = LEASE, job_under_test(mode, draw_tables(mode, seed, tables))
         self.violations: list[Violation] = []
         self.network = Network(self.world)
         self.runs: list[Run] = []
@@ -96,9 +110,11 @@ class Cluster:
         """Starts a worker."""
         number = len(run.lives) if run.is_beside else next(self._lives)
         life = Life(RUNS + number, rank)
-        worker = Worker(self, run, rank, launch, life, run.row(number, rank))
+        row = run.row(number, rank)
+        worker = Worker(self, run, rank, launch, life, row)
         self.network.connect(worker.host)
         run.lives.append(life)
+        run.writers.setdefault(row, []).append(life)
         run.everybody.append(worker)
         run.workers[rank] = worker
 
@@ -220,7 +236,12 @@ class Cluster:
         """Runs the cluster. Returns the promises that were broken."""
         quiet = contextlib.nullcontext() if self.world.tracing else _silence()
         _freeze_what_is_imported()
-        with quiet, bound(self.world, self.pace):
+        with (
+            quiet,
+            one_thread(),
+            bound(self.world, self.pace),
+            _small_messages(MESSAGE_BYTES[self.job.rules().averaged]),
+        ):
             try:
                 for phase in self._course():
                     if self.violations:
@@ -275,7 +296,22 @@ class Cluster:
                 self._holds(run, until)
         self._let_pass(1.0)
         for run in self.running() if not self.violations else []:
-            self.promises.check_finished(run)
+            if self._has_tables(run, until):
+                self.promises.check_finished(run)
+
+    def _has_tables(self, run: Run, until: float) -> bool:
+        """Has a worker fetch the job's tables. Returns whether they have come, or there are none."""
+        for _ in range(FETCHES if run.job.tables else 0):
+            worker = run.staying()[0]
+            worker.rows.fetch()
+            if self._waits(lambda worker=worker: worker.rows.content is not None, self.world.now + FETCH_SECONDS):  # type: ignore[misc]
+                break
+            if not self._holds(run, until):  # it lost its place meanwhile
+                return False
+        else:
+            if run.job.tables:
+                self.violated(Violation("stuck", f"{worker.host.name} cannot fetch its tables", {}))
+        return not self.violations
 
     def _all_agree(self) -> bool:
         return self._waits(self.promises.all_agree, self.world.now + AGREE_SECONDS) and not self.violations
@@ -361,6 +397,16 @@ def _freeze_what_is_imported() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def _small_messages(size: int) -> Iterator[None]:
+    """Has shards send rows in messages of a few, as they send large tables."""
+    before, row_pulls.MESSAGE_BYTES = row_pulls.MESSAGE_BYTES, size
+    try:
+        yield
+    finally:
+        row_pulls.MESSAGE_BYTES = before
 
 
 @contextlib.contextmanager

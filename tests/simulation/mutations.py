@@ -11,24 +11,38 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ps_protocol.errors import TryLater
 from ps_protocol.job import JobSpec
+from ps_protocol.row_ids import Ids
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.consistency import ADMITTED, UpdateRule
+from ps_server.core.commands import Staged, StageRows
+from ps_server.core.consistency import ADMITTED, Admission, UpdateRule
+from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
+from ps_server.core.snapshot import TableSnapshot
+from ps_server.core.tables import ShardTable, TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.pulls import Pulls
+from ps_server.shard.snapshots import SnapshotTask
+from ps_tables.candidates import Candidates
+from ps_tables.contributions import RowGradients
+from ps_tables.entries import Entries
+from ps_tables.initial import initial_rows
+from ps_tables.table import Table
 from tests.simulation.cluster import Cluster
+from tests.simulation.runs import BUCKETS_WITH_TABLES
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -42,6 +56,7 @@ class Mutation:
     faults:  the kinds of faults among which it shows often, also while all leave; None: any
     known:   a mode and a seed that find it among these faults; None: none is known
     besides: what is broken too, because it hides this one: without this one, that must show nothing
+    tables:  it is looked for in jobs with tables
     """
 
     breaks: Break
@@ -50,6 +65,7 @@ class Mutation:
     faults: tuple[str, ...] | None = None
     known: tuple[str, int] | None = None
     besides: Break | None = None
+    tables: bool = False
 
     @property
     def name(self) -> str:
@@ -61,13 +77,16 @@ class Mutation:
         self.breaks(patch)
         if self.besides is not None:
             self.besides(patch)
-        kinds = {violation.kind for violation in Cluster(mode, seed, faults=faults).run()} & self.kinds
+        kinds = {violation.kind for violation in self._cluster(mode, seed, faults).run()} & self.kinds
         patch.undo()
         if kinds and self.besides is not None:
             self.besides(patch)
-        holds = not kinds or not Cluster(mode, seed, faults=faults).run()  # otherwise something else is wrong there
+        holds = not kinds or not self._cluster(mode, seed, faults).run()  # otherwise something else is wrong there
         patch.undo()
         return min(kinds) if kinds and holds else ""
+
+    def _cluster(self, mode: str, seed: int, faults: tuple[str, ...] | None) -> Cluster:
+        return Cluster(mode, seed, faults=faults, tables=self.tables)
 
     def find(self, patch: pytest.MonkeyPatch, seeds: range) -> tuple[str, int, str] | None:
         """Returns the first mode and seed that find it among any faults, and what is broken; None: none does."""
@@ -275,4 +294,149 @@ REPAIRS = (
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
     Mutation(takes_workers_of_an_earlier_run, EVERY_MODE, MIXED),
+)
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def adds_a_message_twice(patch: pytest.MonkeyPatch) -> None:
+    """A message of rows that comes again, while others of its step are missing, is added once more."""
+    stage = Tables.stage
+
+    def adding(self: Tables, command: StageRows, data: DataCommits) -> Staged:
+        pending = self[command.table].pending.get(command.rank)
+        if pending is not None and pending.clock == command.clock and command.first in pending.parts:
+            known = pending.parts[command.first]
+            pending.parts[command.first] = RowGradients(
+                known.ids, known.counts, known.gradients + command.rows.gradients
+            )
+        return stage(self, command, data)
+
+    patch.setattr(Tables, "stage", adding)
+
+
+def counts_a_repeated_push_twice(patch: pytest.MonkeyPatch) -> None:
+    """A push of rows that comes again, when all of it is here, counts twice."""
+    stage = Tables.stage
+
+    def again(self: Tables, command: StageRows, data: DataCommits) -> Staged:
+        rule = self[command.table].rule
+        if rule.staged.get(command.rank) == command.clock == rule.applied.get(command.rank):
+            rule.staged[command.rank] -= 1
+        return stage(self, command, data)
+
+    patch.setattr(Tables, "stage", again)
+
+
+def stages_the_first_message(patch: pytest.MonkeyPatch) -> None:
+    """A push of rows is staged although messages of it are missing."""
+    stage = Tables.stage
+
+    def hasty(self: Tables, command: StageRows, data: DataCommits) -> Staged:
+        return stage(self, replace(command, first=0, total=command.count), data)
+
+    patch.setattr(Tables, "stage", hasty)
+
+
+def leaves_rows_out_of_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has no rows, or as few as the table had once."""
+    snapshot = ShardTable.snapshot
+
+    def without(self: ShardTable, committed: Committed | None = None) -> TableSnapshot:
+        found = snapshot(self, committed)
+        none = {name: tensor[:0] if name != "version" else tensor for name, tensor in found.tensors.items()}
+        return replace(found, tensors=none)
+
+    patch.setattr(ShardTable, "snapshot", without)
+
+
+def copies_tables_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has tables as they are when it begins, and buckets as of its clock."""
+    look = SnapshotTask.look
+
+    def early(self: SnapshotTask, index: int, version: int) -> None:
+        look(self, index, self.clock if index >= BUCKETS_WITH_TABLES and self.clock is not None else version)
+
+    patch.setattr(SnapshotTask, "look", early)
+
+
+def sends_rows_before_the_bound(patch: pytest.MonkeyPatch) -> None:
+    """Rows are sent whatever their worker must not miss."""
+    admits = JobPartition.admits
+
+    def hasty(self: JobPartition, index: int, rank: int, clock: int) -> Admission:
+        return ADMITTED if index in self.tables else admits(self, index, rank, clock)
+
+    patch.setattr(JobPartition, "admits", hasty)
+
+
+def shifts_gradients_behind_refused_ids(patch: pytest.MonkeyPatch) -> None:
+    """Where an id does not become a row, the next one gets its gradient, and so on."""
+    apply = Table.apply
+
+    def shifted(self: Table, update: RowGradients, *rest: Any) -> Any:
+        refused = (self._rows.find(update.ids) < 0) & (update.counts < self.spec.admit_after)
+        kept, gradients = np.flatnonzero(~refused), update.gradients.clone()
+        gradients[torch.from_numpy(kept)] = update.gradients[: len(kept)]
+        return apply(self, RowGradients(update.ids, update.counts, gradients), *rest)
+
+    patch.setattr(Table, "apply", shifted)
+
+
+def makes_rows_in_pulls(patch: pytest.MonkeyPatch) -> None:
+    """An id that is looked up is a row from then on."""
+    pull = Table.pull
+
+    def making(self: Table, ids: Ids, out: torch.Tensor) -> int:
+        new = np.unique(ids[self._rows.find(ids) < 0])
+        self._weights.write(
+            self._rows.add(new, max(1, self.version)), initial_rows(self.spec.initializer, new, self.spec.dim)
+        )
+        return pull(self, ids, out)
+
+    patch.setattr(Table, "pull", making)
+
+
+def divides_by_those_with_rows(patch: pytest.MonkeyPatch) -> None:
+    """A worker without a row on a shard is no term of the mean there."""
+    step = TableRows.step
+
+    def among_some(self: TableRows) -> None:
+        self._open = [replace(each, in_mean=bool(each.rows)) for each in self._open]
+        step(self)
+
+    patch.setattr(TableRows, "step", among_some)
+
+
+def forgets_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Rows do not expire."""
+    patch.setattr(Entries, "expire", lambda self, before: np.empty(0, np.int64))
+
+
+def forgets_counts(patch: pytest.MonkeyPatch) -> None:
+    """A restored table begins anew to count ids that are no rows yet."""
+    patch.setattr(Candidates, "restore", lambda self, *arrays: None)
+
+
+WORKER_HANGS = "a worker hangs"
+IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
+in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
+
+ROWS = (
+    in_rows(adds_a_message_twice, ("sync", "async"), known=("async", 4)),
+    in_rows(counts_a_repeated_push_twice, ("async",), known=("async", 4)),
+    in_rows(stages_the_first_message, ("async",), known=("async", 0)),
+    in_rows(leaves_rows_out_of_checkpoints, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
+    in_rows(copies_tables_at_once, ("sync",), faults=(SHARD_DIES,), known=("sync", 2)),
+    in_rows(
+        sends_rows_before_the_bound,
+        ("ssp:0", "ssp:2"),
+        kinds=frozenset({"too stale", "own update missing"}),
+        known=("ssp:0", 0),
+    ),
+    in_rows(shifts_gradients_behind_refused_ids, ("sync", "async"), known=("sync", 0)),
+    in_rows(makes_rows_in_pulls, ("async",), known=("async", 0)),
+    in_rows(divides_by_those_with_rows, ("sync",), faults=(WORKER_HANGS,), known=("sync", 0)),
+    in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 2)),
+    in_rows(forgets_counts, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
 )

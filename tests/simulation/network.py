@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.shard.waiting import Answer, Lent, PulledBucket
+from ps_server.shard.waiting import Answer, Lent, PulledBucket, PulledRows, PulledTable
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 
@@ -334,7 +334,7 @@ class Outbox:
 
 
 def _copied(answer: Answer) -> Answer:
-    if isinstance(answer, PulledBucket) and answer.payload is not None:
+    if isinstance(answer, PulledBucket | PulledRows | PulledTable) and answer.payload is not None:
         with contextlib.suppress(AttributeError):
             return answer._replace(payload=memoryview(bytes(answer.payload)))
     return answer

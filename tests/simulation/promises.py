@@ -207,7 +207,8 @@ class Promises:
 
     def check_finished(self, run: Run) -> None:
         """All that was acknowledged is in the weights once, and nobody is counted that is not there."""
-        for violation in run.judge(self._cluster.view(run)):
+        content = run.staying()[0].rows.content or {}
+        for violation in run.judge(self._cluster.view(run), content):
             self._cluster.violated(violation)
         self.shards_count_those_that_live(run)
 

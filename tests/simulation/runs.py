@@ -7,7 +7,8 @@ run alone.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,27 +17,36 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import parse_mode
 from tests.chaos.oracle import Life, Rules, Shape, Violation, judge, too_stale
+from tests.simulation.row_oracle import Content, in_counting_order, wrong_tables
+from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
+from tests.simulation.supervision import SHARDS
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
 
-WORKERS = 3
+BUCKETS_WITH_TABLES = 2
 RUNS = 3  # that one simulation has, at most
 NAME, BESIDE = "cells", "beside"  # of the job under test, and of the one beside it
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, of which a cluster has several runs, one after the other. workers: that it declares"""
+    """A job, of which a cluster has several runs, one after the other.
+
+    shape:   of its buckets
+    workers: that it declares
+    """
 
     name: str
     mode: str
     shape: Shape
     workers: int
+    tables: tuple[Table, ...] = ()
 
     def rules(self) -> Rules:
-        """Returns what its weights must obey."""
-        return Rules.of(self.mode, self.workers, self.shape)
+        """Returns what its weights must obey. The rows of "counts" on a shard are a bucket more, behind its own."""
+        more = SHARDS if self.tables else 0
+        return Rules.of(self.mode, self.workers, replace(self.shape, buckets=self.shape.buckets + more))
 
     @functools.cache  # noqa: B019 (there are a few jobs)
     def spec(self) -> JobSpec:
@@ -45,14 +55,17 @@ class Job:
         assert consistency is not None
         size = shape.rows, 1 + shape.columns
         parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
-        spec = JobSpec(self.name, parameters, "SGD", ({"lr": 1.0},), consistency, shape.bucket_bytes, self.workers)
+        tables = tuple(table.registered() for table in self.tables)
+        how = "SGD", ({"lr": 1.0},), consistency, shape.bucket_bytes, self.workers
+        spec = JobSpec(self.name, parameters, *how, tables=tables)
         assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
         return spec
 
 
-def job_under_test(mode: str) -> Job:
+def job_under_test(mode: str, tables: tuple[Table, ...]) -> Job:
     """Returns the job that the faults are for: it has buckets on every shard."""
-    return Job(NAME, mode, Shape(buckets=3, rows=56, columns=7), WORKERS)
+    buckets = BUCKETS_WITH_TABLES if tables else 3
+    return Job(NAME, mode, Shape(buckets, LIVES, COLUMNS), WORKERS, tables)
 
 
 def job_beside(mode: str) -> Job:
@@ -71,6 +84,7 @@ class Run:
     over:     its user knows that it is over
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
+    writers:  by their row in the weights, the lives that count there
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -85,6 +99,7 @@ class Run:
         self.identity = ""
         self.placement: list[int] = []
         self.lossy: dict[int, float] = {}
+        self.writers: dict[int, list[Life]] = {}
         # In sync the mark is that of a clock 0, of which each life knows that it was acknowledged.
         self._marks = [Life(number, 0, [0], {0: 0})]
         self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
@@ -127,13 +142,15 @@ class Run:
         have come first with its initial value, for each bucket.
         """
         self.lives[:0] = earlier.lives
+        for row, lives in earlier.writers.items():
+            self.writers.setdefault(row, [])[:0] = lives
         self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
         self.lossy = earlier.lossy | self.lossy
         self.saved, self.may_end = self.saved or earlier.saved, self.may_end or earlier.may_end
 
     def shard_died(self, index: int, now: float) -> None:
         """Notes what the death of a shard may cost."""
-        for bucket, home in enumerate(self.placement):
+        for bucket, home in enumerate([*self.placement, *range(SHARDS if self.job.tables else 0)]):
             if home == index:
                 self.lossy.setdefault(bucket, now)
         if not self.saved:
@@ -147,11 +164,24 @@ class Run:
         """Returns the highest clock that a step was acknowledged at: after a rollback, steps are made once more."""
         return max((clock for life in self.lives for clock in life.done.values()), default=0)
 
-    def judge(self, view: torch.Tensor) -> list[Violation]:
-        """Returns what is wrong with the weights after all have finished."""
-        buckets = frozenset(() if self.rules.averaged else self.lossy)
-        until = {bucket: self.lossy.get(bucket) for bucket in self.buckets}
+    def judge(self, view: torch.Tensor, content: Mapping[tuple[int, int], Content]) -> list[Violation]:
+        """Returns what is wrong with the weights after all have finished.
+
+        content: the tables, by number and shard
+        """
+        buckets = self.job.shape.buckets
+        lossy = frozenset(() if self.rules.averaged else self.lossy)
+        until = {bucket: self.lossy.get(bucket) for bucket in range(self.rules.shape.buckets)}
+        rows = [in_counting_order(content[COUNTS, shard].in_order(shard)) for shard in range(SHARDS) if content]
+        lost = [buckets + shard in self.lossy for shard in range(SHARDS)]
         return [
-            *judge(view, [*self._marks, *self.lives], self.rules, buckets),
+            *judge(view, [*self._marks, *self.lives], self.rules, lossy),
+            *(judge(torch.stack(rows), self.lives, self.rules, frozenset(b - buckets for b in lossy)) if rows else ()),
+            *(
+                violation
+                for table in self.job.tables
+                for each in [[content[table.number, shard] for shard in range(SHARDS)]]
+                for violation in wrong_tables(table, each, self.writers, self.rules, lost)
+            ),
             *too_stale(self.lives, self.rules, until),
         ]

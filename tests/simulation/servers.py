@@ -175,7 +175,9 @@ class ShardProcess:
             self.host.kill(f": {error}")
             return
         shard = self.shard = Shard(METRICS, OwnThreads(1), lambda: world.now, checkpoints=checkpoints, index=self.index)
-        self.host.methods |= {name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "pull")}
+        self.host.methods |= {
+            name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "push_rows", "pull")
+        }
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods["process"] = lambda: self.process
         self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, seconds=RESTORE_SECONDS)

@@ -1,23 +1,28 @@
 """A cluster without clock or socket: workers, shards and the coordinator's calls as seeded random interleavings.
 
 What it checks is read from the weights themselves: each incarnation of a worker counts in a cell of its own, so that a
-pulled bucket tells whose steps are in it.
+pulled bucket tells whose steps are in it. So do the two rows of a table on each shard, which come in a message each.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, UnknownWorker
+from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.consistency import Add, Step
+from ps_server.core.consistency import Add, Step, UpdateRule
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push
+from ps_server.core.placement import Place
+from ps_server.core.requests import Push, RowPushKind, RowsPush
+from tests.simulation.rows import NEVER, id_of
 from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, payload, push, stage
 
 # -- the cluster -----------------------------------------------------------------------------------------------------
@@ -25,6 +30,26 @@ from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, pa
 CELLS = 32  # one for each incarnation: a simulation ends before it has had more
 WHOLE = 60  # divisible by every number of workers up to 6, so that all means are whole numbers and every sum is exact
 RANKS = 4
+TABLE = 3  # its index, behind the buckets
+ON_SHARDS = (3, 4)  # the part of the table on each shard, as a bucket of its own
+PARTS = (*TRAINED, *ON_SHARDS)
+ROOM = 2**16  # bytes of rows
+ROWS = JobTable(TableSpec("rows", CELLS, Initializer("constant", 0.0)), "SGD", {"lr": 1.0})
+IDS = {part: np.array([id_of(shard, NEVER, row) for row in (1, 2)]) for shard, part in enumerate(ON_SHARDS)}
+
+
+def stage_any(shard: JobPartition, one: Push | RowsPush) -> bool:
+    """Checks and stages; True if it was a repeat."""
+    if isinstance(one, Push):
+        return stage(shard, one)
+    return shard.execute(shard.tables.checker.push(one)).duplicate
+
+
+def rows_on(shard: JobPartition, part: int) -> torch.Tensor:
+    """The table's rows on a shard: [2, CELLS]"""
+    rows = torch.empty(2, CELLS)
+    shard.tables[TABLE].rows.pull(IDS[part], rows)
+    return rows
 
 
 @dataclass
@@ -35,19 +60,22 @@ class Worker:
     incarnation: int
     start: int = 0
     clock: int = 0
-    to_push: set[int] = field(default_factory=set)
+    to_push: set[tuple[int, int]] = field(default_factory=set)  # a part, and the number of its message
     to_pull: set[int] = field(default_factory=set)
-    sent: list[Push] = field(default_factory=list)
+    sent: list[tuple[int, Push | RowsPush]] = field(default_factory=list)  # with the part
 
-    def next_step(self) -> None:
+    def next_step(self, parts: tuple[int, ...]) -> None:
         if not self.to_push and not self.to_pull:
             self.clock += 1
-            self.to_push = set(TRAINED)
-            self.to_pull = set(TRAINED)
+            self.to_push = {(part, message) for part in parts for message in range(1 + (part in ON_SHARDS))}
+            self.to_pull = set(parts)
 
 
 class Simulation:
-    """Two shards with a bucket each, and up to four workers that come, die and come back."""
+    """Two shards with a bucket and two rows each, and up to four workers that come, die and come back.
+
+    Every other seed is without the rows.
+    """
 
     def __init__(self, mode: str, seed: int) -> None:
         self.random = random.Random(seed)
@@ -55,18 +83,23 @@ class Simulation:
         self.pace = {"worker": 40, "repeat": 4, "haunt": 2}
         self.pace |= {"apply": self.random.choice([4, 40]), "coordinate": self.random.choice([4, 20])}
         self.pace |= {"die": self.random.choice([1, 4]), "join": self.random.choice([1, 4])}
-        self.spec = job_spec(mode)
+        self.parts = PARTS if seed % 2 else TRAINED
+        self.spec = replace(job_spec(mode), tables=(ROWS,) if seed % 2 else ())
         self.bound = self.spec.consistency.max_staleness
         room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
-        self.shards = [JobPartition(self.spec, [0, FROZEN], room), JobPartition(self.spec, [1], room)]
+        self.shards = [
+            JobPartition(self.spec, buckets, room, place=Place(shard, 2, ROOM))
+            for shard, buckets in enumerate(([0, FROZEN], [1]))
+        ]
         self.home = {index: shard for shard in self.shards for index in shard.buckets}
+        self.home |= dict(zip(ON_SHARDS, self.shards, strict=True))
         self.incarnations = 0
         self.live: dict[int, Worker] = {}
         self.dead: list[Worker] = []
         self.joining: Worker | None = None
         self.calls: list[Callable[[], object]] = []  # what the coordinator still has to ask of shards, in order
-        self.expected = {index: torch.zeros(CELLS) for index in TRAINED}
-        self.counts: dict[tuple[int, int], int] = {}  # (bucket, incarnation) -> updates that hold its gradient
+        self.expected = {part: torch.zeros(CELLS) for part in self.parts}
+        self.counts: dict[tuple[int, int], int] = {}  # (part, incarnation) -> updates that hold its gradient
         for rank in range(self.random.randint(1, 3)):
             self.join(rank)
             while self.calls:
@@ -92,12 +125,12 @@ class Simulation:
 
         def joined() -> None:
             newcomer.start = newcomer.clock = max(frontiers)
-            newcomer.to_pull = set(TRAINED)
+            newcomer.to_pull = set(self.parts)
             self.live[rank] = newcomer
             self.joining = None
             if rank == 0:
-                for index, shard in self.home.items():
-                    stage(shard, initial(index, incarnation=newcomer.incarnation))
+                for index in (*TRAINED, FROZEN):
+                    stage(self.home[index], initial(index, incarnation=newcomer.incarnation))
 
         for round_ in (first, second):
             shards = self.random.sample(self.shards, len(self.shards))
@@ -116,36 +149,54 @@ class Simulation:
 
     # -- what can happen
 
-    def push(self, worker: Worker, index: int) -> bool:
+    def push(self, worker: Worker, index: int, message: int) -> bool:
         gradient = torch.zeros(CELLS)
         gradient[worker.incarnation] = -WHOLE
-        one = push(index, worker.clock, worker.rank, worker.incarnation, payload=payload(gradient))
+        one = self.made(worker, index, message, payload(gradient))
         try:
-            assert not stage(self.home[index], one)
+            assert not stage_any(self.home[index], one)
         except Backlogged:
             return False
-        worker.sent.append(one)
-        worker.to_push.discard(index)
+        worker.sent.append((index, one))
+        worker.to_push.discard((index, message))
         return True
+
+    def made(self, worker: Worker, index: int, message: int, gradient: bytes) -> Push | RowsPush:
+        who = worker.rank, worker.incarnation
+        if index in TRAINED:
+            return push(index, worker.clock, *who, payload=gradient)
+        ids, occurrences = IDS[index][message : message + 1].astype("<i8"), np.ones(1, "<u4")
+        content = ids.tobytes() + occurrences.tobytes() + gradient
+        return RowsPush("sums", *who, 0, worker.clock, RowPushKind.GRADIENT, content, message, 1, 2, {})
 
     def repeat(self, worker: Worker) -> None:
         if worker.sent:
-            one = self.random.choice(worker.sent)
-            assert stage(self.home[one.bucket], one), "a repeat is acknowledged"
+            index, one = self.random.choice(worker.sent)
+            assert stage_any(self.home[index], one), "a repeat is acknowledged"
 
     def haunt(self, ghost: Worker) -> None:
         """A push of an incarnation that was replaced or retired comes late."""
-        shard = self.home[0]
+        index, one = self.random.choice(ghost.sent or [(0, push())])
+        shard = self.home[index]
         live = shard.roster.get(ghost.rank)
         if ghost.sent and (live is None or live.incarnation != ghost.incarnation):
-            before = image(shard)
+            before = self.image(shard)
             with pytest.raises(UnknownWorker):
-                stage(shard, push(0, ghost.clock + 1, ghost.rank, ghost.incarnation))
-            assert image(shard) == before
+                stage_any(shard, replace(one, clock=ghost.clock + 1))
+            assert self.image(shard) == before
+
+    def image(self, shard: JobPartition) -> list[object]:
+        """Everything a push could change."""
+        if not shard.tables:
+            return image(shard)
+        table = shard.tables[TABLE]
+        pending = {rank: (each.clock, dict(each.counts)) for rank, each in table.pending.items()}
+        rows = rows_on(shard, ON_SHARDS[self.shards.index(shard)])
+        return [*image(shard), pending, dict(table.rule.staged), rows.tolist()]
 
     def pull(self, worker: Worker, index: int) -> bool:
         shard = self.home[index]
-        if not shard.admits(index, worker.rank, worker.clock).admitted:
+        if not shard.admits(min(index, TABLE), worker.rank, worker.clock).admitted:
             return False
         self.check_pulled(worker, index, shard)
         worker.to_pull.discard(index)
@@ -153,8 +204,7 @@ class Simulation:
 
     def check_pulled(self, worker: Worker, index: int, shard: JobPartition) -> None:
         """What the data says: the worker's own steps are in, and those of all live workers up to the bound."""
-        cells = shard.buckets[index].weights.flat
-        assert torch.equal(cells, self.expected[index])
+        cells = self.weights(index)
         needed = {worker.incarnation: worker.clock - worker.start}
         if self.bound is not None:
             for other in self.live.values():
@@ -166,16 +216,29 @@ class Simulation:
             if not self.spec.consistency.aggregate:
                 assert cells[incarnation] >= WHOLE * steps
 
+    def weights(self, index: int) -> torch.Tensor:
+        """Returns the cells of a part, which are as expected: those of a table are in each of its rows."""
+        shard, expected = self.home[index], self.expected[index]
+        if index in TRAINED:
+            cells = shard.buckets[index].weights.flat
+            assert torch.equal(cells, expected)
+            return cells
+        rows = rows_on(shard, index)
+        assert torch.equal(rows, expected.expand(2, CELLS))
+        return rows[0]
+
+    def rule(self, index: int) -> UpdateRule[Any]:
+        return self.home[index].rules[min(index, TABLE)]
+
     def apply(self, index: int) -> bool:
-        bucket = self.home[index].buckets[index]
-        item = bucket.rule.next()
+        shard, item = self.home[index], self.rule(index).next()
+        weights: Any = shard.buckets[index].weights if index in TRAINED else shard.tables[TABLE].rows
         if isinstance(item, Add):
-            bucket.weights.add(item.contribution)
-            values = item.contribution.values
-            assert values is not None
-            self.open(index).append(int(values.nonzero().item()))
+            weights.add(item.contribution)
+            values = item.contribution.values if index in TRAINED else item.contribution.rows[0].gradients
+            self.open(index).append(int(values.flatten().nonzero().item()))
         elif isinstance(item, Step):
-            bucket.weights.step()
+            weights.step()
             who = self.open(index)
             assert len(who) == len(item.ranks)
             for incarnation in who:
@@ -183,19 +246,19 @@ class Simulation:
                 self.counts[index, incarnation] = self.counts.get((index, incarnation), 0) + 1
             who.clear()
         if item is not None:
-            self.home[index].done(index, item)
+            shard.done(min(index, TABLE), item)
         return item is not None
 
     def open(self, index: int) -> list[int]:
-        """Incarnations whose gradients are in the open update of a bucket."""
+        """Incarnations whose gradients are in the open update of a part."""
         return self.__dict__.setdefault(f"open_{index}", [])  # type: ignore[no-any-return]
 
     # -- runs
 
     def advance(self, worker: Worker) -> bool:
         """One thing that this worker can do now; False if it can do nothing but wait."""
-        worker.next_step()
-        moves = [lambda i=i: self.push(worker, i) for i in sorted(worker.to_push)]
+        worker.next_step(self.parts)
+        moves = [lambda i=i: self.push(worker, *i) for i in sorted(worker.to_push)]
         moves += [lambda i=i: self.pull(worker, i) for i in sorted(worker.to_pull)]
         self.random.shuffle(moves)
         return any(move() for move in moves)
@@ -206,7 +269,7 @@ class Simulation:
         if kind == "worker" and worker is not None:
             self.advance(worker)
         elif kind == "apply":
-            self.apply(self.random.choice(TRAINED))
+            self.apply(self.random.choice(self.parts))
         elif kind == "coordinate":
             self.coordinate()
         elif kind == "repeat" and worker is not None:
@@ -232,10 +295,10 @@ class Simulation:
             pass
         target = max(worker.clock for worker in self.live.values()) + 3
         while any(worker.clock < target or worker.to_pull for worker in self.live.values()):
-            moved = [self.apply(index) for index in TRAINED]
+            moved = [self.apply(index) for index in self.parts]
             moved += [
                 self.advance(worker)
                 for worker in self.live.values()
                 if worker.clock < target or worker.to_push or worker.to_pull
             ]
-            assert any(moved), f"stuck: {[self.home[i].buckets[i].rule for i in TRAINED]}"
+            assert any(moved), f"stuck: {[self.rule(index) for index in self.parts]}"

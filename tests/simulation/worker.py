@@ -23,6 +23,7 @@ from ps_server.shard.waiting import PulledBucket
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.network import Call
 from tests.simulation.processes import Host
+from tests.simulation.row_worker import WorkerRows
 from tests.simulation.servers import COORDINATOR
 from tests.simulation.threads import Condition
 
@@ -83,6 +84,7 @@ class Worker:
     row:      its own in the weights
     computes: it is in a step, and waits for no server
     stepped:  when its last step was acknowledged
+    rows:     its part of the job's tables
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -99,11 +101,12 @@ class Worker:
         self._disowned: Place | None = None  # one that a shard does not know
         self._changed = Condition(self.world)
         self._witness = Witness(run.rules, row)
-        shape = run.job.shape
+        shape = run.rules.shape
         self._view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
         self._buckets = list(self._view.view(shape.buckets, -1))  # each as it is sent
         self._counts = torch.zeros(shape.buckets, shape.rows)
-        self._saves: set[int] = set()
+        self.rows = WorkerRows(self, run, row)
+        self._saves: set[int] = self.rows.saves
         self.host.spawn("train", self._main)
 
     @property
@@ -132,7 +135,7 @@ class Worker:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _retry(self, attempt: Callable[[], Any], closed: Callable[[], bool] = lambda: False) -> Any:
+    def retry(self, attempt: Callable[[], Any], closed: Callable[[], bool] = lambda: False) -> Any:
         """Does as ps_runtime.retry."""
         since, pause = self.world.now, FIRST_PAUSE
         while True:
@@ -153,7 +156,7 @@ class Worker:
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Calls the coordinator until it answers."""
         call = self.cluster.network.call
-        return self._retry(lambda: call(COORDINATOR, method, *arguments, seconds=CALL_SECONDS))
+        return self.retry(lambda: call(COORDINATOR, method, *arguments, seconds=CALL_SECONDS))
 
     def _join(self, run: str, before: Place | None) -> Place:
         attempt, since = self.world.random.getrandbits(62), math.inf
@@ -179,7 +182,7 @@ class Worker:
                     since = min(since, self.world.now)
                 raise
 
-        result, addresses = self._retry(ask)
+        result, addresses = self.retry(ask)
         self.world.trace(f"{self.host.name} joins: incarnation {result.member.incarnation}, clock {result.clock}")
         return Place(result, addresses, result.clock, self.world.now)
 
@@ -310,6 +313,7 @@ class Worker:
 
     def _enter(self, place: Place) -> None:
         self._witness.lost_track()
+        self.rows.lost_track()
         if not self._begun:
             if self.rank == 0:
                 self._all(place, self._pushes(place, 0, self.run.initial))
@@ -378,7 +382,7 @@ class Worker:
             run=place.run,
         )
         address, network = place.addresses[shard], self.cluster.network
-        self._retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
+        self.retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
 
     def _homes(self, place: Place) -> dict[int, list[int]]:
         """Returns the buckets of each shard, in an order of this worker's own."""
@@ -409,7 +413,7 @@ class Worker:
                 raise TryLater("the answer broke off")
 
         try:
-            self._retry(attempt, lambda: place.closed)
+            self.retry(attempt, lambda: place.closed)
         finally:
             place.calls = [call for call in place.calls if not call.over]
 
@@ -425,7 +429,8 @@ class Worker:
         place.clock += 1
         clock = place.clock
         try:
-            self._all(place, [*self._pulls(place), *self._pushes(place, clock, gradient)])
+            buckets = [*self._pulls(place), *self._pushes(place, clock, gradient)]
+            self._all(place, [*buckets, *self.rows.pulls(place, number), *self.rows.pushes(place, clock, number)])
         except PlaceLost as lost:
             place.cut()
             self._connect(self._renewed(place, lost.__cause__))
@@ -444,10 +449,11 @@ class Worker:
 
     def _acknowledged(self, number: int, clock: int) -> None:
         """Notes a step that is over. clock: after it; by now the worker may have another place, with another clock."""
-        view, run = self._view.clone(), self.run
+        run, in_rows = self.run, self.rows.look(number, self._view[self.run.job.shape.buckets :])
+        view = self._view.clone()
         self.life.done[number], self.life.at[number] = clock, self.world.now
         self.stepped = self.world.now
-        for violation in self._witness.check(view, number):
+        for violation in [*in_rows, *self._witness.check(view, number)]:
             where = {**violation.where, "life": self.life.number, "at": round(self.world.now - 1000, 3)}
             self.cluster.violated(Violation(violation.kind, violation.said, where))
         if not run.rules.averaged:

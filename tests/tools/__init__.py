@@ -24,6 +24,7 @@ table_model.py          A model with two tables and a layer, and how it is train
 table_shards.py         A job with one table on one of several shards, trained without a server around it
 unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
+one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 cases.py                The cases of a claim: a few in every run, the others among the long tests
 launching.py            Commands as processes, to their end or while they run; scripts as modules

@@ -1,0 +1,171 @@
+"""A worker's pushes and pulls of rows, in messages that may come in any order, and what it finds in the rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from ps_protocol.errors import PSError, TryLater
+from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull
+from ps_server.shard.waiting import PulledRows, PulledTable
+from tests.chaos.oracle import Violation
+from tests.simulation.row_oracle import Content, Pulled, RowWitness, in_counting_order
+from tests.simulation.rows import COUNTS, START, Part, Table
+from tests.simulation.supervision import SHARDS
+
+if TYPE_CHECKING:
+    from tests.simulation.runs import Run
+    from tests.simulation.worker import Place, Worker
+
+CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
+
+
+class WorkerRows:
+    """The rows of one worker.
+
+    saves:   clocks at which it was told to save its state
+    content: whole tables as it was asked to fetch them last, by table and shard; None: they have not come
+    """
+
+    def __init__(self, worker: Worker, run: Run, row: int) -> None:
+        self.worker, self.run, self.row = worker, run, row
+        self.saves: set[int] = set()
+        self.content: dict[tuple[int, int], Content] | None = None
+        self._world, self._network = worker.world, worker.cluster.network
+        self._witness = RowWitness(run.rules, row)
+        self._parts = list(itertools.product(run.job.tables, range(SHARDS)))
+        self._pulled: dict[tuple[int, int], Pulled] = {}
+
+    def lost_track(self) -> None:
+        """Something happened between two steps."""
+        self._witness.lost_track()
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def pushes(self, place: Place, clock: int, step: int) -> list[Callable[[], object]]:
+        """Returns what pushes the rows of a step, each message by itself."""
+        return [
+            partial(self._push, place, shard, message)
+            for table, shard in self._parts
+            for message in self._messages(place, table, clock, table.pushed(shard, self.row, step, self.run.rules.unit))
+        ]
+
+    def _messages(self, place: Place, table: Table, clock: int, part: Part) -> Iterator[RowsPush]:
+        draw, total = self._world.random, len(part.ids)
+        kind = RowPushKind.GRADIENT
+        if not part.present:
+            kind = RowPushKind.NO_GRADIENT if part.in_mean else RowPushKind.SKIP
+        order = draw.sample(range(total), total)
+        cuts = sorted(draw.sample(range(1, total), min(total - 1, draw.choice([0, 0, 1, 2])))) if total else []
+        for first, end in itertools.pairwise([0, *cuts, total]):
+            rows = order[first:end]
+            ids = np.array([part.ids[row] for row in rows], "<i8")
+            occurrences = np.array([part.occurrences[row] for row in rows], "<u4")
+            payload = ids.tobytes() + occurrences.tobytes() + part.gradients[rows].astype("<f4").tobytes()
+            who = self.run.name, self.worker.rank, place.incarnation
+            counted = first, len(rows), total
+            yield RowsPush(*who, table.number, clock, kind, payload, *counted, {}, key=place.key, run=place.run)
+
+    def _push(self, place: Place, shard: int, message: RowsPush) -> None:
+        def attempt() -> object:
+            return self._network.call(place.addresses[shard], "push_rows", message, seconds=CALL_SECONDS)
+
+        self.worker.retry(attempt, lambda: place.closed)
+
+    # -- pulls -------------------------------------------------------------------------------------------------------
+
+    def pulls(self, place: Place, step: int) -> list[Callable[[], object]]:
+        """Returns what fetches the rows that are looked at after a step."""
+        return [partial(self._pull, place, table, shard, step) for table, shard in self._parts]
+
+    def _pull(self, place: Place, table: Table, shard: int, step: int) -> None:
+        ids = table.asked(shard, self.row, step)
+        payload = np.array(ids, "<i8").tobytes()
+        call = RowsPull(*self._who(place, table), payload, key=place.key, run=place.run)
+
+        def attempt() -> None:
+            pulled, missing = Pulled(ids, np.empty((len(ids), table.dim), np.float32)), set(range(len(ids)))
+            for answer in self._answers(place, shard, call):
+                if isinstance(answer, PulledRows) and answer.payload is not None:
+                    some = slice(answer.first, answer.first + answer.rows)
+                    pulled.rows[some] = np.frombuffer(answer.payload, "<f4").reshape(-1, table.dim)
+                    missing -= set(range(len(ids))[some])
+                    pulled.trained, pulled.version = pulled.trained + answer.trained, answer.version
+                    if answer.save_state:
+                        self.saves.add(place.clock)
+            if missing:
+                raise TryLater("the answer broke off")
+            self._pulled[table.number, shard] = pulled
+
+        self._until_it_comes(place, attempt)
+
+    def _who(self, place: Place, table: Table) -> tuple[str, int, int, int, int]:
+        return self.run.name, self.worker.rank, place.incarnation, table.number, place.clock
+
+    def _answers(self, place: Place, shard: int, call: RowsPull | TablePull) -> Iterator[object]:
+        address, begun = place.addresses[shard], place.calls.append
+        return self._network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=begun)
+
+    def _until_it_comes(self, place: Place, attempt: Callable[[], object]) -> None:
+        try:
+            self.worker.retry(attempt, lambda: place.closed)
+        finally:
+            place.calls = [call for call in place.calls if not call.over]
+
+    # -- what it finds -----------------------------------------------------------------------------------------------
+
+    def look(self, step: int, buckets: torch.Tensor) -> list[Violation]:
+        """Returns what is wrong with the rows that were pulled after a step, and writes those of the counting oracle.
+
+        buckets: of that oracle, one for each shard: [SHARDS, LIVES, 1 + COLUMNS]
+        """
+        found: list[Violation] = []
+        for table, shard in self._parts:
+            pulled = self._pulled[table.number, shard]
+            found += self._witness.check(table, shard, pulled, step)
+            if table.number == COUNTS:
+                buckets[shard] = in_counting_order(pulled.rows - START)
+        return found
+
+    # -- whole tables ------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Has all tables fetched as they are now."""
+        self.content = None
+        self.worker.host.spawn("tables", self._fetch)
+
+    def _fetch(self) -> None:
+        place = self.worker.place
+        try:
+            content = {(table.number, shard): self._fetched(place, table, shard) for table, shard in self._parts}
+        except PSError as error:
+            self._world.trace(f"{self.worker.host.name}: its tables do not come: {error}")
+            return
+        if self.worker.place is place:
+            self.content = content
+
+    def _fetched(self, place: Place, table: Table, shard: int) -> Content:
+        call = TablePull(*self._who(place, table), count_only=False, key=place.key, run=place.run)
+        pieces: list[bytes] = []
+        count = 0
+
+        def attempt() -> None:
+            nonlocal count
+            pieces.clear()
+            for answer in self._answers(place, shard, call):
+                if isinstance(answer, PulledTable) and answer.payload is not None:
+                    pieces.append(bytes(answer.payload))
+                    count = answer.rows
+
+        self._until_it_comes(place, attempt)
+        content = Content.of(safetensors.torch.load(b"".join(pieces)))
+        if len(content.rows) != count:
+            said = f"{count} rows are announced, and {len(content.rows)} come"
+            self.worker.cluster.violated(Violation("wrong row", said, {"table": table.name, "shard": shard}))
+        return content
