@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import pty
 import re
 import struct
 import subprocess
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from tests.tools import launching
 from tests.tools.cluster import Cluster
+from tests.tools.terminal import terminal
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fashion_mnist.py"
 SLOW_SECONDS = 1200.0  # three passes over 60,000 images, on a machine that has other work
@@ -217,15 +216,9 @@ def test_without_matplotlib_one_line_says_that_there_is_no_picture(
 def test_there_is_a_progress_bar_on_a_terminal_for_the_main_worker(
     shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with terminal(monkeypatch) as written:
         assert list(fashion.with_progress([1, 2, 3], "pass 1", shown)) == [1, 2, 3]
-        print("end", file=terminal, flush=True)
-        written = b""
-        while b"end" not in written:
-            written += screen.read(4096)
-    assert (b"pass 1" in written) is shown
+    assert ("pass 1" in written()) is shown
 
 
 # -- on the real images ----------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pty
 import random
 import re
 import subprocess
@@ -21,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.tools import launching
 from tests.tools.cluster import Cluster
+from tests.tools.terminal import terminal
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "movielens.py"
 SLOW_SECONDS = 600.0  # three passes over 80,000 ratings, on a machine that has other work
@@ -294,15 +293,9 @@ def test_without_matplotlib_one_line_says_that_there_is_no_picture(
 def test_there_is_a_progress_bar_on_a_terminal_for_the_main_worker(
     shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with terminal(monkeypatch) as written:
         assert list(movielens.with_progress([1, 2, 3], "pass 1", shown)) == [1, 2, 3]
-        print("end", file=terminal, flush=True)
-        written = b""
-        while b"end" not in written:
-            written += screen.read(4096)
-    assert (b"pass 1" in written) is shown
+    assert ("pass 1" in written()) is shown
 
 
 # -- on the real ratings ---------------------------------------------------------------------------------------------

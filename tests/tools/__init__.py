@@ -27,6 +27,7 @@ counting.py             The counting oracle for data: each sample adds 1 to a ce
 one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
 cases.py                The cases of a claim: a few in every run, the others among the long tests
+terminal.py             A terminal in place of standard error
 launching.py            Commands as processes, to their end or while they run; scripts as modules
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
 pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,16 +50,6 @@ def test_sync_ends_at_the_weights_of_ddp(shared: Cluster, nursery: Nursery, job:
     assert same(ddp[0].values(), ddp[1].values())
     assert same(sync[0].values(), sync[1].values())
     assert close([sync[0][name] for name in ddp[0]], ddp[0].values(), rtol=0.0, atol=TOLERANCE)
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a launcher sets for a group of one, which ends with the test."""
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
