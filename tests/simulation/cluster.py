@@ -125,6 +125,11 @@ class Cluster:
         self.world.trace(f"run {run.number} begins")
         self._launch(run)
 
+    def _begin_after(self, lost: Run) -> None:
+        """Begins the run after one that was lost, unless another one was begun since."""
+        if self.this_run is lost:
+            self.begin_run()
+
     def _begin_beside(self) -> None:
         draw = self.world.random
         if draw.random() < 0.3:
@@ -220,7 +225,7 @@ class Cluster:
             if worker.host.alive and not is_left:
                 worker.host.kill()
         if len(self.runs) < RUNS and run is self.this_run:
-            self.world.at(self.world.random.uniform(0.0, 3.0), self.begin_run)
+            self.world.at(self.world.random.uniform(0.0, 3.0), partial(self._begin_after, run))
 
     def _server_died(self, host: Host, shard: int | None) -> None:
         self.faults.died(host)
