@@ -111,8 +111,11 @@ class Shard:
                 self._pulls.notify(job, now)
 
     def stop(self) -> None:
-        """Finishes what is staged and ends the threads. Waiting pulls are told to come back later."""
+        """Finishes what is staged and ends the threads. Calls that wait are told to come back later."""
         self._hosted.stop()
+        for job in self.jobs().values():
+            if job.snapshot_task is not None:
+                job.snapshot_task.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():

@@ -161,6 +161,13 @@ class SnapshotTask:
                 self._error = NotFound(f"checkpoint {self.name} was abandoned for another one")
             self._changed.notify_all()
 
+    def stop(self) -> None:
+        """Ends a call that waits for buckets, with TryLater: the shard stops. What is all copied is still written."""
+        with self._changed:
+            if self._wanted and self._error is None:
+                self._error = TryLater(f"checkpoint {self.name}: the shard stops")
+            self._changed.notify_all()
+
     def wait(self, seconds: float) -> ShardSnapshot:
         """Returns the part, once it is on disk. Raises TryLater if that takes longer, otherwise why it cannot be."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -245,6 +246,11 @@ def test_the_servers_commands_are_ours() -> None:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
 
+@functools.cache
+def help_of(script: str) -> str:
+    return python(script, "--help", folder=ROOT).stdout
+
+
 @pytest.mark.parametrize(("file", "name"), [*((COMPOSE, name) for name in WORKERS), (GPU, "worker")])
 def test_the_workers_command_is_ours(file: str, name: str) -> None:
     from ps_worker.cli import parser
@@ -256,7 +262,7 @@ def test_the_workers_command_is_ours(file: str, name: str) -> None:
     script = next(word for word in command if word.endswith(".py"))
     assert (ROOT / script).is_file()
     options = [word.split("=")[0] for word in command[command.index(script) + 1 :]]
-    told = python(script, "--help", folder=ROOT).stdout
+    told = help_of(script)
     assert all(option in told for option in options), f"{script} knows {options}"
 
 

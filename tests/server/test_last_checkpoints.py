@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -448,6 +449,21 @@ def test_the_last_snapshot_has_what_was_staged_before_it(shard: Shard) -> None:
         push(shard, 2)
     clock.now = 10.0
     assert push(shard, 2), "the servers have not ended"
+
+
+def test_who_waits_for_a_snapshot_of_a_later_clock_is_told_that_the_shard_stops(shard: Shard) -> None:
+    threads = shard._threads
+    assert isinstance(threads, HeldThreads)
+    shard.create_job(vector_job("job", "sync", 16, 1), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    push(shard, 0, PushKind.INITIAL_VALUE)
+    threads.run()
+    shard.begin_snapshot("job", "000001", 5, "1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(shard.await_snapshot, "job", "000001", 60.0, "1")
+        shard.stop()
+        with pytest.raises(TryLater, match="the shard stops"):
+            waiting.result()
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])

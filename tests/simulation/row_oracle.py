@@ -228,9 +228,7 @@ def wrong_tables(
     course = Course(writers, rules.averaged) if table.expire_after or table.capacity else None
     for shard, content in enumerate(contents):
         is_lossy = any(lossy) if rules.averaged else lossy[shard]
-        found = [*_wrong_by_itself(table, content, writers, rules)]
-        if table.number == COUNTS and table.admit_after:
-            found += _counted_otherwise(shard, content, rules)
+        found = [*wrong_at_any_time(table, shard, content, writers, rules)]
         if table.number != COUNTS and rules.averaged:
             found += _wrong_means(table, content, writers, rules, is_lossy)
         if not is_lossy:
@@ -239,6 +237,15 @@ def wrong_tables(
             found += _staying(content, writers, course, table.expires_within)
         for violation in found:
             yield replace(violation, where={"table": table.name, "shard": shard, **violation.where})
+
+
+def wrong_at_any_time(
+    table: Table, shard: int, content: Content, writers: Writers, rules: Rules
+) -> Iterator[Violation]:
+    """Yields what is wrong with a table on one shard as of any one moment."""
+    yield from _wrong_by_itself(table, content, writers, rules)
+    if table.number == COUNTS and table.admit_after:
+        yield from _counted_otherwise(shard, content, rules)
 
 
 def _wrong_by_itself(table: Table, content: Content, writers: Writers, rules: Rules) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from ps_protocol.errors import PSError, TryLater
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull
 from ps_server.shard.waiting import PulledRows, PulledTable
 from tests.chaos.oracle import Violation
-from tests.simulation.row_oracle import Content, Pulled, RowWitness, in_counting_order
+from tests.simulation.row_oracle import Content, Pulled, RowWitness, in_counting_order, wrong_at_any_time
 from tests.simulation.rows import COUNTS, START, Part, Table
 from tests.simulation.supervision import SHARDS
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tests.simulation.runs import Run
     from tests.simulation.worker import Place, Worker
 
+STEPS_BETWEEN_LOOKS = 12  # at whole tables
 CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
 
 
@@ -131,6 +133,8 @@ class WorkerRows:
             found += self._witness.check(table, shard, pulled, step)
             if table.number == COUNTS:
                 buckets[shard] = in_counting_order(pulled.rows - START)
+        if self._parts and step % STEPS_BETWEEN_LOOKS == 0:
+            self.worker.host.spawn("tables", self._look_at_all)
         return found
 
     # -- whole tables ------------------------------------------------------------------------------------------------
@@ -149,6 +153,18 @@ class WorkerRows:
             return
         if self.worker.place is place:
             self.content = content
+
+    def _look_at_all(self) -> None:
+        """Looks at whole tables while they are trained."""
+        place, run = self.worker.place, self.run
+        for table, shard in self._parts:
+            try:
+                content = self._fetched(place, table, shard)
+            except PSError:  # its place is lost
+                return
+            for wrong in wrong_at_any_time(table, shard, content, run.writers, run.rules):
+                where = {"table": table.name, "shard": shard, **wrong.where}
+                self.worker.cluster.violated(replace(wrong, where=where))
 
     def _fetched(self, place: Place, table: Table, shard: int) -> Content:
         call = TablePull(*self._who(place, table), count_only=False, key=place.key, run=place.run)

@@ -364,7 +364,7 @@ def test_rows_are_in_checkpoints_and_go_on_on_any_number_of_shards(
 def test_an_export_has_the_rows_and_trains_on_in_one_process(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    cluster = make_cluster(shards=2, checkpoint_dir=tmp_path / "checkpoints")
+    cluster = make_cluster(shards=2, checkpoint_dir=tmp_path / "checkpoints", timing=QUICK)
     with cluster.connect("async") as session:
         run = Run(session)
         expected = run.until(7)

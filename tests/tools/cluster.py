@@ -95,14 +95,16 @@ class Cluster:
 
     def end_lease(self, rank: int, job: str = "default") -> None:
         """Has the lease of a worker run out now: of one that is dead or cut off, or it would go on as if it had been.
+        After a rollback that is the time in which it is to join again.
 
         No test waits for the end of a lease that others need as well: on a busy machine it might end for them too.
         """
         coordinated = self.coordinator.job(job)
         members = coordinated.members
         with members._lock:
-            live = members._membership.members
+            live, rejoining = members._membership.members, members._membership.rejoining
             live.update({rank: replace(live[rank], expires=-math.inf)} if rank in live else {})
+            rejoining.update({rank: -math.inf} if rank in rejoining else {})
         coordinated.expire()
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ps_worker import InvalidRequest, Session, Unsupported
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -138,7 +139,7 @@ def test_a_changed_model_trains_on_as_in_one_process(
         assert close(train(*prepared(session), CHANGES[name]), train_alone(CHANGES[name]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", cases(["shm", "tcp"], ["grpc"]))
 @pytest.mark.parametrize("name", ["clamp", "clamp by data", "load", "halve in other memory", "channels last"])
 def test_in_sync_two_workers_end_alike_and_with_rank_0s_change(
     shared: Cluster, job: str, transport: str, name: str
