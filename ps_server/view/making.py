@@ -17,18 +17,21 @@ from ps_server.view.history import Name
 from ps_server.view.rates import Span, Window
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
-SILENT_SECONDS = 2.5  # after which a shard counts as one that does not answer: it is asked every second
+SILENT_SECONDS = 2.5  # with a question open, after which a shard counts as one that does not answer
 SILENT_LEASE = 0.5  # of a lease, below which a worker counts as silent: it sends a heartbeat every quarter
 RANKS_SAMPLED = 32  # of a job: the lowest ones
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of one process of a shard. at: when it answered last, or was heard of first"""
+    """What is known of one process of a shard.
+
+    asked: when it was asked first of what it has not answered since; None: it has answered all
+    """
 
     process: int
-    at: float
     statistics: ShardStatistics | None = None
+    asked: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class ViewMaker:
         shard, answer = sources.shards[index], sources.answers.get(index)
         if answer is None or answer.process != shard.process:
             return ShardView(shard, None, 0.0, {})
-        held, quiet = answer.statistics, sources.now - answer.at
+        held, quiet = answer.statistics, 0.0 if answer.asked is None else sources.now - answer.asked
         work: dict[str, ShardWork] = {}
         for name, job in held.jobs.items() if held is not None else ():
             window = self._shards.get((index, answer.process, job.run))

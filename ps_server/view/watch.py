@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 from ps_protocol.errors import LimitExceeded, PSError
@@ -21,6 +22,7 @@ from ps_server.view.view import View
 
 LOOK_SECONDS = 1.0
 PAUSES_PER_ANSWER = 20  # times as long as an answer took until a shard is asked again: watching costs it a twentieth
+MOST_PAUSE_SECONDS = 10.0  # but so long at most: an answer that took long has mostly waited for others
 
 # Is told the view; None: the coordinator stops. It does not wait.
 Reader = Callable[[View | None], None]
@@ -114,7 +116,7 @@ class Watch:
         with self._lock:
             known = self._answers.get(index)
             if known is None or known.process != shard.process:
-                self._answers[index] = Answer(shard.process, now)
+                self._answers[index] = Answer(shard.process)
                 self._ask_at[index] = now
         if known is not None and known.process != shard.process:
             text = f"shard {index} is served by a new process, {shard.pid} at {shard.address}"
@@ -124,6 +126,10 @@ class Watch:
     def _ask(self, shard: RegisteredShard) -> None:
         """Asks a shard, and keeps its answer."""
         began = self._clock.now()
+        with self._lock:
+            before = self._answers[shard.index]
+            if before.process == shard.process and before.asked is None:
+                self._answers[shard.index] = replace(before, asked=began)
         try:
             statistics = shard.api.statistics()
         except PSError:
@@ -134,9 +140,9 @@ class Watch:
             return
         now = self._clock.now()
         with self._lock:
-            self._ask_at[shard.index] = now + PAUSES_PER_ANSWER * (now - began)
+            self._ask_at[shard.index] = now + min(PAUSES_PER_ANSWER * (now - began), MOST_PAUSE_SECONDS)
             if self._answers[shard.index].process == shard.process:  # another one may serve it by now
-                self._answers[shard.index] = Answer(shard.process, now, statistics)
+                self._answers[shard.index] = Answer(shard.process, statistics)
 
     def _make(self) -> View:
         jobs = self._coordinator.statistics().jobs

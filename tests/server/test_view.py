@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, PSError, Unreachable
 from ps_protocol.figures import PHASES, LoggedValue, WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.coordinator.events import EVENTS_KEPT, EventLog
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.coordinator.timing import Clock
 from ps_server.core.figures import ShardFigures, ShardJobFigures, check_worker_figures
 from ps_server.core.membership import Member
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
@@ -22,6 +24,7 @@ from ps_server.view.history import MAX_SERIES, History
 from ps_server.view.making import Answer, Sources, ViewMaker, samples
 from ps_server.view.rates import WINDOW_SECONDS, Window
 from ps_server.view.view import View
+from ps_server.view.watch import Watch
 
 FOUR = (0, 1, 2, 3)
 
@@ -276,9 +279,9 @@ def member(rank: int, clock: int = 0, expires: float = 110.0) -> Member:
 def test_clocks_are_those_of_one_moment_on_a_shard_and_not_of_heartbeats_at_several() -> None:
     """A heartbeat that is newer than another would put workers further apart than their mode allows."""
     workers = [member(0, clock=14), member(1, clock=2)]
-    busy = Answer(7, 100.0, ShardStatistics({"job": held({0: 10, 1: 8})}))
-    behind = Answer(7, 100.0, ShardStatistics({"job": held({0: 9, 1: 8})}))
-    trains_nothing = Answer(7, 100.0, ShardStatistics({"job": held({0: 0, 1: 0})}))
+    busy = Answer(7, ShardStatistics({"job": held({0: 10, 1: 8})}))
+    behind = Answer(7, ShardStatistics({"job": held({0: 9, 1: 8})}))
+    trains_nothing = Answer(7, ShardStatistics({"job": held({0: 0, 1: 0})}))
     view = made(ViewMaker(), 100.0, job(workers), busy, behind, trains_nothing)
     assert [worker.clock for worker in view.jobs["job"].statistics.workers] == [9, 8]
     view = made(ViewMaker(), 100.0, job(workers), trains_nothing)
@@ -288,7 +291,7 @@ def test_clocks_are_those_of_one_moment_on_a_shard_and_not_of_heartbeats_at_seve
 def test_what_each_worker_is_doing_is_said_in_words() -> None:
     workers = [member(0), member(1), member(2, expires=104.0), member(3)]
     waits = (Wait(0, 5, 2, frozenset({3}), "", 1.2), Wait(1, 5, 2, frozenset(), "", 0.1))
-    view = made(ViewMaker(), 100.0, job(workers), Answer(7, 100.0, ShardStatistics({"job": held({}, waits)})))
+    view = made(ViewMaker(), 100.0, job(workers), Answer(7, ShardStatistics({"job": held({}, waits)})))
     assert [worker.activity for worker in view.jobs["job"].workers] == [
         "waits 1.2 s for worker 3",
         "waits 0.1 s for its shard",
@@ -299,17 +302,62 @@ def test_what_each_worker_is_doing_is_said_in_words() -> None:
 
 
 def test_a_shard_that_does_not_answer_is_told_with_how_long_and_its_last_answer_is_kept() -> None:
-    answer = Answer(7, 96.0, ShardStatistics({"job": held({0: 5})}))
-    fresh = Answer(7, 99.5, ShardStatistics({"job": held({0: 6})}))
-    view = made(ViewMaker(), 100.0, job([member(0)]), answer, fresh)
+    answer = Answer(7, ShardStatistics({"job": held({0: 5})}), asked=96.0)
+    asked = Answer(7, ShardStatistics({"job": held({0: 6})}), asked=99.5)
+    view = made(ViewMaker(), 100.0, job([member(0)]), answer, asked)
     assert [shard.silent for shard in view.shards] == [4.0, 0.0]
     assert view.jobs["job"].state == "shard 0 does not answer for 4 s"
     assert view.jobs["job"].workers[0].activity == "needs shard 0, which does not answer"
     assert view.jobs["job"].statistics.workers[0].clock == 6, "what a silent shard said last counts no more"
     assert view.shards[0].statistics is not None
-    replaced = Answer(6, 50.0, answer.statistics)
+    replaced = Answer(6, answer.statistics, asked=50.0)
     [shard] = made(ViewMaker(), 100.0, job([member(0)]), replaced).shards
     assert (shard.statistics, shard.silent) == (None, 0.0), "another process serves it by now"
+
+
+class AskedShard(Clock):
+    """A shard, and the clock by which each of its answers takes so long. error: what it raises in place of one"""
+
+    def __init__(self) -> None:
+        self.time, self.seconds = 100.0, 0.0
+        self.error: PSError | None = None
+
+    def now(self) -> float:
+        return self.time
+
+    def statistics(self) -> ShardStatistics:
+        self.time += self.seconds
+        if self.error is not None:
+            raise self.error
+        return ShardStatistics({})
+
+
+def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -> None:
+    """One that takes long is asked again after a pause. On a busy machine that was told as a shard that is away."""
+    asked, events = AskedShard(), EventLog(Clock())
+    shards = {0: replace(registered(0), api=asked)}
+    coordinator = SimpleNamespace(
+        shards=lambda: shards, statistics=lambda: SimpleNamespace(jobs={}), lease=10.0, shard_count=1, events=events
+    )
+    watch = Watch(coordinator, 1, asked)  # type: ignore[arg-type]
+
+    def silent() -> float:
+        watch.look()
+        [shard] = watch.view.shards
+        return shard.silent
+
+    asked.seconds = 0.5
+    assert silent() == 0.0
+    asked.time += 9.0
+    assert silent() == 0.0, "it was not asked meanwhile"
+    asked.time += 1.5
+    asked.seconds, asked.error = 2.0, Unreachable("no answer")
+    assert silent() == 0.0, "a call that failed, of two seconds"
+    assert silent() == 4.0
+    asked.error = None
+    assert silent() == 0.0
+    texts = [event.text for event in events.after(0)]
+    assert texts == ["shard 0 does not answer", "shard 0 answers again"]
 
 
 def test_the_straggler_is_named_from_what_workers_and_shards_report() -> None:
@@ -324,7 +372,7 @@ def test_the_straggler_is_named_from_what_workers_and_shards_report() -> None:
         hosted = held(
             {}, applies=40 * second, apply_seconds=0.1 * second, sent=1000 * second, awaited={1: 0.8 * second}
         )
-        answer = Answer(7, float(second), ShardStatistics({"job": hosted}, ShardFigures(20.0 + second, 1, 2)))
+        answer = Answer(7, ShardStatistics({"job": hosted}, ShardFigures(20.0 + second, 1, 2)))
         view = made(maker, float(second), job([member(0), member(1)], figures=figures), answer)
     assert view is not None
     seen = view.jobs["job"]
@@ -344,7 +392,7 @@ def test_the_straggler_is_named_from_what_workers_and_shards_report() -> None:
 
 
 def test_a_worker_of_an_earlier_version_is_seen_without_figures() -> None:
-    view = made(ViewMaker(), 100.0, job([member(0)]), Answer(7, 100.0, None))
+    view = made(ViewMaker(), 100.0, job([member(0)]), Answer(7))
     [worker] = view.jobs["job"].workers
     assert (worker.steps_per_second, worker.fractions, worker.activity) == (None, {}, "training")
     assert view.jobs["job"].diagnosis == ""
