@@ -135,7 +135,7 @@ def test_who_waits_for_a_straggler_sees_where(
     shared: Cluster, job: str, tmp_path: Path, mode: str, late: str, transport: str
 ) -> None:
     """In sync an update waits for all gradients; in ssp it does not, but the pull does."""
-    held = 0.2
+    held = 0.4
 
     def train(rank: int) -> None:
         with shared.connect(mode, rank, WORKERS, job=job, transport=transport, timeline=tmp_path / "t.json") as session:
@@ -151,7 +151,8 @@ def test_who_waits_for_a_straggler_sees_where(
     for bucket in range(BUCKETS):
         mine, other = quick[2, bucket], slow[2, bucket]
         before = SIX[SIX.index(late) - 1]
-        assert mine[late] - mine[before] > held * 1e6, "the wait lies here"
+        # A bucket may come to its shard when the straggler is held already, because others wait there before it.
+        assert mine[late] - mine[before] > held / 2 * 1e6, "the wait lies here"
         slack = mine["error_us"] + other["error_us"] + 2
         assert mine["admitted"] >= other["staged"] - slack, "not before the straggler's push was there"
         assert other["admitted"] - other["staged"] < mine["admitted"] - mine["staged"]
