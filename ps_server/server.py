@@ -27,6 +27,7 @@ from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
+from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
@@ -141,15 +142,18 @@ class Server:
         health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
         self._grpc.start()
-        self._registration: Registration | None = None
-        if config.index is not None:
-            address = config.coordinator or f"{_reachable(config.host)}:{port}"
-            coordinator = Peer("coordinator", address, self._access)
-            self._registration = Registration(
-                *(coordinator, config.index, self.address, self.metrics_address, self.process),
-                restart_count=config.restart_count,
-            )
+        self._registration = self._register(config.index, port) if config.index is not None else None
         self.health = Health(health, self._open_health_port(config))
+
+    def _register(self, index: int, port: int) -> Registration:
+        config = self._config
+        address = config.coordinator or f"{_reachable(config.host)}:{port}"
+        return Registration(
+            Peer("coordinator", address, self._access),
+            *(index, self.address, self.metrics_address, self.process),
+            restart_count=config.restart_count,
+            memory_place=memory_place(config.shared_directory),
+        )
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the coordinator knows this shard; at once true for a coordinator alone."""

@@ -123,7 +123,7 @@ class LoaderStatus(_message.Message):
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., sample_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., returned_count: _Optional[int] = ...) -> None: ...
 
 class RegisterShardRequest(_message.Message):
-    __slots__ = ("index", "address", "metrics_address", "pid", "process", "protocol_version", "restart_count")
+    __slots__ = ("index", "address", "metrics_address", "pid", "process", "protocol_version", "restart_count", "memory_place")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class RegisterShardRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RESTART_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PLACE_FIELD_NUMBER: _ClassVar[int]
     index: int
     address: str
     metrics_address: str
@@ -138,7 +139,8 @@ class RegisterShardRequest(_message.Message):
     process: int
     protocol_version: int
     restart_count: int
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ..., protocol_version: _Optional[int] = ..., restart_count: _Optional[int] = ...) -> None: ...
+    memory_place: str
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[int] = ..., protocol_version: _Optional[int] = ..., restart_count: _Optional[int] = ..., memory_place: _Optional[str] = ...) -> None: ...
 
 class RegisterShardResponse(_message.Message):
     __slots__ = ("shard_count", "stopping")

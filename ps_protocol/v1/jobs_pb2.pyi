@@ -21,16 +21,18 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., clock: _Optional[int] = ..., size_bytes: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterJobRequest(_message.Message):
-    __slots__ = ("spec", "protocol_version", "layout_wanted", "launch")
+    __slots__ = ("spec", "protocol_version", "layout_wanted", "launch", "memory_place")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_WANTED_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PLACE_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     protocol_version: int
     layout_wanted: bool
     launch: str
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., protocol_version: _Optional[int] = ..., layout_wanted: _Optional[bool] = ..., launch: _Optional[str] = ...) -> None: ...
+    memory_place: str
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., protocol_version: _Optional[int] = ..., layout_wanted: _Optional[bool] = ..., launch: _Optional[str] = ..., memory_place: _Optional[str] = ...) -> None: ...
 
 class RegisterJobResponse(_message.Message):
     __slots__ = ("shard_map", "created", "bucket_bytes", "run", "protocol_version", "layout", "segment_bytes")

@@ -44,7 +44,7 @@ from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.statistics import CoordinatorStatistics
-from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch
+from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch, check_memory_place
 from ps_server.failpoints import failpoint
 from ps_server.storage.files import Files, files_of
 
@@ -198,18 +198,20 @@ class Coordinator:
             recovery=self._recovery.statistics() if self._recovery is not None else None,
         )
 
-    def register_job(self, spec: JobSpec, launch: str = "") -> tuple[CoordinatedJob, bool]:
+    def register_job(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> tuple[CoordinatedJob, bool]:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
-        launch: for which the job may have finished: then JobFinished is raised; empty: it may begin anew
+        launch:       for which the job may have finished: then JobFinished is raised; empty: it may begin anew
+        memory_place: where the worker can share memory; empty: nowhere
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         Hyper-parameters that it leaves out have their defaults.
         """
         limits, shards = self._cluster.limits, self._cluster.shards
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
+        check_memory_place(memory_place)
         spec = with_defaults(spec)
         shards.all()  # or it is too early
-        chosen = sized(spec, shards.on_one_machine(), limits.buckets)
+        chosen = sized(spec, shards.on_one_machine(memory_place), limits.buckets)
         self._check_not_draining()
         check_launch(launch)
         with self._lock:

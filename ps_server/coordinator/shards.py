@@ -23,7 +23,7 @@ from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot
 from ps_server.core.statistics import ShardStatistics
-from ps_server.core.validation import check_address
+from ps_server.core.validation import check_address, check_memory_place
 
 log = logging.getLogger("ps_server")
 
@@ -114,6 +114,7 @@ class RegisteredShard:
     process:       a number that no other process of a shard has
     seen:          when it called in last
     restart_count: how often its supervisor has started it again, as it says
+    memory_place:  where it can share memory with workers; empty: it has not said
     """
 
     index: int
@@ -124,6 +125,7 @@ class RegisteredShard:
     process: int
     seen: float
     restart_count: int
+    memory_place: str = ""
 
 
 class Shards:
@@ -153,7 +155,14 @@ class Shards:
         self.is_closing = False  # what goes on for long ends soon
 
     def register(
-        self, index: int, address: str, metrics_address: str, pid: int, process: int, restart_count: int = 0
+        self,
+        index: int,
+        address: str,
+        metrics_address: str,
+        pid: int,
+        process: int,
+        restart_count: int = 0,
+        memory_place: str = "",
     ) -> None:
         """Makes a shard known, or renews it. Raises TryLater while another process has its index.
 
@@ -165,6 +174,7 @@ class Shards:
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
+        check_memory_place(memory_place)
         with self._lock:
             before = self._known.get(index)
             if before is not None and before.process == process and process not in self._ended:
@@ -176,7 +186,9 @@ class Shards:
             if api.process() != process:
                 raise TryLater(f"shard {index}: process {pid} is gone, and another one serves at {address}")
             seen = self._clock.now()
-            shard = RegisteredShard(index, address, api, metrics_address, pid, process, seen, restart_count)
+            shard = RegisteredShard(
+                index, address, api, metrics_address, pid, process, seen, restart_count, memory_place
+            )
             with self._lock:
                 current = self._known.get(index)
                 if current is not None and (before is None or current.process != before.process):
@@ -240,9 +252,13 @@ class Shards:
         """Whether a shard has not called in yet, and may still: so many seconds have not passed since the start."""
         return len(self.known()) < self.count and self._clock.now() < self._began + seconds
 
-    def on_one_machine(self) -> bool:
-        """Whether only this machine can reach the shards: then their workers are on it too."""
-        return all(is_loopback(shard.address.rpartition(":")[0]) for shard in self.known().values())
+    def on_one_machine(self, memory_place: str = "") -> bool:
+        """Whether a worker that can share memory in this place is on the machine of all shards. Where only this machine
+        can reach the shards, every worker is."""
+        shards = self.known().values()
+        if memory_place and all(shard.memory_place == memory_place for shard in shards):
+            return True
+        return all(is_loopback(shard.address.rpartition(":")[0]) for shard in shards)
 
     def call_all(self, call: Callable[[RegisteredShard], T]) -> list[T]:
         """Calls every shard of the cluster, as `call` does. Raises TryLater while one is missing."""

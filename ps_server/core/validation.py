@@ -11,6 +11,7 @@ from ps_protocol.row_optimizers import check_row_optimizer
 from ps_server.core.limits import Limits
 
 MAX_LAUNCH_LENGTH = 255
+MAX_PLACE_LENGTH = 128  # of a memory place
 # A bucket costs a shard 5 KiB and 30 us, whatever it holds: a job of few bytes may not have a shard make very many.
 FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
 
@@ -69,6 +70,14 @@ def check_host(host: str) -> None:
     """Raises InvalidRequest unless this can be a host's name, or is empty."""
     if not is_host(host):
         raise InvalidRequest(f"a host's name has up to 255 letters, digits, '.', '_', ':' and '-', got {host[:80]!r}")
+
+
+def check_memory_place(place: str) -> None:
+    """Raises InvalidRequest unless this can say where a process shares memory, or is empty."""
+    if len(place) > MAX_PLACE_LENGTH or not place.isascii() or not place.isprintable():
+        raise InvalidRequest(
+            f"memory_place has up to {MAX_PLACE_LENGTH} printable ASCII characters, got {place[:80]!r}"
+        )
 
 
 def check_launch(launch: str) -> None:

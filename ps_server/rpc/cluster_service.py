@@ -45,6 +45,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         self._coordinator.shard_directory.register(
             *(request.index, request.address, request.metrics_address, request.pid, request.process),
             restart_count=request.restart_count,
+            memory_place=request.memory_place,
         )
         return cluster_pb2.RegisterShardResponse(
             shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping

@@ -34,7 +34,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         check_worker_version(request.protocol_version)
-        job, created = self._coordinator.register_job(job_spec(request.spec), request.launch)
+        job, created = self._coordinator.register_job(job_spec(request.spec), request.launch, request.memory_place)
         return jobs_pb2.RegisterJobResponse(
             shard_map=convert.shard_map(self._coordinator.shards(), job.placed.placement),
             created=created,

@@ -28,6 +28,7 @@ class Registration:
 
     process:       the number that this process chose when it started
     restart_count: how often its supervisor has started it again
+    memory_place:  where it can share memory with workers
     known:         is set when the coordinator has answered
     """
 
@@ -39,6 +40,7 @@ class Registration:
         metrics_address: str,
         process: int,
         restart_count: int = 0,
+        memory_place: str = "",
     ) -> None:
         self.known = threading.Event()
         self._coordinator = coordinator
@@ -50,6 +52,7 @@ class Registration:
             process=process,
             protocol_version=VERSION,
             restart_count=restart_count,
+            memory_place=memory_place,
         )
         self._troubles = Troubles(log, "registration")
         self._heard = time.monotonic()  # when the coordinator answered last

@@ -84,13 +84,16 @@ class CoordinatorClient:
         self._leases = DataLeaseServiceStub(self._channel)
         self._rounds = RoundServiceStub(self._channel)
 
-    def register(self, spec: JobSpec, launch: str = "") -> Registration:
+    def register(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> Registration:
         """Registers a job, or finds the equal one that is there. Raises VersionMismatch for servers too old.
 
         launch: of this worker; JobFinished is raised if the job has finished and that took part. Empty: it may begin
                 anew
+        memory_place: where this worker can share memory with shards; empty: nowhere
         """
-        request = jobs_pb2.RegisterJobRequest(spec=job_spec_message(spec), protocol_version=VERSION, launch=launch)
+        request = jobs_pb2.RegisterJobRequest(
+            spec=job_spec_message(spec), protocol_version=VERSION, launch=launch, memory_place=memory_place
+        )
         response = self._call(self._jobs.RegisterJob, request)
         check_server_version(response.protocol_version)
         return Registration(convert.shard_map(response.shard_map), response.bucket_bytes, response.run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.launch_id import UNKNOWN, LaunchId
+from ps_runtime.memory_place import memory_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +39,8 @@ class JobOptions:
     shared_directory: Path
     access: Access = PLAINTEXT
     launch: LaunchId = UNKNOWN
+
+    @property
+    def memory_place(self) -> str:
+        """Where this worker can share memory with shards; empty if it shall not."""
+        return memory_place(self.shared_directory) if self.transport in ("auto", "shm") else ""

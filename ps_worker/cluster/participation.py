@@ -84,7 +84,8 @@ class Participation:
         """
         for last in (False, True):
             is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
-            registered = self.coordinator.register(spec, self.options.launch.name if is_late else "")
+            launch = self.options.launch.name if is_late else ""
+            registered = self.coordinator.register(spec, launch, self.options.memory_place)
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map = registered.shard_map

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import JobMismatch, LimitExceeded
+from ps_protocol.errors import InvalidRequest, JobMismatch, LimitExceeded
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec
 from ps_protocol.layout import DEFAULT_BUCKET_BYTES, ParameterSpec
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import jobs_pb2
+from ps_runtime.memory_place import memory_place
 from ps_server.coordinator.shards import Shards
 from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
@@ -122,6 +123,54 @@ def test_shards_are_on_one_machine_if_all_their_addresses_are_loopback(addresses
         shards.register(index, address, "", 1, 1)
     assert shards.on_one_machine() is one_machine
     shards.close()
+
+
+@pytest.mark.parametrize(
+    ("places", "of_worker", "one_machine"),
+    [
+        (["here", "here"], "here", True),
+        (["here", "there"], "here", False),
+        (["here", ""], "here", False),  # a shard of an earlier version says nothing
+        (["", ""], "", False),
+        (["there", "there"], "here", False),
+    ],
+)
+def test_a_worker_is_on_the_shards_machine_if_all_of_them_can_share_memory_with_it(
+    places: list[str], of_worker: str, one_machine: bool
+) -> None:
+    shards = Shards(len(places), AnsweringShard, ThreadPoolExecutor)  # type: ignore[arg-type]
+    for index, place in enumerate(places):
+        shards.register(index, f"10.0.0.{index + 1}:5001", "", 1, 1, memory_place=place)
+    assert shards.on_one_machine(of_worker) is one_machine
+    shards.close()
+
+
+def test_a_memory_place_is_that_of_one_directory(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert memory_place(tmp_path) == memory_place(tmp_path / "link") != memory_place(tmp_path / "other")
+    assert memory_place(tmp_path / "missing") == ""
+
+
+@pytest.mark.parametrize(("transport", "size"), [("auto", 4 * MIB), ("tcp", 256 * KIB)])
+def test_where_shards_have_addresses_of_a_network_sessions_that_share_memory_get_the_buckets_of_one_machine(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, transport: str, size: int
+) -> None:
+    """As it is between containers of one machine: there no address is loopback."""
+    monkeypatch.setattr("ps_server.coordinator.shards.is_loopback", lambda host: False)
+    cluster = make_cluster()
+    model = nn.Linear(32, 32)
+    with cluster.connect("sync", transport=transport) as session:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        [job] = cluster.coordinator.jobs().values()
+        assert job.spec.bucket_bytes == size
+
+
+@pytest.mark.parametrize("place", ["x" * 129, "line\nbreak", "ä"])
+def test_a_memory_place_that_cannot_be_one_is_refused(shared: Cluster, place: str) -> None:
+    message = jobs_pb2.RegisterJobRequest(spec=job_spec_message(vector_job("bad", "sync", 64, 1)), memory_place=place)
+    with pytest.raises(InvalidRequest, match="memory_place has up to 128 printable ASCII characters"):
+        RawWorker.register(shared.address, message)
 
 
 def open_job(server: str, spec: JobSpec) -> int:
