@@ -31,6 +31,14 @@ class Line:
     dotted: bool = False
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A curve through points (x, y)."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
 def bars(path: Path, unit: str, found: Mapping[str, Sequence[Bar]]) -> None:
     """A panel of horizontal bars for each title, below each other."""
     heights = [len(group) + 2 for group in found.values()]
@@ -70,6 +78,19 @@ def lines(path: Path, x: str, y: str, found: Mapping[str, Sequence[Line]]) -> No
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set(xlabel=x, ylabel=y, title=title)
         axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def curves(path: Path, y: str, found: Mapping[str, Sequence[Curve]]) -> None:
+    """A panel for each x, beside each other; x is logarithmic: what is compared differs by orders of magnitude."""
+    figure = Figure(figsize=(6 * len(found), 4), layout="constrained")
+    for axes, (x, group) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        for curve in group:
+            axes.plot(*zip(*curve.points, strict=True), label=curve.name, marker=".")
+        axes.set_xscale("log")
+        axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     _save(figure, path)

@@ -93,6 +93,7 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.long
 def test_a_server_steps_every_optimizer_without_torchs_compiler() -> None:
     """Its import was two fifths of a server's start, and 70 MiB."""
     done = python("-c", EVERY_OPTIMIZER)

@@ -114,6 +114,7 @@ def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], s
     until(lambda: not status.fetch(address)["jobs"])
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str], start: Start, tmp_path: Path) -> None:
     _, address = up
     flags = ("--server", address, "--workers", "2", "--job", "interrupted", "--metrics-host", "127.0.0.1")

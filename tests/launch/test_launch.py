@@ -111,6 +111,7 @@ def test_once_all_have_joined_a_worker_that_fails_does_not_take_the_others_with_
     assert "so the others are stopped" not in done.stderr
 
 
+@pytest.mark.long
 def test_in_an_elastic_job_no_worker_is_waited_for(launch: Launch) -> None:
     done = launch("begin = lambda rank: sys.exit(7) if os.environ['PS_LOCAL_RANK'] == '1' else None", "--elastic")
     assert done.returncode == 7

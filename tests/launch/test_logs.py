@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from ps_runtime.logs import JSON_LINE, JsonLines, Speaker, formatter
-from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import Command, Commands, environment, python, run, script
 
@@ -123,6 +122,7 @@ def test_the_error_that_ends_a_server_is_json_too() -> None:
     assert "need --checkpoint-dir" in line["message"]
 
 
+@pytest.mark.long
 def test_the_level_says_what_is_logged(start: Start) -> None:
     flags = ("--shards", "1", "--port", "0", "--metrics-port", "0")
     loud, quiet = (start("-m", "ps_server", "up", *flags, "--log-level", level) for level in ("info", "warning"))
@@ -178,7 +178,8 @@ def test_a_worker_logs_warnings_unless_it_is_told_otherwise(
     assert [line.partition("worker 0: ")[2] for line in done.stderr.splitlines() if "it is" in line] == heard
 
 
-@pytest.mark.parametrize("name", cases([""], ["ps_worker"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["", "ps_worker"])
 def test_a_script_with_a_handler_of_its_own_gets_no_second_line(tmp_path: Path, name: str) -> None:
     """On the root logger, as basicConfig makes it, or on the package's own."""
     before = f"""
@@ -190,6 +191,7 @@ logging.getLogger({name!r}).addHandler(handler)
     assert done.stderr.splitlines() == ["mine: it is warning"]
 
 
+@pytest.mark.long
 def test_the_error_that_ends_a_worker_is_a_line_in_json(tmp_path: Path) -> None:
     done = launched(tmp_path, "--log-format", "json", after="ps_worker.connect('h:1', 'sync', None, 3, 2)", workers=1)
     error = json_lines(done.stderr)[-2]
@@ -199,6 +201,7 @@ def test_the_error_that_ends_a_worker_is_a_line_in_json(tmp_path: Path) -> None:
     assert json_lines(done.stderr)[-1]["message"] == "worker 0 ended with code 1"
 
 
+@pytest.mark.long
 def test_without_the_launcher_variables_say_the_same(shared: Cluster, job: str) -> None:
     code = "import ps_worker, logging; ps_worker.connect(); logging.getLogger('ps_worker').info('hello')"
     own = environment(PS_LOG_LEVEL="info", PS_LOG_FORMAT="json", PS_SERVER=shared.address, PS_JOB=job)

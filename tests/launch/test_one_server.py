@@ -63,6 +63,7 @@ def test_one_that_cannot_start_leaves_its_reason(start: Callable[..., OneServer]
     assert "expected HOST:PORT" in server.last_words()
 
 
+@pytest.mark.long
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     command = [sys.executable, "-c", PARENT, *COORDINATOR]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as parent:

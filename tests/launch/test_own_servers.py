@@ -89,12 +89,14 @@ def test_a_second_run_goes_on_from_the_checkpoint_of_the_first(start: Start, tmp
     assert "assert session.clock == steps" in command.err, "it began at the clock of the first run"
 
 
+@pytest.mark.long
 def test_the_exit_code_is_that_of_the_workers(tmp_path: Path) -> None:
     done = run("--shards", "1", "--workers", "2", script(tmp_path, "sys.exit(7 * int(os.environ['PS_RANK']))"))
     assert done.returncode == 7, done.stderr
     assert "worker 1 ended with code 7" in done.stderr
 
 
+@pytest.mark.long
 def test_a_worker_is_told_where_its_servers_are_and_the_servers_of_no_worker(tmp_path: Path) -> None:
     text = "say(os.environ['PS_SERVER'], os.environ['PS_MODE'], os.environ.get('PS_LEASE'))"
     done = run(

@@ -79,6 +79,7 @@ def test_the_others_train_on_when_a_worker_is_killed(start: Start, tmp_path: Pat
     assert "is gone: its process ended" in command.err
 
 
+@pytest.mark.long
 def test_a_shard_at_another_address_takes_over_when_its_end_is_reported(start: Start, tmp_path: Path) -> None:
     """As a scheduler starts it again: somewhere else. Without the report its index is free after ten seconds of
     silence, which a shard that calls in just before it dies begins anew."""

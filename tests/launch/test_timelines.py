@@ -100,6 +100,7 @@ def test_a_file_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path,
     assert f"argument --timeline: expected a file in a directory that is there, got '{value}'" in done.stderr
 
 
+@pytest.mark.long
 def test_a_folder_that_goes_meanwhile_is_one_line(shared: Cluster, job: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

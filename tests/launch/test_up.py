@@ -199,6 +199,7 @@ def test_a_shard_whose_port_is_taken_for_a_moment_is_started_until_it_is_free(up
     assert command.end(signal.SIGINT) == 0
 
 
+@pytest.mark.long
 def test_a_shard_is_brought_back_though_the_reader_of_the_log_is_gone(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ps_server", "up", "--shards=1", "--port=0", "--metrics-port=0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -270,6 +271,7 @@ def test_what_every_shard_would_refuse_is_said_once_and_starts_none(start: Start
         assert command.err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_checkpoint_directory_that_cannot_be_made_ends_up_at_once(up: Start, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = up("--shards=2", f"--checkpoint-dir={tmp_path}/file")

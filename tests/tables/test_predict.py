@@ -59,6 +59,7 @@ class Trainer:
         return (self.own(ids) - self.own.bias + bias).sigmoid()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_predictions_follow_training_and_outlive_a_shard(commands: Commands, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     flags = [

@@ -282,6 +282,7 @@ def test_a_run_that_is_set_back_ends_as_if_it_had_not_been(script: Script, keep:
     assert disturbed.clock >= back
 
 
+@pytest.mark.long
 def test_so_does_one_whose_loader_has_processes() -> None:
     assert same(Worker(4, 13, loader_workers=1).ends(plain), Worker(loader_workers=1).ends(plain))
 

@@ -1,0 +1,233 @@
+"""Few bytes: what a slow link costs each way of training, in time and in loss.
+
+Two forms. On separate hosts, each system trains a GPT of its own for the same time, one after the other:
+
+    python -m bench lowcomm --addresses 10.0.0.1,...,10.0.0.8 --exec "ssh {host}" --link-mbit 100 --seconds 240
+
+The first half of the hosts are workers, the second half shards; `python -m bench network --help` says how hosts are
+named. The loss is that on held-out text, evaluated every so many steps; the time of evaluations does not count. `to
+ddp's loss` is the time in which a system comes to the loss that DDP has at the end, divided by DDP's. DDP is measured
+with torch's bfloat16 hook and with PowerSGD, too. Bytes are those that a worker's interface counts.
+
+Without hosts, all systems train the same number of samples from a common start, for several seeds, and only their
+losses count; the ratio is to that of `sync` in float32, the median over the seeds:
+
+    python -m bench lowcomm --samples 20480 --width 256 --layers 2
+
+A system is a mode and what travels: ddp, ddp-bf16, ddp-powersgd, sync, sync-bfloat16, sync-int4, local:8-int4, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench import options
+from bench.cluster import HERE, ROOT, Group, Host, hosts, servers
+from bench.pictures import Curve, curves
+from bench.results import Result, result
+from bench.slow_link_worker import Order
+from examples.char_gpt import CharGPT, Shape
+
+ANSWER_SECONDS = 600.0
+HOOKS = ("bf16", "powersgd")
+SHORT = {"samples": 1024, "layers": 1, "width": 64, "seeds": 1, "systems": "sync,sync-bfloat16"}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The command line of `python -m bench lowcomm`."""
+    parser.add_argument("--addresses", default="", help="the hosts', separated by commas: workers, then shards")
+    parser.add_argument("--exec", dest="template", default="", help="what runs a command on a host")
+    parser.add_argument("--interface", default="", help="the hosts' network interface, if gloo would pick another")
+    parser.add_argument("--port", type=int, default=29500, help="where DDP's processes meet (%(default)s)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
+    parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
+    parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
+    parser.add_argument("--seconds", type=float, default=240.0, help="that each system trains on hosts (%(default)s)")
+    parser.add_argument("--samples", type=int, default=20480, help="that each system trains without (%(default)s)")
+    parser.add_argument("--start-steps", type=int, default=100, help="without hosts: of the common start (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="without hosts: runs of each system (%(default)s)")
+    parser.add_argument("--every", type=int, default=0, help="steps between evaluations (on hosts 4; without: all)")
+    default = "ddp,ddp-bf16,ddp-powersgd,sync,sync-int4,local:8-int4,local:32-int4"
+    parser.add_argument("--systems", default=default, help="(%(default)s)")
+    options.add(parser, workers=4, shards=4, layers=8, width=512, batch=8)
+
+
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measures; one result for each system."""
+    if arguments.addresses:
+        return _on_hosts(arguments)
+    return _from_a_common_start(arguments)
+
+
+@dataclass
+class Run:
+    """What one system did.
+
+    seconds: of training, without evaluations
+    moved:   bytes through a worker's interface, in the busier direction
+    points:  (seconds, bytes, loss) at each evaluation
+    """
+
+    system: str
+    steps: int = 0
+    seconds: float = 0.0
+    moved: float = 0.0
+    points: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Returns after how many seconds its loss was as low; None: it never was."""
+        return next((seconds for seconds, _, reached in self.points if reached <= loss), None)
+
+
+def _order(system: str, plain: Order, server: str) -> Order:
+    """Returns what the workers of a system do."""
+    mode, _, what = system.partition("-")
+    if mode == "ddp":
+        if what and what not in HOOKS:
+            raise SystemExit(f"ddp has the hooks {' and '.join(HOOKS)}, got {what!r}")
+        return replace(plain, mode="ddp", hook=what)
+    job = f"{system}-{plain.seed}".replace(":", "-").replace("/", "-")
+    return replace(plain, mode=mode, wire=what or "float32", server=server, job=job)
+
+
+def _train(system: str, order: Order, places: Sequence[Host], steps: int, seconds: float, every: int, port: int) -> Run:
+    """Trains a system for so many steps or seconds, whichever come first."""
+    orders = [asdict(replace(order, rank=rank, world_size=len(places))) for rank in range(len(places))]
+    found = Run(system)
+    with Group(places, "bench.slow_link_worker", orders, port or None) as group:
+        group.answers(ANSWER_SECONDS)
+        while found.steps < steps and found.seconds < seconds:
+            told = group.run(ANSWER_SECONDS, steps=min(every, steps - found.steps))
+            found.steps += told[0]["steps"]
+            found.seconds += max(each["seconds"] for each in told)
+            found.moved += statistics.mean(max(each["traffic"]) for each in told)
+            losses = [each["loss"] for each in group.run(ANSWER_SECONDS, evaluate=True)]
+            found.points.append((round(found.seconds, 2), round(found.moved), round(statistics.mean(losses), 4)))
+            print(f"{system}: step {found.steps}, {found.seconds:.1f} s, loss {found.points[-1][2]}", file=sys.stderr)
+    return found
+
+
+def _weight_bytes(arguments: argparse.Namespace) -> int:
+    model = CharGPT(Shape(arguments.layers, max(1, arguments.width // 64), arguments.width))
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+# -- on hosts --------------------------------------------------------------------------------------------------------
+
+
+def _on_hosts(arguments: argparse.Namespace) -> list[Result]:
+    interface = [f"GLOO_SOCKET_IFNAME={arguments.interface}"] if arguments.interface else []
+    places = hosts(arguments.addresses, arguments.template, arguments.python, arguments.directory, interface)
+    workers, shards = places[: len(places) // 2], places[len(places) // 2 :]
+    if not workers:
+        raise SystemExit("slow links need at least one host for a worker and one for a shard")
+    plain = Order("ddp", layers=arguments.layers, width=arguments.width, batch=arguments.batch, transport="tcp")
+    runs = {}
+    for number, system in enumerate(arguments.systems.split(",")):
+        with servers(shards) if not system.startswith("ddp") else contextlib.nullcontext() as cluster:
+            order = _order(system, plain, cluster.address if cluster is not None else "")
+            timed = {"steps": sys.maxsize, "seconds": arguments.seconds, "every": arguments.every or 4}
+            runs[system] = _train(system, order, workers, **timed, port=arguments.port + number)
+    return [_timed(each, runs, arguments, len(workers), len(shards)) for each in runs.values()]
+
+
+def _timed(found: Run, runs: dict[str, Run], arguments: argparse.Namespace, workers: int, shards: int) -> Result:
+    step = found.seconds / found.steps
+    ratios: dict[str, float] = {}
+    for name in ("ddp", "ddp-bf16"):
+        if name in runs:
+            peer = runs[name]
+            ratios[name] = step / (peer.seconds / peer.steps)
+            ratios[f"bytes of {name}"] = (found.moved / found.steps) / (peer.moved / peer.steps)
+            reached = found.seconds_to(peer.points[-1][2])
+            if reached is not None:
+                ratios[f"to {name}'s loss"] = reached / peer.seconds
+    return _result(found, arguments, workers, shards, ratios, step * 1e3, link_mbit=arguments.link_mbit)
+
+
+def _result(
+    found: Run,
+    arguments: argparse.Namespace,
+    workers: int,
+    shards: int,
+    ratios: dict[str, float],
+    ms: float,
+    **more: Any,
+) -> Result:
+    is_ddp = found.system.startswith("ddp")
+    return result(
+        "lowcomm",
+        found.system,
+        transport="" if is_ddp else "tcp",
+        workers=workers,
+        shards=0 if is_ddp else shards,
+        size=_weight_bytes(arguments),
+        ms=round(ms, 2),
+        ratios=ratios,
+        steps=found.steps,
+        samples=found.steps * workers * arguments.batch,
+        loss=found.points[-1][2],
+        moved_bytes=round(found.moved / found.steps),
+        points=found.points,
+        **more,
+    )
+
+
+# -- from a common start ---------------------------------------------------------------------------------------------
+
+
+def _from_a_common_start(arguments: argparse.Namespace) -> list[Result]:
+    systems = arguments.systems.split(",")
+    systems = ["sync", *(system for system in systems if system != "sync" and not system.startswith("ddp"))]
+    found: dict[str, list[Run]] = {system: [] for system in systems}
+    for seed in range(arguments.seeds):
+        for each in _seed(arguments, systems, seed):
+            found[each.system].append(each)
+    lines = []
+    for runs in found.values():
+        ratios = [own.points[-1][2] / plain.points[-1][2] for own, plain in zip(runs, found["sync"], strict=True)]
+        middle = sorted(zip(ratios, runs, strict=True), key=lambda pair: pair[0])[len(runs) // 2][1]
+        ms = 1e3 * statistics.median(each.seconds / each.steps for each in runs)
+        spread = [round(ratio, 4) for ratio in sorted(ratios)]
+        loss = {"loss of sync": statistics.median(ratios)}
+        lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, ms, spread=spread))
+    return lines
+
+
+def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> Iterator[Run]:
+    """Yields the run of each system with the same data, from the same weights and optimizer state."""
+    places = [HERE] * arguments.workers
+    steps = max(1, arguments.samples // (arguments.batch * arguments.workers))
+    shape = {"layers": arguments.layers, "width": arguments.width, "batch": arguments.batch}
+    plain = Order("sync", **shape, transport="tcp", seed=seed, total=arguments.start_steps + steps, held_out=8192)
+    with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
+        start = Path(folder) / "start.safetensors"
+        alone = {"world_size": 1, "batch": arguments.batch * arguments.workers}
+        first = replace(plain, server=cluster.address, job=f"start-{seed}", **alone)
+        with Group([HERE], "bench.slow_link_worker", [asdict(first)]) as group:
+            group.answers(ANSWER_SECONDS)
+            group.run(ANSWER_SECONDS, steps=arguments.start_steps)
+            group.run(save=str(start))
+        after = replace(plain, start=str(start), seed=seed + 1000, total=steps)
+        for system in systems:
+            order = _order(system, after, cluster.address)
+            yield _train(system, order, places, steps, float("inf"), arguments.every or steps, 0)
+
+
+def draw(lines: list[Result], path: Path) -> None:
+    """The loss against time, and against bytes where links were counted."""
+    seconds = [Curve(line["system"], [(x, loss) for x, _, loss in line["points"]]) for line in lines]
+    panels = {"seconds": seconds}
+    if any(line["moved_bytes"] for line in lines):
+        panels["MB through a worker's link"] = [
+            Curve(line["system"], [(moved / 1e6, loss) for _, moved, loss in line["points"]]) for line in lines
+        ]
+    curves(path, "loss on held-out text, nats a byte", panels)
