@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
@@ -34,6 +35,15 @@ def memory(pid: int | str = "self") -> dict[str, int]:
     """
     status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     return {"peak": int(status["VmHWM"]) * 1024, "shared": int(status["RssShmem"]) * 1024}
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Seconds of a core that processes of this machine have used: all their threads, in user and in kernel mode."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def traffic() -> tuple[int, int]:

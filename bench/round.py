@@ -1,9 +1,10 @@
 """One synchronous round: workers push gradients, shards apply their mean with plain SGD, workers pull the weights.
 
 The peers take turns round by round in the same processes: gloo's all-reduce with a local SGD step (whole, and in 25
-MiB buckets as DDP does), and bare gRPC echoing the same bytes in 4 MiB messages. A round's time is that of the
-slowest worker. Gradients are filled anew before each round, outside of its time, for every system alike. At the end
-every weight must be exactly the expected number, which depends on its place."""
+MiB buckets as DDP does), and bare gRPC and plain sockets that send the same bytes back in 4 MiB messages. A round's
+time is that of the slowest worker. Gradients are filled anew before each round, outside of its time, for every system
+alike. At the end every weight must be exactly the expected number, which depends on its place. `CPU` are seconds of a
+core that all workers and servers use for each GB that is moved; ours have the arithmetic of the round in them, too."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, servers
 from bench.echo import echo, echo_servers
+from bench.machine import cpu_seconds
 from bench.pictures import Bar, bars
 from bench.results import MIB, Result, label, median_ms, result
+from bench.socket_echo import socket_echo, socket_servers
 from bench.talk import own_output
 from bench.training import Vectors
 
@@ -55,16 +58,19 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     with (
         servers([HERE] * arguments.shards) as cluster,
         echo_servers(0 if arguments.no_peers else arguments.shards) as echoes,
+        socket_servers(0 if arguments.no_peers else arguments.shards) as sockets,
     ):
-        order |= {"server": cluster.address, "echoes": echoes}
+        order |= {"server": cluster.address, "echoes": echoes, "sockets": sockets.addresses}
+        order["pids"] = {"ours": cluster.pids, "sockets": sockets.pids}
         with Group([HERE] * arguments.workers, "bench.round", [order] * arguments.workers) as group:
-            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
+            times, cpu = group.answers(TIMEOUT)[0]
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
+    moved = 2 * arguments.workers * arguments.mib * MIB * arguments.rounds / 1e9
     found = []
     for name, seconds in ms.items():
         system, transport, wire = (*name.split(":"), "", "")[:3]
         peers = {"gloo": min((t for n, t in ms.items() if n.startswith("gloo")), default=0.0)}
-        peers["bare gRPC"] = ms.get("bare gRPC", 0.0)
+        peers |= {name: ms.get(name, 0.0) for name in ("bare gRPC", "sockets")}
         peers["float32"] = ms.get(f"ours:{transport}:float32", 0.0) if wire != "float32" else 0.0
         found.append(
             result(
@@ -76,11 +82,16 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                 shards=0 if system.startswith("gloo") else arguments.shards,
                 size=arguments.mib * MIB,
                 ms=seconds,
-                ratios={peer: seconds / other for peer, other in peers.items() if other},
+                ratios={peer: seconds / other for peer, other in peers.items() if other} | _more_cpu(cpu, name),
                 rounds=arguments.rounds,
+                cpu_seconds_per_gigabyte=round(cpu[name] / moved, 3) if name in cpu else None,
             )
         )
     return found
+
+
+def _more_cpu(cpu: dict[str, float], name: str) -> dict[str, float]:
+    return {"sockets' CPU": cpu[name] / cpu["sockets"]} if name.startswith("ours") and cpu.get("sockets") else {}
 
 
 def draw(lines: list[Result], path: Path) -> None:
@@ -102,28 +113,44 @@ class System:
 
 
 def worker() -> None:
-    """Runs every system's rounds in turn; answers with the times of the slowest worker."""
+    """Runs every system's rounds in turn; answers with the times of the slowest worker, and the CPU that all used."""
     say = own_output()
     order = json.loads(sys.stdin.readline())
     dist.init_process_group("gloo")
     systems = _systems(order)
     times: dict[str, list[float]] = {name: [] for name in systems}
+    used = dict.fromkeys(systems, 0.0)
     rounds = order["rounds"] + WARMUP
     for number in range(rounds):
         for name, system in systems.items():
             system.fill()
             dist.barrier()
-            started = time.perf_counter()
+            before, started = _cpu(order, name), time.perf_counter()
             system.step()
             longest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             if number >= WARMUP:
                 times[name].append(longest.item())
+                used[name] += _cpu(order, name) - before
     for system in systems.values():
         system.check(rounds)
-    say(times)
+    say((times, _of_all(used)))
     dist.barrier()
     os._exit(0)  # sessions end with the servers; nothing here needs an orderly end
+
+
+def _cpu(order: dict[str, Any], name: str) -> float:
+    """Returns seconds of a core that this worker has used; rank 0's include those of the system's servers."""
+    servers = order["pids"].get(name.partition(":")[0], []) if dist.get_rank() == 0 else []
+    return time.process_time() + cpu_seconds(servers)
+
+
+def _of_all(used: dict[str, float]) -> dict[str, float]:
+    """Returns what all workers have used together, of the systems whose servers are known."""
+    total = torch.tensor(list(used.values()), dtype=torch.float64)
+    dist.all_reduce(total)
+    seconds = dict(zip(used, total.tolist(), strict=True))
+    return {name: seconds[name] for name in used if name.partition(":")[0] in ("ours", "sockets")}
 
 
 def _systems(order: dict[str, Any]) -> dict[str, System]:
@@ -137,6 +164,8 @@ def _systems(order: dict[str, Any]) -> dict[str, System]:
         found["gloo, 25 MiB"] = _gloo(gradient, GLOO_BUCKET // 4)
         step = echo(order["echoes"], elements * 4)
         found["bare gRPC"] = System(fill=lambda: None, step=step, check=lambda rounds: None)
+        step = socket_echo(order["sockets"], elements * 4)
+        found["sockets"] = System(fill=lambda: None, step=step, check=lambda rounds: None)
     return found
 
 
