@@ -34,13 +34,48 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
 
 
 @dataclass(frozen=True)
+class Served:
+    """One way in which our servers train the table.
+
+    computed: ms of computing in a step, between lookup and backward
+    ahead:    each step is told of the next one's ids
+    """
+
+    mode: str
+    optimizer: str
+    transport: str = "auto"
+    wire: str = "float32"
+    computed: int = 0
+    ahead: bool = False
+
+    @property
+    def name(self) -> str:
+        """All of it in a word."""
+        return ":".join(
+            ("ours", self.mode, self.optimizer, self.transport, self.wire, str(self.computed), "ahead" * self.ahead)
+        )
+
+    @classmethod
+    def of(cls, name: str) -> Served:
+        """Returns what has a name."""
+        _, mode, optimizer, transport, wire, computed, ahead = name.split(":")
+        return cls(mode, optimizer, transport, wire, int(computed), bool(ahead))
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        known = f", {self.computed} ms of computing, next ids {'' if self.ahead else 'not '}known"
+        return f"ours {self.mode} {self.optimizer}{known if self.computed else ''}"
+
+
+@dataclass(frozen=True)
 class Order:
     """What the workers of a run measure.
 
     rows, dim: of the table
     ids:       of a worker's step, with repeats
     steps:     that are counted, of each system
-    systems:   ours: (mode, optimizer, transport, wire) each
+    systems:   ours: fields of Served
     server:    of our job; `rpc` is where torch's RPC meets, or None
     """
 
@@ -48,7 +83,7 @@ class Order:
     dim: int
     ids: int
     steps: int
-    systems: Sequence[Sequence[str]]
+    systems: Sequence[dict[str, Any]]
     server: str
     rpc: str | None = None
     shards: int = 0
@@ -78,8 +113,8 @@ def main() -> None:
             prepared = [system.ids(batch) for batch in batches[first : first + TURN]]
             dist.barrier()
             started = time.perf_counter()
-            for ids in prepared:
-                system.step(ids)
+            for ids, following in zip(prepared, [*prepared[1:], None], strict=True):
+                system.step(ids, following)
             longest = torch.tensor((time.perf_counter() - started) / len(prepared), dtype=torch.float64)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             if first >= WARMUP:
@@ -102,13 +137,13 @@ class System:
     """One way to train the table.
 
     ids:       a batch of row numbers, as the system has them
-    step:      looks a batch up and trains it; look_up: returns the rows of a batch
+    step:      looks a batch up and trains it, and is told of the next one; look_up: returns the rows of a batch
     tolerance: of a row's elements at the end; 0: not checked
     mean:      whether an update is the mean over workers
     """
 
     ids: Callable[[np.ndarray], torch.Tensor]
-    step: Callable[[torch.Tensor], None]
+    step: Callable[[torch.Tensor, torch.Tensor | None], None]
     look_up: Callable[[torch.Tensor], torch.Tensor]
     tolerance: float
     mean: bool = False
@@ -119,36 +154,42 @@ def _systems(order: Order) -> dict[str, System]:
     if order.rpc is not None:
         found["DDP"] = _ddp(order)
         found["torch RPC"] = _rpc(order, order.rpc)
-    for mode, optimizer, transport, wire in order.systems:
-        found[f"ours:{mode}:{optimizer}:{transport}:{wire}"] = _ours(order, mode, optimizer, transport, wire)
+    for fields in order.systems:
+        served = Served(**fields)
+        found[served.name] = _ours(order, served)
     return found
 
 
-def _ours(order: Order, mode: str, optimizer: str, transport: str, wire: str) -> System:
+def _ours(order: Order, served: Served) -> System:
     rank, size = dist.get_rank(), dist.get_world_size()
-    session = ps_worker.connect(
-        order.server, mode, "-".join(("rows", mode, optimizer, transport, wire)), rank, size, transport=transport
-    )
-    own = ps_worker.RowWiseAdagrad(lr=LR) if optimizer == "RowWiseAdagrad" else None
+    job = served.name.replace(":", "-")
+    session = ps_worker.connect(order.server, served.mode, job, rank, size, transport=served.transport)
+    own = ps_worker.RowWiseAdagrad(lr=LR) if served.optimizer == "RowWiseAdagrad" else None
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
-    table, stepped = session.prepare(table, plain, gradient_wire=wire, weight_wire=wire)
-    step = _trained(table, stepped)
+    table, stepped = session.prepare(table, plain, gradient_wire=served.wire, weight_wire=served.wire)
+    train = _trained(table, stepped, served.computed / 1e3)
     numbers = np.arange(order.rows)
+    fill = _trained(table, stepped, gradient=0.0)
     for first in range(0, order.rows, FILL):  # all rows are there, as in the peers' tables; a gradient of 0 trains them
-        step(_hashed(numbers[first : first + FILL]), 0.0)
+        fill(_hashed(numbers[first : first + FILL]))
     dist.barrier()
-    tolerance = 0.0 if own else TOLERANCE[wire]
-    return System(_hashed, step, table, tolerance, mode == "sync")
+
+    def step(ids: torch.Tensor, following: torch.Tensor | None) -> None:
+        table.announce(following if served.ahead else None)
+        train(ids)
+
+    return System(_hashed, step, table, 0.0 if own else TOLERANCE[served.wire], served.mode == "sync")
 
 
 def _ddp(order: Order) -> System:
     table = torch.nn.Embedding(order.rows, order.dim, sparse=True)
     torch.nn.init.zeros_(table.weight)
     replica = DistributedDataParallel(table)
+    train = _trained(replica, torch.optim.SGD(replica.parameters(), lr=LR))
     return System(
         torch.from_numpy,
-        _trained(replica, torch.optim.SGD(replica.parameters(), lr=LR)),
+        lambda ids, following: train(ids),
         table,
         TOLERANCE["float32"],
         mean=True,
@@ -158,7 +199,7 @@ def _ddp(order: Order) -> System:
 def _rpc(order: Order, address: str) -> System:
     table = RpcTable(address, dist.get_rank(), order.shards, dist.get_world_size())
 
-    def step(ids: torch.Tensor) -> None:
+    def step(ids: torch.Tensor, following: torch.Tensor | None) -> None:
         rows = table.look_up(ids).requires_grad_()
         rows.backward(torch.full_like(rows, GRADIENT))
         assert rows.grad is not None
@@ -172,12 +213,18 @@ def _hashed(numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(mix(numbers).astype(np.int64))
 
 
-def _trained(module: torch.nn.Module, optimizer: Any) -> Callable[..., None]:
-    """Returns a step of a module alone."""
+def _trained(
+    module: torch.nn.Module, optimizer: Any, computed: float = 0.0, gradient: float = GRADIENT
+) -> Callable[[torch.Tensor], None]:
+    """Returns a step of a module alone. computed: seconds of other computing in it"""
+    matrix = torch.rand(128, 128)
 
-    def step(ids: torch.Tensor, gradient: float = GRADIENT) -> None:
+    def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         rows = module(ids)
+        end = time.perf_counter() + computed
+        while time.perf_counter() < end:
+            torch.mm(matrix, matrix)
         rows.backward(torch.full_like(rows, gradient))
         optimizer.step()
 

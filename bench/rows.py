@@ -1,8 +1,9 @@
 """Tables of rows: a step on servers beside DDP and torch's RPC, one in a process beside torch's, a table that grows.
 
-A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and optimizer,
-with nothing else in the model. `ids` of the peers are row numbers; ours are hashes of them. The growing table
-gets new ids alone: how long its longest update takes, and its peak memory over that of its rows."""
+A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and
+optimizer, with nothing else in the model. Some systems have 10 ms of computing in it, and know the next batch's ids or
+not. `ids` of the peers are row numbers; ours are hashes of them. The growing table gets new ids alone: how long its
+longest update takes, and its peak memory over that of its rows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_rpc import rpc_servers
-from bench.row_workers import LR, Order, zipf
+from bench.row_workers import LR, Order, Served, zipf
 from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
@@ -34,13 +35,19 @@ from ps_tables.table import Table
 
 SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
-SERVERS = (  # mode, optimizer, transport and wire format
-    ("async", "sgd", "auto", "float32"),
-    ("sync", "sgd", "auto", "float32"),
-    ("async", "RowWiseAdagrad", "auto", "float32"),
-    ("async", "sgd", "tcp", "float32"),
-    ("async", "sgd", "grpc", "float32"),
-    ("async", "sgd", "grpc", "bfloat16"),
+COMPUTED = 10  # ms of computing in a step, where the next batch's ids are known or not
+SERVERS = (
+    Served("async", "sgd"),
+    Served("sync", "sgd"),
+    Served("async", "RowWiseAdagrad"),
+    Served("async", "sgd", "tcp"),
+    Served("async", "sgd", "grpc"),
+    Served("async", "sgd", "grpc", "bfloat16"),
+    *(
+        Served(mode, "sgd", transport, computed=COMPUTED, ahead=ahead)
+        for mode, transport in (("sync", "auto"), ("async", "auto"), ("sync", "tcp"))
+        for ahead in (False, True)
+    ),
 )
 TIMEOUT = 600.0
 BATCH = 10_000  # new ids in an update of the growing table
@@ -53,6 +60,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", type=int, default=26_624, help="of a step, with repeats (%(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="of each system, in turns of five (%(default)s)")
     options.add(parser, workers=2, shards=2)
+    parser.add_argument("--only", default="", help="of our systems: those whose title has this text")
     parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
     parser.add_argument("--grow", type=int, default=10_000_000, help="rows of the growing table; 0: none (%(default)s)")
 
@@ -74,10 +82,11 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _on_servers(arguments: argparse.Namespace) -> list[Result]:
     """Workers and shards, beside what the peers do with as many processes."""
     table = {"rows": arguments.rows, "dim": arguments.dim}
+    systems = [asdict(served) for served in SERVERS if arguments.only in served.title]
     workers, shards, peers = arguments.workers, arguments.shards, not arguments.no_peers
     with servers([HERE] * shards) as cluster, contextlib.ExitStack() as stack:
         rpc = stack.enter_context(rpc_servers(shards, workers, lr=LR, **table)) if peers else None
-        order = Order(**table, ids=arguments.ids, steps=arguments.steps, systems=SERVERS, server=cluster.address)
+        order = Order(**table, ids=arguments.ids, steps=arguments.steps, systems=systems, server=cluster.address)
         order = replace(order, rpc=rpc, shards=shards)
         with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
             times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
@@ -86,8 +95,8 @@ def _on_servers(arguments: argparse.Namespace) -> list[Result]:
     for name, found in ms.items():
         system, transport, wire = name, "", ""
         if name.startswith("ours:"):
-            _, mode, optimizer, transport, wire = name.split(":")
-            system = f"ours {mode} {optimizer}"
+            served = Served.of(name)
+            system, transport, wire = served.title, served.transport, served.wire
         lines.append(
             result(
                 "rows",
@@ -98,11 +107,19 @@ def _on_servers(arguments: argparse.Namespace) -> list[Result]:
                 shards=0 if system == "DDP" else shards,
                 size=4 * arguments.rows * arguments.dim,
                 ms=found,
-                ratios={peer: found / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name},
+                ratios=_ratios(name, ms),
                 million_ids_per_s=round(workers * arguments.ids / found / 1e3, 2),
             )
         )
     return lines
+
+
+def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
+    """Returns how long a step takes beside others'; where the next batch's ids are known, beside where they are not."""
+    if not name.startswith("ours:") or not Served.of(name).computed:
+        return {peer: ms[name] / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name}
+    served = Served.of(name)
+    return {"ids not known": ms[name] / ms[replace(served, ahead=False).name]} if served.ahead else {}
 
 
 def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:

@@ -41,6 +41,7 @@ class Kind(enum.IntEnum):
     PUSH_ROWS = 7
     PULL_ROWS = 8
     PULL_TABLE = 9
+    EXCHANGE_ROWS = 10
     OPENED = 16  # the ticket was good; no message
     ANSWER = 17  # an answer; more follow, or END or ERROR
     LAST = 18  # the last answer
@@ -57,6 +58,7 @@ METHODS = {
     Kind.PUSH_ROWS: "PushRows",
     Kind.PULL_ROWS: "PullRows",
     Kind.PULL_TABLE: "PullTable",
+    Kind.EXCHANGE_ROWS: "ExchangeRows",
 }
 KINDS = {method: kind for kind, method in METHODS.items()}
 

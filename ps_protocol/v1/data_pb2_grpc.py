@@ -69,6 +69,11 @@ class DataServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.FromString,
                 _registered_method=True)
+        self.ExchangeRows = channel.unary_stream(
+                '/ps_protocol.v1.DataService/ExchangeRows',
+                request_serializer=ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsResponse.FromString,
+                _registered_method=True)
         self.PullTable = channel.unary_stream(
                 '/ps_protocol.v1.DataService/PullTable',
                 request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.SerializeToString,
@@ -152,6 +157,15 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeRows(self, request, context):
+        """Pushes rows, then pulls rows of the same table at the same clock, in one call: those of the worker's next batch, where
+        it knows them. All of them lie in the segment. The push is staged before anything is pulled. Safe to repeat. Errors as
+        for PushRows and PullRows; a pull that is refused for what it asks for leaves nothing staged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PullTable(self, request, context):
         """Streams all rows of a table on this shard, with all that belongs to them, as soon as the job's consistency admits
         them: one file in the safetensors format, in pieces. It changes nothing. RESOURCE_EXHAUSTED: as for Pull.
@@ -212,6 +226,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.PullRows,
                     request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.SerializeToString,
+            ),
+            'ExchangeRows': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExchangeRows,
+                    request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsResponse.SerializeToString,
             ),
             'PullTable': grpc.unary_stream_rpc_method_handler(
                     servicer.PullTable,
@@ -395,6 +414,33 @@ class DataService:
             '/ps_protocol.v1.DataService/PullRows',
             ps__protocol_dot_v1_dot_rows__pb2.PullRowsRequest.SerializeToString,
             ps__protocol_dot_v1_dot_rows__pb2.PullRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/ExchangeRows',
+            ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_rows__pb2.ExchangeRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,7 @@ class DataService:
                 ("PullState", self._pull_state),
                 ("PullRows", self._pull_rows),
                 ("PullTable", self._pull_table),
+                ("ExchangeRows", self._exchange_rows),
             )
         }
 
@@ -150,6 +151,12 @@ class DataService:
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # as _pull
         outbox = self._outbox(context, send, partial(row_messages.pulled, self._answers_of(call)))
         self._shard.pull(call, outbox, caller_name())
+
+    def _exchange_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+        push, pull = row_messages.exchange(request)
+        _check_caller(push, context)
+        outbox = self._outbox(context, send, partial(row_messages.exchanged, self._answers_of(push)))
+        self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_table(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
         call = row_messages.pull_table(request)

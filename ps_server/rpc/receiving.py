@@ -15,6 +15,7 @@ from ps_server.core.admission import Admission, Changes, Kind, Origin, Terms
 # Of methods by name; all others are quick.
 KINDS = {
     "/ps_protocol.v1.DataService/Exchange": Kind.EXCHANGE,
+    "/ps_protocol.v1.DataService/ExchangeRows": Kind.EXCHANGE,
     "/ps_protocol.v1.DataService/PullRows": Kind.DATA,  # it brings the ids
     "/ps_protocol.v1.DataService/Push": Kind.DATA,
     "/ps_protocol.v1.DataService/PushRows": Kind.DATA,

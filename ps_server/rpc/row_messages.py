@@ -11,13 +11,13 @@ from ps_protocol.convert import (
     wire_format_number,
 )
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import Parts, message_parts
+from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.v1 import rows_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
 from ps_server.rpc.data_messages import Answers, Request, parse, read, whole
-from ps_server.shard.waiting import Answer, PulledRows, PulledTable
+from ps_server.shard.waiting import Answer, Notice, PulledRows, PulledTable
 
 _KINDS: dict[int, RowPushKind] = {
     number: RowPushKind[name.removeprefix("ROW_PUSH_KIND_")] for name, number in rows_pb2.RowPushKind.items() if number
@@ -26,7 +26,10 @@ _KINDS: dict[int, RowPushKind] = {
 
 def push(data: Request) -> RowsPush:
     """Reads a PushRowsRequest; its payload is a view into the bytes, or the part that came."""
-    request, payload = read(rows_pb2.PushRowsRequest, data)
+    return _push(*read(rows_pb2.PushRowsRequest, data))
+
+
+def _push(request: rows_pb2.PushRowsRequest, payload: Buffer | None) -> RowsPush:
     worker, in_segment = request.worker, request.HasField("in_segment")
     if in_segment and payload is not None:
         raise InvalidRequest("rows are in the segment or in the message, got both")
@@ -52,7 +55,10 @@ def push(data: Request) -> RowsPush:
 
 def pull(data: Request) -> RowsPull:
     """Reads a PullRowsRequest, as `push`."""
-    request, payload = read(rows_pb2.PullRowsRequest, data)
+    return _pull(*read(rows_pb2.PullRowsRequest, data))
+
+
+def _pull(request: rows_pb2.PullRowsRequest, payload: Buffer | None) -> RowsPull:
     worker = request.worker
     identity = worker.job, worker.rank, worker.incarnation
     places = None
@@ -63,6 +69,23 @@ def pull(data: Request) -> RowsPull:
     elif request.HasField("rows_in_segment") or request.row_count:
         raise InvalidRequest("a pull has ids in the segment or in the message, got a place or a number for none there")
     return RowsPull(*identity, request.table, request.clock, payload or b"", worker.lease_key, worker.run, places)
+
+
+def exchange(data: Request) -> tuple[RowsPush, RowsPull]:
+    """Reads an ExchangeRowsRequest: what is pushed, and what is pulled."""
+    request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
+    push = _push(request.push, request.push.payload or None)
+    if push.payload or push.count != push.total:
+        raise InvalidRequest(
+            "an exchange pushes all rows of a step, and they are in the segment, got "
+            f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"
+        )
+    wanted = rows_pb2.PullRowsRequest(worker=request.push.worker, table=push.table, clock=push.clock)
+    for name in ("ids_in_segment", "rows_in_segment"):
+        if request.HasField(name):
+            getattr(wanted, name).CopyFrom(getattr(request, name))
+    wanted.row_count = request.row_count
+    return push, _pull(wanted, None)
 
 
 def pull_table(data: Request) -> TablePull:
@@ -82,16 +105,36 @@ def pushed(answers: Answers, staged: Staged) -> bytes:
 def pulled(answers: Answers, answer: Answer) -> Parts:
     """Returns a PullRowsResponse: rows that are here, or why they do not come yet."""
     assert isinstance(answer, PulledRows)
-    response = rows_pb2.PullRowsResponse(header=answers.header(answer.version))
+    response = _pulled(answer)
+    response.header.CopyFrom(answers.header(answer.version))
+    return message_parts(response, answer.payload)
+
+
+def exchanged(answers: Answers, answer: Answer) -> Parts:
+    """Returns an ExchangeRowsResponse, as `pulled`; or one that says that the push is staged."""
+    if isinstance(answer, PulledRows):
+        header = answers.header(answer.version)
+        return message_parts(rows_pb2.ExchangeRowsResponse(header=header, pulled=_pulled(answer)))
+    assert isinstance(answer, Notice)
+    response = rows_pb2.ExchangeRowsResponse(header=answers.header(0))
+    response.staged_duration.CopyFrom(duration(answer.staged_seconds or 0.0))
+    return message_parts(response)
+
+
+def _pulled(answer: PulledRows) -> rows_pb2.PullRowsResponse:
     if answer.waiting is not None:
-        response.waiting.CopyFrom(_notice(answer.waiting))
-        return message_parts(response)
-    response.first_row, response.row_count, response.trained_count = answer.first, answer.rows, answer.trained
-    response.wire_format, response.state_wanted = wire_format_number(answer.wire_format), answer.save_state
-    response.in_segment = answer.in_segment
+        return rows_pb2.PullRowsResponse(waiting=_notice(answer.waiting))
+    response = rows_pb2.PullRowsResponse(
+        first_row=answer.first,
+        row_count=answer.rows,
+        trained_count=answer.trained,
+        wire_format=wire_format_number(answer.wire_format),
+        state_wanted=answer.save_state,
+        in_segment=answer.in_segment,
+    )
     if answer.waited:
         response.wait_duration.CopyFrom(duration(answer.waited))
-    return message_parts(response, answer.payload)
+    return response
 
 
 def pulled_table(answers: Answers, answer: Answer) -> Parts:

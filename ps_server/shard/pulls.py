@@ -92,8 +92,14 @@ class Pulls:
 
     def ask_rows(self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str) -> None:
         """Sends rows on the outbox as soon as their table admits it, then ends the stream. Returns at once."""
-        pull, table = row_pulls.check(job, call, outbox, self._clock(), principal)
+        pull, table = self.check_rows(job, call, outbox, principal)
         self.ask(job, pull, [table])
+
+    def check_rows(
+        self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
+    ) -> tuple[Pull, int]:
+        """Returns a pull of rows to `ask` for, and the index of its table; see row_pulls.check."""
+        return row_pulls.check(job, call, outbox, self._clock(), principal)
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once.
@@ -136,6 +142,8 @@ class Pulls:
     def _send(self, job: HostedJob, bucket: Hosted, pull: Pull, waited: float, times: BucketTimes | None) -> None:
         buckets: tuple[PulledBucket, ...] = ()
         if isinstance(bucket, HostedTable):
+            with job.lock:
+                pull.with_pushes = False  # rows say it
             row_pulls.send(job, bucket, pull, waited, self._metrics)
             return
         assert isinstance(bucket, HostedBucket)

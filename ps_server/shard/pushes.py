@@ -17,7 +17,7 @@ from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
-from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPush
+from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush
 from ps_server.failpoints import failpoint
 from ps_server.shard import row_memory
 from ps_server.shard.apply import Updates
@@ -50,6 +50,25 @@ class Pushes:
 
         Where rows are in a segment, the calling thread applies what can be applied.
         """
+        staged, table = self._stage_rows(job, push, principal)
+        if staged.fresh:
+            apply = self._updates.schedule if push.place is None else self._updates.lend
+            apply(job, [table])
+        return staged
+
+    def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
+        """Stages rows, then pulls rows of the same table; the calling thread applies what can be applied."""
+        pull, table = self._pulls.check_rows(job, wanted, outbox, principal)
+        pull.with_pushes = True
+        staged, _ = self._stage_rows(job, push, principal)
+        try:
+            self._pulls.ask(job, pull, [table])
+        finally:
+            if staged.fresh:
+                self._updates.lend(job, [table])
+
+    def _stage_rows(self, job: HostedJob, push: RowsPush, principal: str) -> tuple[Staged, int]:
+        """Stages rows; returns the index of their table, too."""
         try:
             with job.lock:
                 job.state.check_worker(push.rank, push.incarnation, push.key)
@@ -66,9 +85,7 @@ class Pushes:
         self._metrics.pushed(job.name, len(push.payload), staged)
         if staged.fresh:
             self._pulls.release(job, job.parts[command.table])
-            apply = self._updates.schedule if push.place is None else self._updates.lend
-            apply(job, [command.table])
-        return staged
+        return staged, command.table
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""

@@ -230,9 +230,17 @@ class Shard:
         """
         return self._pushes.push(self._hosted.get(call.job, call.run, True), call, principal)
 
-    def exchange(self, push: PushCall, pull: PullCall, outbox: Outbox, principal: str = "") -> None:
-        """Does as `push`, then as `pull`, for one worker at one clock."""
-        self._pushes.exchange(self._hosted.get(push.job, push.run, True), push, principal, pull, outbox)
+    def exchange(
+        self, push: PushCall | RowsPush, pull: PullCall | RowsPull, outbox: Outbox, principal: str = ""
+    ) -> None:
+        """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows are those of one table."""
+        job = self._hosted.get(push.job, push.run, True)
+        if isinstance(push, RowsPush):
+            assert isinstance(pull, RowsPull)
+            self._pushes.exchange_rows(job, push, principal, pull, outbox)
+        else:
+            assert isinstance(pull, PullCall)
+            self._pushes.exchange(job, push, principal, pull, outbox)
 
     def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""

@@ -182,8 +182,12 @@ class ShardCalls:
         landing = Landing(plan, clock, buckets, self._waits)
         return self._soon(method, landing, PULL_SECONDS, partial(self._land, method, landing), pool)
 
-    def pull_rows(self, landing: RowLanding, pool: DaemonPool) -> Future[PullResult]:
-        """Fetches rows, all of them anew after a failure. pool: as in `pull`"""
+    def pull_rows(self, landing: RowLanding, pool: DaemonPool, method: str = "PullRows") -> Future[PullResult]:
+        """Fetches rows, all of them anew after a failure.
+
+        pool:   as in `pull`
+        method: PullRows or ExchangeRows
+        """
 
         def land(error: grpc.RpcError | None) -> PullResult:
             retry = self._retry()
@@ -193,12 +197,12 @@ class ShardCalls:
             while True:
                 landing.begin()
                 try:
-                    self._stream("PullRows", landing.request(), PULL_SECONDS, landing.message)
+                    self._stream(method, landing.request(), PULL_SECONDS, landing.message)
                     return landing.result()
                 except grpc.RpcError as failed:
                     retry.failed(failed)
 
-        return self._soon("PullRows", landing, PULL_SECONDS, land, pool)
+        return self._soon(method, landing, PULL_SECONDS, land, pool)
 
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
         """Pushes rows; returns the future of what `result` returns then. pool: as in `pull`"""

@@ -30,6 +30,7 @@ from ps_worker.cluster.rows import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
+from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import RowsPush, TablePart
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
@@ -182,13 +183,19 @@ class Connection:
         return self._note(pulls)
 
     def push_pull(
-        self, pushes: Sequence[BucketPush], drafts_count: bool, rows: Sequence[RowsPush], ranges: Sequence[DataRange]
+        self,
+        pushes: Sequence[BucketPush],
+        drafts_count: bool,
+        rows: Sequence[RowsPush],
+        ranges: Sequence[DataRange],
+        ahead: Sequence[RowsAhead] = (),
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
         pushes:       of every bucket that trains
         drafts_count: the gradients that left as drafts are unchanged: they are not sent again
         rows:         pushes of every table; ranges: the leased data that they used
+        ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -197,7 +204,10 @@ class Connection:
         drafted = self._settle_drafts(drafts_count)
         # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
         self.clock += 1
-        pushed = self._rows.push(self.clock, rows, ranges)
+        trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
+        sent = self._rows.step(self.clock, rows, ranges, ahead, ends=bool(rows) and not trains)
+        self._left = [*(future for future in self._left if not future.done()), *sent.ahead]
+        pushed = sent.pushed
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
@@ -209,13 +219,17 @@ class Connection:
         # In one order over all shards.
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
-        pulled = [step.pull for step in steps] if steps or not rows else self._rows.end_step(self.clock)
+        pulled = [step.pull for step in steps] or sent.ended
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures
         return futures
+
+    def await_with_others(self, calls: Sequence[Future[Any]]) -> None:
+        """Has the next `settle` wait for these calls, too."""
+        self._under_way += calls
 
     def settle(self) -> BaseException | None:
         """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""

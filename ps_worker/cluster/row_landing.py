@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +83,9 @@ class RowLanding:
     def message(self, fields: bytes, payload: memoryview | None) -> None:
         """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
         self.progressed()
-        response = rows_pb2.PullRowsResponse.FromString(fields)
+        self._take(rows_pb2.PullRowsResponse.FromString(fields), payload)
+
+    def _take(self, response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> None:
         self._waited = max(self._waited, seconds(response.wait_duration))
         self._state_wanted = self._state_wanted or response.state_wanted
         if response.HasField("waiting"):
@@ -108,6 +112,25 @@ class RowLanding:
                 f"{first + count} {way}"
             )
         return self._codec.decode(payload or b"").view(count, self._dim).to(torch.float32)
+
+
+class ExchangeLanding(RowLanding):
+    """A pull of rows that comes with a push.
+
+    staged: is called with the time at which the push was staged, on the clock of time.perf_counter; maybe again
+    """
+
+    def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
+        self._staged = staged
+        super().__init__(*pull)
+
+    def message(self, fields: bytes, payload: memoryview | None) -> None:
+        """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
+        self.progressed()
+        response = rows_pb2.ExchangeRowsResponse.FromString(fields)
+        self._staged(time.perf_counter() - seconds(response.staged_duration))  # no answer comes before it is
+        if response.HasField("pulled"):
+            self._take(response.pulled, payload)
 
 
 def _nothing() -> None:

@@ -10,7 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.convert import data_range_messages, hyper_messages, wire_format_number
 from ps_protocol.data import DataRange
-from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
@@ -29,15 +31,46 @@ from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.cluster.row_landing import RowLanding
+from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
+from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import RowsPush, TablePart
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
 MESSAGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """The calls of a step of all tables.
+
+    pushed: each is done when what it pushes is staged
+    ended:  pulls that end the step, where it was asked for
+    ahead:  pulls of rows that were looked ahead to
+    """
+
+    pushed: list[Future[PushResult]]
+    ended: list[Future[PullResult]]
+    ahead: list[Future[PullResult]]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Rows of a table on one shard that are asked for. land: takes them over; see RowLanding"""
+
+    table: int
+    shard: int
+    ids: Ids
+    dim: int
+    land: Callable[[int, torch.Tensor], None] = lambda first, rows: None
+
+    @property
+    def size(self) -> int:
+        """Bytes of ids and rows in shared memory."""
+        return pulled_bytes(len(self.ids), self.dim)
 
 
 class RowTransport:
@@ -55,26 +88,93 @@ class RowTransport:
         self._waits = Troubles(log, None)
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
 
-    # -- pushes ------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------------------------
 
-    def push(self, clock: int, pushes: Sequence[RowsPush], ranges: Sequence[DataRange]) -> list[Future[PushResult]]:
-        """Pushes a step of all tables. ranges: the leased data that the step used"""
+    def step(
+        self,
+        clock: int,
+        pushes: Sequence[RowsPush],
+        ranges: Sequence[DataRange],
+        ahead: Sequence[RowsAhead],
+        ends: bool,
+    ) -> RowStep:
+        """Pushes a step of all tables, and asks for rows at its clock.
+
+        Where a push and a pull of one table and shard need no payload, they are one call. Other pulls are sent behind
+        all pushes, and wait for nothing else.
+
+        ranges: the leased data that the step used
+        ends:   the job has no buckets to pull: a pull of the first table ends the step, maybe one of no rows
+        """
         parts = [part for push in pushes for part in self._parts(push)]
+        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
+        wanted = {(asked.table, asked.shard): asked for asked in every}
+        of_ahead = set(wanted)
+        for shard in self._calls if ends else ():
+            wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), self._spec.tables[0].rows.dim))
         room = self._room(
-            (shard, pushed_bytes(len(rows), rows.gradients.shape[1])) for _, shard, rows in parts if rows is not None
+            [
+                *(
+                    (shard, pushed_bytes(len(rows), rows.gradients.shape[1]))
+                    for _, shard, rows in parts
+                    if rows is not None
+                ),
+                *((asked.shard, asked.size) for asked in wanted.values()),
+            ]
         )
-        futures = []
+        pushed: list[Future[PushResult]] = []
+        pulled: dict[tuple[int, int], Future[PullResult]] = {}
         for push, shard, rows in parts:
-            request = self._push_request(push, rows, clock, ranges)
-            if rows is None or not len(rows):
-                futures.append(self._push(shard, message_parts(request), 0))
-            elif room is not None and self._is_shared(shard):
-                size = self._put(request, rows, room)
-                futures.append(self._push(shard, message_parts(request), size))
-                room.calls.append(futures[-1])
+            request, place = self._push_request(push, rows, clock, ranges), self._place_on(shard, room)
+            asked = wanted.get((push.table, shard))
+            if rows is not None and len(rows) and place is None:
+                pushed += [self._push(shard, *message) for message in self._messages(request, rows)]
+                continue
+            size = self._put(request, rows, place) if rows is not None and len(rows) and place is not None else 0
+            if asked is not None and (place is not None or not len(asked.ids)):
+                staged, pulled[push.table, shard] = self._exchange(request, size, asked, place)
+                pushed.append(staged)
             else:
-                futures += [self._push(shard, *message) for message in self._messages(request, rows)]
-        return futures
+                pushed.append(self._push(shard, message_parts(request), size))
+                self._use(place, pushed[-1])
+        for key, asked in wanted.items():
+            if key not in pulled:
+                pulled[key] = self._pull(clock, asked, self._place_on(asked.shard, room))
+        for each in ahead:
+            each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
+        ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
+        return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
+
+    def _exchange(
+        self, request: rows_pb2.PushRowsRequest, size: int, asked: _Asked, room: Room | None
+    ) -> tuple[Future[PushResult], Future[PullResult]]:
+        """Sends a push and a pull in one call. size: bytes of rows that the push names"""
+        exchange = rows_pb2.ExchangeRowsRequest(push=request)
+        shared = self._put_ids(exchange, asked, room)
+        staged: Future[PushResult] = Future()
+
+        def is_staged(when: float) -> None:
+            if not staged.done():
+                staged.set_result(PushResult(size, when))
+
+        landing = ExchangeLanding(*self._landing(asked, message_parts(exchange), shared), staged=is_staged)
+        pull = self._calls[asked.shard].pull_rows(landing, self._pool, "ExchangeRows")
+        self._use(room, pull)
+
+        def ended(done: Future[PullResult]) -> None:
+            error = done.exception()
+            if error is not None and not staged.done():
+                staged.set_exception(error)
+
+        pull.add_done_callback(ended)
+        return staged, pull
+
+    @staticmethod
+    def _use(room: Room | None, call: Future[Any]) -> None:
+        if room is not None:
+            room.calls.append(call)
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
 
     def _parts(self, push: RowsPush) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
         """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
@@ -136,47 +236,48 @@ class RowTransport:
 
     def pull(self, clock: int, table: int, ids: Ids, out: torch.Tensor) -> list[Future[PullResult]]:
         """Fetches rows: [n] ids into [n, dim] float32, contiguous."""
-        dim = out.shape[1]
-        parts = [(shard, which, ids[which]) for shard, which in enumerate(by_shard(ids, len(self._calls)))]
-        parts = [part for part in parts if len(part[2])]
-        room = self._room((shard, pulled_bytes(len(wanted), dim)) for shard, _, wanted in parts)
-        return [
-            self._pull(shard, clock, table, wanted, dim, partial(_land, out, which), room)
-            for shard, which, wanted in parts
+        each = self._asked(table, ids, out)
+        room = self._room((asked.shard, asked.size) for asked in each)
+        return [self._pull(clock, asked, self._place_on(asked.shard, room)) for asked in each]
+
+    def _asked(self, table: int, ids: Ids, out: torch.Tensor) -> list[_Asked]:
+        places = by_shard(ids, len(self._calls))
+        each = [
+            _Asked(table, shard, ids[which], out.shape[1], partial(_land, out, which))
+            for shard, which in enumerate(places)
         ]
+        return [asked for asked in each if len(asked.ids)]
 
-    def end_step(self, clock: int) -> list[Future[PullResult]]:
-        """Waits for the end of a step as pulls of buckets do, in a job that has none: on each shard, until the job's
-        consistency admits rows of the first table."""
-        none, dim = np.empty(0, np.int64), self._spec.tables[0].rows.dim
-        return [self._pull(shard, clock, 0, none, dim, lambda first, rows: None, None) for shard in self._calls]
-
-    def _pull(
-        self,
-        shard: int,
-        clock: int,
-        table: int,
-        ids: Ids,
-        dim: int,
-        land: Callable[[int, torch.Tensor], None],
-        room: Room | None,
-    ) -> Future[PullResult]:
-        request = rows_pb2.PullRowsRequest(worker=convert.identity(self._worker), table=table, clock=clock)
-        shared: torch.Tensor | None = None
-        payload: Buffer | None = ids.data
-        if room is not None and self._is_shared(shard):
-            count, payload = len(ids), None
-            place = room.take(pulled_bytes(count, dim))
-            request.ids_in_segment.offset, request.row_count = place, count
-            request.rows_in_segment.offset = place + ID_BYTES * count
-            room.memory.array(place, count, np.int64)[:] = ids
-            shared = room.memory.rows(place + ID_BYTES * count, count, dim)
-        message, calls = message_parts(request, payload).whole(), self._calls[shard]
-        landing = RowLanding(str(calls.peer), message, len(ids), dim, self._weights, land, shared, self._waits)
-        pulled = calls.pull_rows(landing, self._pool)
-        if room is not None and shared is not None:
-            room.calls.append(pulled)
+    def _pull(self, clock: int, asked: _Asked, room: Room | None) -> Future[PullResult]:
+        request = rows_pb2.PullRowsRequest(worker=convert.identity(self._worker), table=asked.table, clock=clock)
+        shared = self._put_ids(request, asked, room)
+        message = message_parts(request, asked.ids.data if shared is None else None)
+        landing = RowLanding(*self._landing(asked, message, shared))
+        pulled = self._calls[asked.shard].pull_rows(landing, self._pool)
+        self._use(room, pulled)
         return pulled
+
+    def _landing(self, asked: _Asked, message: Parts, shared: torch.Tensor | None) -> tuple[Any, ...]:
+        peer, rows = str(self._calls[asked.shard].peer), len(asked.ids)
+        return peer, message.whole(), rows, asked.dim, self._weights, asked.land, shared, self._waits
+
+    @staticmethod
+    def _put_ids(
+        request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, asked: _Asked, room: Room | None
+    ) -> torch.Tensor | None:
+        """Has a request name ids that it writes to shared memory; returns where their rows come. None: no place is."""
+        if room is None or not len(asked.ids):
+            return None
+        count = len(asked.ids)
+        place = room.take(asked.size)
+        request.ids_in_segment.offset, request.row_count = place, count
+        request.rows_in_segment.offset = place + ID_BYTES * count
+        room.memory.array(place, count, np.int64)[:] = asked.ids
+        return room.memory.rows(place + ID_BYTES * count, count, asked.dim)
+
+    def _place_on(self, shard: int, room: Room | None) -> Room | None:
+        """Returns room that a shard sees; None: it sees none."""
+        return room if self._is_shared(shard) else None
 
     def _is_shared(self, shard: int) -> bool:
         return self._shared is not None and shard in self._shared.shards

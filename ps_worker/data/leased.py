@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_worker.data.loaders import PreparedLoader, rebuilt
+from ps_worker.data.look_ahead import LookAhead, straight
 from ps_worker.metrics import StepTimer
 
 MOST_AHEAD = 64
@@ -255,15 +256,23 @@ class LeasedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], shares: PreparedLoader, leases: Leases, device: torch.device, timer: StepTimer
+        self,
+        loader: DataLoader[Any],
+        shares: PreparedLoader,
+        leases: Leases,
+        device: torch.device,
+        timer: StepTimer,
+        look_ahead: LookAhead = straight,
     ) -> None:
-        """loader: the user's own. shares: the same, divided among the workers. device: where batches go."""
+        """loader: the user's own. shares: the same, divided among the workers. device: where batches go.
+        look_ahead: may read batches ahead"""
         self._loader = loader
         self._shares = shares
         self._leases = leases
         self._timer = timer
         sampling = {"sampler": _Singly(leases)} if loader.batch_size is None else {"batch_sampler": leases}
-        self._inner = PreparedLoader(rebuilt(loader, **sampling), device, timer)
+        leased = rebuilt(loader, **sampling)
+        self._inner = PreparedLoader(leased, device, timer, lambda: look_ahead(iter(leased)))
         self._run = 0
 
     def __iter__(self) -> Iterator[Any]:

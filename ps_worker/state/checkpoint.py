@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import PSError, Unsupported
 from ps_runtime.troubles import Troubles
+from ps_worker.data.look_ahead import LookAhead, straight
 from ps_worker.state.encoding import (
     LoaderState,
     RandomState,
@@ -89,9 +90,9 @@ class WorkerCheckpoint:
         self._state_of(thing)
         self._stateful.append(thing)
 
-    def add_loader(self, loader: DataLoader[Any]) -> LoaderPosition:
-        """Takes in a loader; returns its position, which yields its batches."""
-        self.loaders.append(LoaderPosition(self, loader, len(self.loaders)))
+    def add_loader(self, loader: DataLoader[Any], look_ahead: LookAhead = straight) -> LoaderPosition:
+        """Takes in a loader; returns its position, which yields its batches. look_ahead: may read a pass ahead"""
+        self.loaders.append(LoaderPosition(self, loader, len(self.loaders), look_ahead))
         return self.loaders[-1]
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import Unsupported
 from ps_worker.data.loaders import ShareSampler, epoch_sampler
+from ps_worker.data.look_ahead import LookAhead, straight
 from ps_worker.state.encoding import LoaderState, PassStart, RandomState, ScriptState
 
 log = logging.getLogger("ps_worker")
@@ -78,11 +79,12 @@ class LoaderPosition:
     going: whether it is under way
     """
 
-    def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int) -> None:
+    def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead = straight) -> None:
+        """look_ahead: may read the batches of a pass ahead"""
         self.index = index
         self.going = False
         self._hooks = hooks
-        self._passes = RepeatablePasses(loader)
+        self._passes = RepeatablePasses(loader, look_ahead)
         self._script = 0  # loops that the script has begun; more than `begun` while a loop makes up for earlier passes
         self._begun = 0
         self._taken = 0
@@ -242,10 +244,13 @@ class LoaderPosition:
 
 
 class RepeatablePasses:
-    """Passes over a loader that can be opened once more as they began: it knows what decides on their order."""
+    """Passes over a loader that can be opened once more as they began: it knows what decides on their order.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    look_ahead: may read the batches of a pass ahead
+    """
+
+    def __init__(self, loader: DataLoader[Any], look_ahead: LookAhead = straight) -> None:
+        self._loader, self._look_ahead = loader, look_ahead
         self._sampler = loader.sampler if isinstance(loader.sampler, ShareSampler) else None
         self._epochs = epoch_sampler(loader)
 
@@ -268,7 +273,7 @@ class RepeatablePasses:
         iterator = iter(self._loader)
         while skipped < skip and next(iterator, _END) is not _END:
             skipped += 1
-        return iterator, skipped
+        return self._look_ahead(iterator), skipped
 
     @property
     def epoch(self) -> int | None:

@@ -35,13 +35,12 @@ from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, UnknownWorker, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
-from ps_protocol.row_ids import Ids
-from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.cluster.rounds import Rounds
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
+from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import describe, has_stepped
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
@@ -52,9 +51,10 @@ from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import named_tables
-from ps_worker.tables.server_rows import ServerTables, TablePart
+from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import JoinResult, PrepareOptions, PullResult, PushResult, SavedState, StateChunk
@@ -136,13 +136,14 @@ class ParameterServer:
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
         divides_itself = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or divides_itself:
-            begin = training.checkpoint.add_loader(share).batches
+            begin = training.checkpoint.add_loader(share, training.look_ahead).batches
             if divides_itself:
                 begin = warning_once(loader, training.participation.share, begin)
             return PreparedLoader(share, self._device, timer, begin)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
-        return LeasedLoader(loader, PreparedLoader(share, self._device, timer), leases, self._device, timer)
+        shares = PreparedLoader(share, self._device, timer)
+        return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 
     def keep(self, things: Sequence[Any]) -> None:
         """Has the state of these rolled back with the job, from `prepare` of the models on."""
@@ -215,7 +216,7 @@ def join(
         groups = AddedGroups(spec, tensors, optimizers_named, begin)
         training = JobTraining(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
-        tables.connect(training, participation.connection.shards)
+        tables.connect(training.row_reads(), participation.connection.shards)
         metrics.watch_lookups(tables.looked_up)
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
@@ -369,6 +370,15 @@ class JobTraining:
         """Steps finished, counted from the job's beginning."""
         return self.participation.connection.clock
 
+    def row_reads(self) -> RowReads:
+        """Returns what reads rows in this worker's place."""
+        return RowReads(self.participation, self._in_place, self._metrics)
+
+    def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
+        tables = self._steps.tables
+        return look_ahead(batches, tables.announce) if tables.look_ahead else batches
+
     # -- step --------------------------------------------------------------------------------------------------------
 
     def step(self, index: int) -> None:
@@ -431,7 +441,8 @@ class JobTraining:
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
-                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges)
+                ahead = self._steps.tables.ask_ahead()
+                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges, ahead)
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing)
         self._finish(pushed, pulls)
         self.data.pushed()
@@ -464,6 +475,7 @@ class JobTraining:
     def come_back(self) -> bool:
         """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts."""
         self._steps.abandon()
+        self._steps.tables.forget_ahead()
         self._assignments.lost_step()
         lost = self.participation.connection
         checkpoint_wanted = self.participation.rejoin(self._model)
@@ -560,34 +572,6 @@ class JobTraining:
 
             if self._in_place(fetch) is None:
                 return collector.states
-
-    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
-        """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous.
-
-        Where the worker has lost its place it takes another, and reads them as they are there.
-        """
-        pulls = self._fetch_rows(lambda connection: connection.pull_rows(table, ids, out))
-        self._metrics.fetched(sum(pull.size for pull in pulls))
-
-    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
-        """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
-        parts = self._fetch_rows(lambda connection: connection.pull_table(table, count_only))
-        self._metrics.fetched(sum(len(part.content) for part in parts))
-        return parts
-
-    def _fetch_rows(self, ask: Callable[[Connection], list[Future[T]]]) -> list[T]:
-        if self._closing:
-            raise UnknownWorker("the session is closed, and the rows of its tables went with its place in the job")
-
-        futures: list[Future[T]] = []
-
-        def fetch() -> None:
-            futures[:] = ask(self.participation.connection)
-            self.participation.settle()
-
-        while self._in_place(fetch) is not None:
-            pass
-        return [future.result() for future in futures]
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""

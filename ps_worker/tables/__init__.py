@@ -1,5 +1,6 @@
 """Tables of rows in a model: modules that look like torch's embeddings, whose ids are any 64-bit numbers.
 
+ahead.py       The ids of a batch: those of a lookup, and those that the next one is said to ask for
 freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
 lookups.py     The rows that a step has looked up, and their gradients

@@ -8,7 +8,6 @@ is in the graph, too, so that it has a gradient when its rows do: an empty one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,14 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
-from ps_tables.distinct import distinct
+from ps_worker.tables.ahead import Batch, flat_ids
 
-SALT = int.from_bytes(os.urandom(8), "little", signed=True)  # so that ids that share a slot cannot be chosen
-
-_ID_TYPES = (torch.int64, torch.int32)
 _LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
 
 
@@ -34,6 +29,9 @@ class Source(Protocol):
 
     def pull(self, ids: Ids, out: torch.Tensor) -> object:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+
+    def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
+        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
 
 
 class LookedUp(NamedTuple):
@@ -91,13 +89,15 @@ class Lookups:
 
         handle: the table's parameter, [0, dim]. Raises InvalidRequest for what are no ids.
         """
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
-            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise InvalidRequest(f"ids are a tensor of int64 or int32, got {got}")
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
-        wanted, places, counts = distinct(flat, SALT, source.shards)
-        rows = torch.empty(len(wanted), handle.shape[1], dtype=torch.float32, device="cpu")
-        source.pull(wanted, rows)
+        flat = flat_ids(ids)
+        found = source.looked_ahead(flat)
+        if found is None:
+            batch = Batch.of(flat, source.shards)
+            rows = torch.empty(len(batch.ids), handle.shape[1], dtype=torch.float32, device="cpu")
+            source.pull(batch.ids, rows)
+        else:
+            batch, rows = found
+        wanted, places, counts = batch.ids, batch.places, batch.counts
         self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(wanted))
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:

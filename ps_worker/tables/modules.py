@@ -6,7 +6,7 @@ optimizer that has it steps the rows, unless the module has its own. `state_dict
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest
+from ps_worker.tables.ahead import IdsOf, flat_ids
 from ps_worker.tables.lookups import LookedUp, Lookups, expanded
 from ps_worker.tables.optimizers import TableOptimizer
 from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
@@ -34,6 +35,8 @@ class Embedding(nn.Module):
     expire_after: a row is forgotten when so many steps that trained others have not trained it; 0: never
     max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
     lazy_decay:   the optimizer may have a weight_decay, though a row then decays only in the steps that have it
+    ids:          finds this table's ids in a batch of a prepared loader, as the loader makes it: a tensor, or a list of
+                  tensors. On servers, a step then brings the rows of the next batch along. `announce` does so by hand
 
     What a script does through `model.parameters()`, to values or gradients, reaches the handle, and no row.
     """
@@ -50,8 +53,10 @@ class Embedding(nn.Module):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
+        ids: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
+        self.ids_of = IdsOf(ids)
         self.settings = TableSettings(optimizer, initial, scale, seed, admit_after, expire_after, max_rows, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
@@ -76,6 +81,15 @@ class Embedding(nn.Module):
         with torch.no_grad():
             rows, places = self._find(ids)
             return expanded(rows, places)
+
+    def announce(self, ids: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
+        """Says which ids the next batch looks up, so that the next step brings their rows along; None takes it back.
+
+        It changes no result: ids that were not announced are pulled when they are looked up. To be called before
+        `optimizer.step()`; the argument `ids` does it by itself. It does nothing where rows are in this process.
+        Raises InvalidRequest for what are no ids.
+        """
+        self.local.announce(None if ids is None else flat_ids(ids))
 
     def get_extra_state(self) -> torch.Tensor:
         """Returns what `state_dict` has of the table beside its handle: all rows, as bytes of a safetensors file."""
@@ -127,6 +141,7 @@ class EmbeddingBag(Embedding):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
+        ids: Callable[[Any], Any] | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise InvalidRequest(f"mode must be sum, mean or max, got {mode!r}")
@@ -140,6 +155,7 @@ class EmbeddingBag(Embedding):
             expire_after=expire_after,
             max_rows=max_rows,
             lazy_decay=lazy_decay,
+            ids=ids,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

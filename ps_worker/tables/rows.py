@@ -25,7 +25,7 @@ from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
 from ps_tables.saved import saved_rows
 from ps_tables.table import Table, row_bytes
-from ps_worker.tables.lookups import SALT
+from ps_worker.tables.ahead import SALT, Batch
 from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
@@ -71,6 +71,12 @@ class Rows(Protocol):
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
 
+    def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
+        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
+
+    def announce(self, flat: Ids | None) -> None:
+        """Takes the ids that the batch after the next step looks up; None: they are not known."""
+
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Makes an update.
 
@@ -97,6 +103,7 @@ class LocalRows:
     seed: of rows without training; that of the settings, or one of torch's random numbers
     name: of the module in its model, for messages; once it is prepared
     exchange: in ddp, what the ranks tell each other with; None: this process is alone
+    dim: elements of a row
     """
 
     def __init__(self, settings: TableSettings, dim: int) -> None:
@@ -105,14 +112,15 @@ class LocalRows:
         self.name = ""
         self.exchange: Exchange | None = None
         self.shards = 1
-        self._settings, self._dim = settings, dim
+        self.dim = dim
+        self._settings = settings
         self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
         self._table: Table | None = None  # made when there are rows
         self._loaded: dict[str, torch.Tensor] = {}  # rows of a state_dict, until a step says with which optimizer
         self._spec()
 
     def _spec(self) -> TableSpec:
-        return self._settings.spec(self.name, self._dim, self.seed)
+        return self._settings.spec(self.name, self.dim, self.seed)
 
     def __len__(self) -> int:
         return 0 if self._table is None else len(self._table)
@@ -120,9 +128,15 @@ class LocalRows:
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
         if self._table is None:
-            out.copy_(initial_rows(self._spec().initializer, ids, self._dim))
+            out.copy_(initial_rows(self._spec().initializer, ids, self.dim))
         else:
             self._table.pull(ids, out)
+
+    def looked_ahead(self, flat: Ids) -> None:
+        """Returns None: rows of this process need not be looked ahead for."""
+
+    def announce(self, flat: Ids | None) -> None:
+        """Does nothing, likewise."""
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Makes an update; none where no rank has a gradient.
@@ -175,7 +189,7 @@ class LocalRows:
             raise InvalidRequest(f"table {self.name!r}: expected rows as state_dict has them, got {error}") from None
         table = None
         if rows:
-            spec = self._settings.spec(self.name, self._dim, seed)
+            spec = self._settings.spec(self.name, self.dim, seed)
             table = self._made(spec, "SGD", {"lr": 0.0})  # to be read, until a step names its optimizer
             table.restore(rows)
         self.seed, self._table, self._loaded, self._kind = seed, table, rows, ("SGD", ())
@@ -190,13 +204,13 @@ class LocalRows:
 
     def like(self, state: bytes) -> LocalRows:
         """Returns rows of the same settings, with those that a `state` returned, of this process alone."""
-        return _again(self._settings, self._dim, state)
+        return _again(self._settings, self.dim, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
         return self.like(self.state())
 
     def __reduce__(self) -> Any:
-        return _again, (self._settings, self._dim, self.state())
+        return _again, (self._settings, self.dim, self.state())
 
 
 def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import safetensors.torch
 import torch
 
-from ps_protocol.errors import Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
 from ps_protocol.row_ids import Ids
@@ -17,6 +19,7 @@ from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients
 from ps_tables.saved import saved_rows
+from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.lookups import LookedUp
 from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
@@ -62,6 +65,9 @@ class Servers(Protocol):
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
 
+    def await_rows(self, pulls: Sequence[Future[Any]]) -> bool:
+        """Waits for rows that were asked for with the last step; returns whether they are here."""
+
 
 class ServerRows:
     """The rows of one module, on the shards, in place of its LocalRows. A copy has rows of its own, in its process.
@@ -77,11 +83,74 @@ class ServerRows:
         self.name, self.shards = before.name, shards
         self._before, self._number, self._servers = before, number, servers
         self._stepped: RowsPush | None = None
+        self._announced: Ids | None = None
+        self._ahead: RowsAhead | None = None  # what the last step has asked for
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+        ahead = self._rows_ahead()
+        if ahead is None:
+            self._fetch(ids, out)
+            return
+        places = ahead.batch.find(ids)
+        here, missing = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        rows = torch.empty(len(missing), out.shape[1], dtype=torch.float32, device="cpu")
+        self._fetch(ids[missing], rows)
+        if self._ahead is not ahead:  # the place is lost by now, and with it what was asked for there
+            self._fetch(ids, out)
+            return
+        out[torch.from_numpy(here)] = ahead.out[torch.from_numpy(places[here])]
+        out[torch.from_numpy(missing)] = rows
+
+    def _fetch(self, ids: Ids, out: torch.Tensor) -> None:
         if len(ids):
             self._servers.pull_rows(self._number, ids, out)
+
+    def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
+        """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
+        ahead = self._rows_ahead()
+        if ahead is None or not np.array_equal(ahead.batch.flat, flat):
+            return None
+        return ahead.batch, ahead.out.detach()
+
+    def _rows_ahead(self) -> RowsAhead | None:
+        """Returns what the last step has asked for, once it is here. Without gradients, rows are read as they are now.
+
+        None: nothing was asked for, or the place is lost.
+        """
+        ahead = self._ahead
+        if ahead is None or not ahead.pulls or not torch.is_grad_enabled():
+            return None
+        ahead.used = True
+        if not ahead.here:
+            self._ahead = None  # unless it comes
+            if not self._servers.await_rows(ahead.pulls):
+                return None
+            ahead.here, self._ahead = True, ahead
+        return ahead
+
+    def announce(self, flat: Ids | None) -> None:
+        """Takes the ids that the batch after the next step looks up; None: they are not known."""
+        self._announced = flat
+
+    def ask_ahead(self) -> RowsAhead | None:
+        """Returns what is to be asked for with the step at hand. What the one before has asked for is too old now."""
+        announced, before, self._announced, self._ahead = self._announced, self._ahead, None, None
+        if announced is not None:
+            batch = Batch.of(announced, self.shards)
+        elif before is not None and not before.used:
+            batch = before.batch
+        else:
+            return None
+        if not len(batch.ids):
+            return None
+        out = torch.empty(len(batch.ids), self._before.dim, dtype=torch.float32, device="cpu")
+        self._ahead = RowsAhead(self._number, batch, out)
+        return self._ahead
+
+    def forget_ahead(self) -> None:
+        """Forgets what was asked for, as the place where it was is lost."""
+        self._announced = self._ahead = None
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Keeps what the optimizer's step does to the table, for the push of that step, which comes next."""
@@ -144,6 +213,36 @@ class ServerTables:
     def take(self) -> list[RowsPush]:
         """Returns what the step at hand does to each table, and begins the next one."""
         return [rows.take() for rows in self._rows]
+
+    @property
+    def look_ahead(self) -> bool:
+        """Whether a table finds its ids in the next batch."""
+        return any(module.ids_of.of is not None for module in self._modules.values())
+
+    def announce(self, batch: Any) -> None:
+        """Has the tables that find their ids in a batch look ahead to it; None: there is none.
+
+        Raises InvalidRequest, which names the table, where one does not find them.
+        """
+        for name, module in self._modules.items():
+            if module.ids_of.of is None:
+                continue
+            try:
+                module.announce(None if batch is None else module.ids_of.of(batch))
+            except Exception as error:
+                raise InvalidRequest(
+                    f"table {name!r}: ids= of the next batch ({type(batch).__name__}) raised "
+                    f"{type(error).__name__}: {str(error)[:200]}"
+                ) from error
+
+    def ask_ahead(self) -> list[RowsAhead]:
+        """Returns what is to be asked for with the step at hand; see ServerRows.ask_ahead."""
+        return [ahead for rows in self._rows if (ahead := rows.ask_ahead()) is not None]
+
+    def forget_ahead(self) -> None:
+        """Forgets what was asked for with the last step."""
+        for rows in self._rows:
+            rows.forget_ahead()
 
     def looked_up(self) -> LookedUp:
         """Returns what was looked up in all of them."""

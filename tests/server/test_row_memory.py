@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
+from ps_protocol.framing import write_message
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pulled_bytes, pushed_bytes
 from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tables import Initializer, JobTable, TableSpec
+from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush
+from ps_server.rpc import row_messages
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import PulledRows
+from ps_server.shard.waiting import Notice, PulledRows
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.outbox import Answers
 from tests.tools.partitions import job_spec, lone_shard
@@ -40,11 +43,15 @@ class Sharing:
 
     def push(self, clock: int, value: float = 1.0, place: int = PAGE_BYTES) -> None:
         """Pushes the same gradient of all ids."""
+        self.put(place, value)
+        self.shard.push_rows(named(clock, place))
+
+    def put(self, place: int, value: float) -> None:
+        """Writes what is to be pushed."""
         count = len(IDS)
         self.memory.array(place, count, np.int64)[:] = IDS
         self.memory.array(place + 8 * count, count, np.uint32)[:] = 1
         self.memory.rows(place + 12 * count, count, DIM).fill_(value)
-        self.shard.push_rows(named(clock, place))
 
     def pull(self, clock: int, place: int = PAGE_BYTES) -> list[list[float]]:
         """Returns rows of all ids as they come into the segment."""
@@ -89,6 +96,72 @@ def test_a_larger_segment_takes_the_place_of_the_one_before() -> None:
     place = PAGE_BYTES + 3 * ROW_BYTES
     worker.push(2, 2.0, place)
     assert worker.pull(2, place) == [[-2.0, -2.0]] * 3
+
+
+class Exchanging(Sharing):
+    """What one call pushes, and pulls then."""
+
+    def exchange(self, clock: int, value: float = 1.0, wanted: int = PAGE_BYTES + 512) -> Answers:
+        count, outbox = len(IDS), Answers()
+        self.put(PAGE_BYTES, value)
+        self.memory.array(PAGE_BYTES + 512, count, np.int64)[:] = IDS[::-1]
+        places = PullPlaces(wanted, count, wanted + 8 * count)
+        self.shard.exchange(named(clock, PAGE_BYTES), RowsPull("sums", 0, 1, 0, clock, b"", places=places), outbox)
+        return outbox
+
+    def pulled(self) -> list[list[float]]:
+        """Returns the rows that came."""
+        return self.memory.rows(PAGE_BYTES + 512 + 8 * len(IDS), len(IDS), DIM).tolist()
+
+
+def test_one_call_pushes_rows_and_pulls_what_they_are_then() -> None:
+    worker = Exchanging()
+    for clock in (1, 1, 2):  # one comes again
+        outbox = worker.exchange(clock)
+        assert [answer.in_segment for answer in outbox.told if isinstance(answer, PulledRows)] == [True]
+        assert outbox.finished
+        assert worker.pulled() == [[1.0 - clock] * DIM] * 3
+
+
+def test_an_exchange_that_waits_for_others_says_that_its_push_is_staged() -> None:
+    worker = Exchanging(mode="sync", workers=2)
+    outbox = worker.exchange(1)
+    assert outbox.told == []
+    worker.shard._pulls.tell_staged(worker.shard._clock() + 1)
+    [notice] = outbox.told
+    assert isinstance(notice, Notice)
+    assert notice.staged_seconds is not None
+    other = IDS.tobytes() + np.ones(3, np.uint32).tobytes() + np.full((3, DIM), 3.0, np.float32).tobytes()
+    worker.shard.push_rows(replace(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    assert outbox.finished
+    assert worker.pulled() == [[-1.0] * DIM] * 3
+    worker.shard._pulls.tell_staged(worker.shard._clock() + 2)
+    assert len(outbox.told) == 2, "rows say that their push is staged"
+
+
+def test_an_exchange_that_pulls_what_it_cannot_leaves_nothing_staged() -> None:
+    worker = Exchanging()
+    with pytest.raises(InvalidRequest, match="segment for rows"):
+        worker.exchange(1, wanted=FAR)
+    assert worker.pull(0) == [[1.0, 1.0]] * 3
+    with pytest.raises(NonFiniteGradient):
+        worker.exchange(1, float("nan"))
+    worker.exchange(1)
+    assert worker.pulled() == [[0.0, 0.0]] * 3
+
+
+def test_an_exchange_has_all_rows_of_a_step_and_no_payload() -> None:
+    push = rows_pb2.PushRowsRequest(kind="ROW_PUSH_KIND_GRADIENT", row_count=1, total_row_count=1, clock=3, table=1)
+    push.payload = b"1234"
+    with pytest.raises(InvalidRequest, match="got 1 of 1 rows and 4 bytes in the message"):
+        row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+    push.ClearField("payload")
+    push.in_segment.offset, push.total_row_count = PAGE_BYTES, 2
+    with pytest.raises(InvalidRequest, match="got 1 of 2 rows and 0 bytes"):
+        row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+    push.total_row_count = 1
+    _, pull = row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+    assert (pull.table, pull.clock, pull.places, pull.payload) == (1, 3, None, b"")
 
 
 FAR = PAGE_BYTES + ROW_BYTES
@@ -169,10 +242,6 @@ def test_a_job_without_tables_has_no_segment_for_rows() -> None:
 
 
 def test_what_lies_in_the_segment_is_not_read_from_the_message_too() -> None:
-    from ps_protocol.framing import write_message
-    from ps_protocol.v1 import rows_pb2
-    from ps_server.rpc import row_messages
-
     push = rows_pb2.PushRowsRequest(kind=rows_pb2.ROW_PUSH_KIND_GRADIENT)
     push.in_segment.offset = PAGE_BYTES
     with pytest.raises(InvalidRequest, match="got both"):

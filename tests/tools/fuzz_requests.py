@@ -85,6 +85,7 @@ def _places(ids: int, count: int, rows: int) -> rows_pb2.PullRowsRequest:
     )
 
 
+_PLACE = rows_pb2.RowPlace(offset=4096)
 _IDS = (7).to_bytes(8, "little") + (9).to_bytes(8, "little")
 _ROWS = _IDS + (1).to_bytes(4, "little") * 2 + bytes(16)
 _REQUESTS = [
@@ -104,6 +105,15 @@ _REQUESTS = [
     ),
     _places(4096, 2, 4160),
     _places(4096, 2, 1 << 20),
+    rows_pb2.ExchangeRowsRequest(push=_rows("NO_GRADIENT")),
+    rows_pb2.ExchangeRowsRequest(
+        push=rows_pb2.PushRowsRequest(
+            worker=WORKER, clock=1, kind="ROW_PUSH_KIND_GRADIENT", row_count=2, total_row_count=2, in_segment=_PLACE
+        ),
+        ids_in_segment=_PLACE,
+        row_count=2,
+        rows_in_segment=rows_pb2.RowPlace(offset=4160),
+    ),
     rows_pb2.PullTableRequest(worker=WORKER),
     rows_pb2.PullTableRequest(worker=WORKER, clock=1, count_only=True),
     feed_pb2.WatchRowsRequest(job=JOB, table="table"),

@@ -105,6 +105,7 @@ class Target:
             "Exchange": lambda raw: data._exchange(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PushRows": lambda raw: data._push_rows(raw, _Context()),  # type: ignore[arg-type]
+            "ExchangeRows": lambda raw: data._exchange_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "WatchRows": lambda raw: feeds._watch_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullTable": lambda raw: data._pull_table(raw, _Context(), _ignore),  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""Reads the rows of a job's tables from its shards, in whichever place the worker has.
+
+Where the worker has lost its place it takes another, and reads rows as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from ps_protocol.errors import UnknownWorker
+from ps_protocol.row_ids import Ids
+from ps_worker.cluster.connection import Connection
+from ps_worker.cluster.participation import Participation
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.tables.server_rows import TablePart
+from ps_worker.values import PullResult
+
+T = TypeVar("T")
+
+
+class RowReads:
+    """For the training thread.
+
+    in_place: runs what is to be done in the worker's place; returns None, or whether the last step counts, if the place
+              was lost and another one taken
+    """
+
+    def __init__(
+        self,
+        participation: Participation,
+        in_place: Callable[[Callable[[], None]], bool | None],
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._participation, self._in_place, self._metrics = participation, in_place, metrics
+
+    def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
+        """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous."""
+        pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out))
+        self._metrics.fetched(sum(pull.size for pull in pulls))
+
+    def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
+        """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
+        parts = self._fetched(lambda connection: connection.pull_table(table, count_only))
+        self._metrics.fetched(sum(len(part.content) for part in parts))
+        return parts
+
+    def await_rows(self, pulls: Sequence[Future[PullResult]]) -> bool:
+        """Waits for rows that were asked for with the last step; returns whether they are here.
+
+        They are not, where the place that asked for them is lost.
+        """
+        self._refuse_closed()
+        if self._in_place(lambda: self._settle(pulls)) is not None:
+            return False
+        self._metrics.fetched(sum(pull.result().size for pull in pulls))
+        return True
+
+    def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:
+        self._participation.connection.await_with_others(pulls)
+        self._participation.settle()
+
+    def _fetched(self, ask: Callable[[Connection], list[Future[T]]]) -> list[T]:
+        self._refuse_closed()
+        futures: list[Future[T]] = []
+
+        def fetch() -> None:
+            futures[:] = ask(self._participation.connection)
+            self._participation.settle()
+
+        while self._in_place(fetch) is not None:
+            pass
+        return [future.result() for future in futures]
+
+    def _refuse_closed(self) -> None:
+        if self._participation.is_closed:
+            raise UnknownWorker("the session is closed, and the rows of its tables went with its place in the job")
