@@ -15,7 +15,20 @@ from types import ModuleType
 from bench.report import write_page
 from bench.results import Result
 
-NAMES = ("round", "train", "straggler", "network", "lowcomm", "scale", "memory", "rows", "restore", "recovery", "chaos")
+NAMES = (
+    "round",
+    "train",
+    "straggler",
+    "network",
+    "lowcomm",
+    "scale",
+    "crowd",
+    "memory",
+    "rows",
+    "restore",
+    "recovery",
+    "chaos",
+)
 PRIVATE = (
     "--addresses",
     "--exec",

@@ -22,6 +22,7 @@ COLUMNS = (
     ("gigabytes_per_second", "GB/s", "{}"),
     ("moved_bytes", "MB on a worker's link, a step", "{:.1f}"),
     ("cpu_seconds_per_gigabyte", "CPU, s a GB", "{:.3f}"),
+    ("shards_cpu_ms", "CPU of the shards, ms a step", "{:.2f}"),
     ("loss", "last loss", "{:.3f}"),
     ("peak_bytes", "peak, MiB", "{:.0f}"),
     ("imports_bytes", "imports, MiB", "{:.0f}"),

@@ -18,10 +18,11 @@ SMALLEST = {
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
     "rows": "--rows 1000 --dim 4 --ids 100 --steps 5 --grow 20000 --only known",
     "lowcomm": "--samples 4 --layers 1 --width 64 --batch 1 --workers 2 --shards 1 --seeds 1 --systems sync",
+    "crowd": "--workers 1,3 --shards 1 --rounds 1 --transport tcp",
     "restore": "--mib 1 --bucket-kib 64 --rounds 1",
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
 }
-QUICK = ("scale", "rows", "lowcomm", "restore")  # which is made of rounds
+QUICK = ("scale", "rows", "lowcomm", "crowd", "restore")  # which is made of rounds
 
 
 def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:
