@@ -24,7 +24,6 @@ from ps_server.core.data_commits import check_ranges
 from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
 from ps_tables.contributions import RowGradients
-from ps_tables.distinct import distinct
 
 
 class RowChecker:
@@ -111,7 +110,8 @@ class RowChecker:
         counts = np.frombuffer(push.payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
         gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count)
         self._check_place(table, ids)
-        if len(distinct(ids, self.place.salt)[0]) < len(ids):
+        ordered = np.sort(ids)  # several times as fast as hashing them
+        if bool((ordered[1:] == ordered[:-1]).any()):
             raise InvalidRequest(f"table {name!r}: expected each id once, got some twice")
         if not counts.all():
             raise InvalidRequest(f"table {name!r}: expected that each id has occurred, got a count of 0")

@@ -14,6 +14,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_worker.tables.lookups import expanded
 
 IDS = 100  # of those that are known to torch's modules
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -497,3 +498,22 @@ def test_what_would_train_something_else_than_it_says_is_refused(session: ps_wor
 
 class Mine(torch.optim.SGD):
     """An optimizer that shards do not know."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (7, 3), (500, 64), (40, 300)])
+def test_gradients_of_a_row_are_added_up_in_the_order_of_the_batch(rows: int, dim: int, dtype: torch.dtype) -> None:
+    """With the bits of torch's index_add, however often an id occurs, and however the gradient lies in memory."""
+    random = torch.Generator().manual_seed(dim)
+    places = torch.cat([torch.arange(rows), torch.randint(0, max(1, rows // 8), (3 * rows,), generator=random)])
+    places = places[torch.randperm(len(places), generator=random)]
+    each, one = torch.randn(len(places), dim, generator=random), torch.randn(dim, generator=random)
+    for gradient in (each, one.expand(len(places), dim)):
+        leaf = torch.zeros(rows, dim, dtype=dtype, requires_grad=True)
+        expanded(leaf, places).backward(gradient.to(dtype))
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.zeros(rows, dim, dtype=dtype).index_add(0, places, gradient.to(dtype)))
+    nothing = torch.zeros(0, dim, requires_grad=True)
+    expanded(nothing, torch.empty(0, dtype=torch.int64)).sum().backward()
+    assert nothing.grad is not None
+    assert nothing.grad.shape == (0, dim)
