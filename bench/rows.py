@@ -3,7 +3,8 @@
 A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and
 optimizer, with nothing else in the model. Some systems have 10 ms of computing in it, and know the next batch's ids or
 not. `ids` of the peers are row numbers; ours are hashes of them. The growing table gets new ids alone: how long its
-longest update takes, and its peak memory over that of its rows."""
+longest update takes, and its peak memory over that of its rows. Of another table memory holds a quarter, and the rest
+is in a file: see cold_rows.py."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,6 +25,7 @@ import torch
 import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, servers
+from bench.cold_rows import cold_rows
 from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
@@ -33,7 +36,7 @@ from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.table import Table
 
-SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000}
+SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000, "beyond": 200_000}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 COMPUTED = 10  # ms of computing in a step, where the next batch's ids are known or not
 SERVERS = (
@@ -63,6 +66,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="of our systems: those whose title has this text")
     parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
     parser.add_argument("--grow", type=int, default=10_000_000, help="rows of the growing table; 0: none (%(default)s)")
+    parser.add_argument(
+        "--beyond", type=int, default=4_000_000, help="rows of a table, a quarter in memory; 0: none (%(default)s)"
+    )
+    parser.add_argument(
+        "--cold-rows-dir", type=Path, default=Path(tempfile.gettempdir()), help="for the others (%(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
@@ -76,6 +85,14 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             found = pool.apply(grow, (arguments.grow, arguments.dim))
         size = 4 * arguments.grow * arguments.dim
         lines.append(result("rows", "growing table", workers=1, shards=0, size=size, **found))
+    if arguments.beyond:
+        rows, dim = arguments.beyond, arguments.dim
+        each = cold_rows(rows, dim, rows // 4, arguments.cold_rows_dir)
+        size = 4 * rows * dim
+        lines += [
+            result("rows", f"beyond memory: {what}", workers=1, shards=0, size=size, **found)
+            for what, found in each.items()
+        ]
     return lines
 
 

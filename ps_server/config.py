@@ -56,6 +56,7 @@ class ServerConfig:
     job_timeout: seconds after which a job ends whose workers are all gone
     apply_threads: threads that apply updates
     shared_directory: where workers on this host hand over the memory that they share
+    cold_rows_dir: where a shard keeps rows of tables that its memory has no room for; None: nowhere
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
@@ -88,6 +89,7 @@ class ServerConfig:
     job_timeout: float = DEFAULT_TIMING.deserted
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
+    cold_rows_dir: Path | None = None
     tls: Tls | None = None
     tokens: Path | None = None
     insecure: bool = False
@@ -200,6 +202,7 @@ PROCESS = (
         "job_timeout", "seconds after which a job ends whose workers are all gone", seconds, ServerConfig.job_timeout
     ),
     Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
+    Setting("cold_rows_dir", "where a shard keeps rows of tables that its memory has no room for", path, metavar="DIR"),
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
     Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),

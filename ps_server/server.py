@@ -63,6 +63,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.own_disk import own_directory, take_own_disk
+from ps_server.storage.row_files import RowFiles
 from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
@@ -269,6 +270,8 @@ class Server:
             principal_limit=self._config.limits.caller_bytes,
             pulled_limit=self._config.limits.pulled_buckets,
             feed_limit=self._config.limits.feeds,
+            table_limit=self._config.limits.table_bytes,
+            row_files=self._row_files(),
         )
         self.shard = shard
         answers = Answers(self._config.index or 0, self.process)
@@ -285,6 +288,10 @@ class Server:
         self._registry.register(restart_gauges(self._config.restart_count))
         self._stops += [shard.stop, data.stop, feeds.stop, release]
         return [data.NAME, feeds.NAME, control.NAME]
+
+    def _row_files(self) -> RowFiles | None:
+        directory = self._config.cold_rows_dir
+        return RowFiles(directory, self._config.limits.cold_row_bytes) if directory is not None else None
 
     def _open_checkpoints(self) -> tuple[CheckpointStore | None, Callable[[], None]]:
         """Returns where this shard's files of checkpoints are, if there are any, and what gives that back."""

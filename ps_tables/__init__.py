@@ -4,13 +4,16 @@ Pure, like the servers' core: no socket, clock, thread, environment or message. 
 
 candidates.py     Ids that are not rows yet: how often each has occurred
 changes.py        What changed in a table after a version: a walk over its rows, some at a time
+cold.py           Rows that memory has no room for: in a file, until they are trained
 contributions.py  Gradients of rows: those of one worker's step, and the sum of several
 distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
 index.py          Which row an id has: open addressing, a whole batch of ids at a time
 initial.py        The value of a row without training: a function of seed, id and column
 memory.py         Arrays of rows in reserved memory: they grow without a copy
+numbers.py        Numbers that are taken and given back
 optimizers.py     Optimizers that step some rows of a table, with the state of each row
+places.py         Where rows lie: what trains them works on places in memory
 removed.py        Ids that were rows and are none any more, of late
 saved.py          Rows in the state_dict of a model
 table.py          A table: its rows come into being, are trained, expire and are read

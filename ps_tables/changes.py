@@ -14,7 +14,7 @@ import torch
 
 from ps_protocol.row_ids import Ids
 from ps_tables.entries import Entries
-from ps_tables.memory import RowArray
+from ps_tables.places import Column
 
 _BLOCK = 2**16  # numbers looked at in one step: some tens of microseconds
 
@@ -26,9 +26,7 @@ class Changes:
     full:    it brings all rows; what a copy has beside them is no row any more
     """
 
-    def __init__(
-        self, rows: Entries, weights: RowArray, since: int, version: int, removed: Sequence[Ids] | None
-    ) -> None:
+    def __init__(self, rows: Entries, weights: Column, since: int, version: int, removed: Sequence[Ids] | None) -> None:
         """since: the version before; removed: None: it is not known what was removed since then"""
         self.version, self.full = version, removed is None
         self._removed = removed or ()

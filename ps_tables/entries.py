@@ -23,12 +23,13 @@ _SWEPT = 2**16  # numbers looked at in one call
 class Entries:
     """Entries with numbers below `capacity`. Versions begin with 1, and never go down.
 
-    salt: see Index
+    salt:  see Index
+    limit: how many entries there may be, up to the capacity: `make_room` sees to it
     """
 
     def __init__(self, capacity: int, salt: int = 0) -> None:
         self._index = Index(salt)
-        self._capacity = capacity
+        self._capacity = self.limit = capacity
         self._end = 0  # no number from here on was ever in use
         self._free = np.empty(0, np.int64)
         # By number, the version less the base; 0: the number is free.
@@ -105,12 +106,12 @@ class Entries:
 
         Those of one version go together, and a sixteenth of all at least. Those of this version stay.
         """
-        missing = more - (self._capacity - self._live)
+        missing = more - (self.limit - self._live)
         if missing <= 0 or not self._live:
             return np.empty(0, np.int64)
         live = self._used[: self._end]
         live = live[live >= self._threshold]
-        last = min(self._live, max(missing, self._capacity // 16)) - 1
+        last = min(self._live, max(missing, self.limit // 16)) - 1
         return self.expire(min(version, int(np.partition(live, last)[last]) + self._base + 1))
 
     def sweep(self, everything: bool = False) -> None:
@@ -139,6 +140,11 @@ class Entries:
     def versions(self, numbers: RowNumbers) -> npt.NDArray[np.int64]:
         """Returns the version that used each entry last."""
         return self._used.take(numbers).astype(np.int64) + self._base
+
+    def last(self, numbers: RowNumbers | slice) -> npt.NDArray[np.int64]:
+        """Returns the version that used each number's entry last, 0 where there is none."""
+        used = self._used[: self._end][numbers]
+        return np.where(used >= self._threshold, used.astype(np.int64) + self._base, 0)
 
     def _take(self, count: int) -> RowNumbers:
         again, self._free = np.split(self._free, [min(count, len(self._free))])

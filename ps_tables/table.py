@@ -24,20 +24,35 @@ from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
+from ps_tables.cold import RowFile, WithFile
 from ps_tables.contributions import RowGradients
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.optimizers import row_optimizer
+from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
 INDEX_BYTES = 40  # of an id: its slots, most of them filled, the id once more, and its version
 
 
+def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
+    """Returns the bytes of a row and its optimizer's state."""
+    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim))
+
+
 def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
     """Returns the bytes that a row takes, with its optimizer's state and its place in the index."""
-    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim)) + INDEX_BYTES
+    return record_bytes(spec, optimizer, values) + INDEX_BYTES
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Where rows of a table lie that outgrows memory: a file, and how many rows memory holds."""
+
+    file: RowFile
+    in_memory: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,19 @@ class Applied:
     evicted: int = 0
 
 
+@dataclass(frozen=True)
+class InFile:
+    """The part of a table that is in a file.
+
+    rows:   how many rows are there; nbytes: of the file
+    read:   how often a row was read from there, since the table was made
+    """
+
+    rows: int = 0
+    nbytes: int = 0
+    read: int = 0
+
+
 class Table:
     """The rows of one table on one shard. For one caller at a time.
 
@@ -67,15 +95,27 @@ class Table:
     values:    its hyper-parameters
     capacity:  the most rows here; where more are to come, those trained longest ago go
     salt:      what the index depends on besides ids: see Index
+    beyond:    where rows lie that memory does not hold; None: it holds all
     """
 
-    def __init__(self, spec: TableSpec, optimizer: str, values: HyperParameters, capacity: int, salt: int = 0) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        optimizer: str,
+        values: HyperParameters,
+        capacity: int,
+        salt: int = 0,
+        beyond: Beyond | None = None,
+    ) -> None:
         self.spec = spec
         self._name, self._values = optimizer, dict(values)
-        self._capacity = capacity
         self._rows = Entries(capacity, salt)
         self._weights = RowArray(capacity, spec.dim)
         self._optimizer = row_optimizer(optimizer, values, capacity, spec.dim)
+        arrays = self._in_memory()
+        self._places: Places = InMemory(arrays, capacity)
+        if beyond is not None:
+            self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
         self._removed = RemovedIds()
         self.version = 0  # updates made
@@ -87,14 +127,20 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of memory, also of rows that have expired and are not used again yet."""
-        row_bytes = 4 * (self.spec.dim + sum(array.dim for array in self._optimizer.state.values()))
+        rows = self._places.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        return self._rows.nbytes + self._rows.end * row_bytes + waiting + self._removed.nbytes
+        return self._rows.nbytes + self._places.nbytes + rows + waiting + self._removed.nbytes
+
+    @property
+    def in_file(self) -> InFile:
+        """What lies in the file, and was read there."""
+        places = self._places
+        return InFile(places.file_rows, places.file_bytes, places.read_from_file)
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows: [n] ids, which may repeat, into [n, dim] float32, contiguous. Returns how many are rows."""
         numbers = self._rows.find(ids)
-        self._weights.read(numbers, out)
+        self._places.read(numbers, {"weights": out})
         untrained = np.flatnonzero(numbers < 0)
         if len(untrained):
             out[torch.from_numpy(untrained)] = initial_rows(self.spec.initializer, ids[untrained], self.spec.dim)
@@ -110,27 +156,32 @@ class Table:
         """
         self._values.update(values or {})
         self.version = version
+        self._rows.limit = self._places.limit
         numbers = self._rows.find(update.ids)
         unknown = np.flatnonzero(numbers < 0)
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
         evicted = self._forget(self._rows.make_room(len(new), version), version)
-        room = self._capacity - len(self._rows)
+        room = max(0, self._rows.limit - len(self._rows))
         no_room = max(0, len(new) - room)
         if no_room:
             new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
         if len(new):
             ids = update.ids[new]
-            numbers[new] = rows = self._rows.add(ids, version)
-            self._weights.write(rows, initial_rows(self.spec.initializer, ids, self.spec.dim))
-            self._optimizer.reset(rows, self._values)
+            numbers[new] = self._rows.add(ids, version)
+            places = self._places.of_new(numbers[new])
+            self._weights.write(places, initial_rows(self.spec.initializer, ids, self.spec.dim))
+            self._optimizer.reset(places, self._values)
         stepped = np.flatnonzero(numbers >= 0)
         sums = update.gradients
         if len(stepped) < len(update):
             sums = sums[torch.from_numpy(stepped)]
-        self._optimizer.step(self._weights, numbers[stepped], sums, count, self._values, version)
-        return Applied(len(stepped), len(new), waiting, no_room, self._expire(version), evicted)
+        places = self._places.of(numbers[stepped])
+        self._optimizer.step(self._weights, places, sums, count, self._values, version)
+        expired = self._expire(version)
+        self._places.settle(self._rows, version)
+        return Applied(len(stepped), len(new), waiting, no_room, expired, evicted)
 
     def changes(self, since: int | None) -> Changes:
         """Returns a walk over what changed after a version; over all rows for None, or if removed ids are forgotten.
@@ -139,7 +190,7 @@ class Table:
         """
         removed = None if since is None else self._removed.after(since)
         known = 0 if since is None or removed is None else since
-        return Changes(self._rows, self._weights, known, self.version, removed)
+        return Changes(self._rows, self._places.columns["weights"], known, self.version, removed)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
@@ -154,10 +205,12 @@ class Table:
             order = np.argsort(mix(waiting["ids"]))
             found |= {f"waiting.{name}": values[order] for name, values in waiting.items()}
         tensors = {name: torch.from_numpy(values) for name, values in found.items()}
-        for name, array in self._arrays().items():
-            tensors[name] = torch.empty(len(ids), array.dim, dtype=torch.float32, device="cpu")
-            array.read(numbers, tensors[name])
-        return tensors
+        arrays = {
+            name: torch.empty(len(ids), array.dim, dtype=torch.float32, device="cpu")
+            for name, array in self._in_memory().items()
+        }
+        self._places.read(numbers, arrays)
+        return tensors | arrays
 
     @property
     def values(self) -> HyperParameters:
@@ -171,23 +224,28 @@ class Table:
         values: hyper-parameters to go on with
         """
         self._values.update(values or {})
-        arrays = self._arrays()
+        arrays = self._in_memory()
         if not arrays.keys() <= tensors.keys():
             arrays = {"weights": self._weights}
-        ids = _checked(tensors, self.spec, self._capacity, {name: array.dim for name, array in arrays.items()})
-        numbers = self._rows.add(ids, tensors["last"].numpy())
-        self._optimizer.reset(numbers, self._values)
-        for name, array in arrays.items():
-            array.write(numbers, tensors[name].contiguous())
+        capacity = self._places.limit
+        ids = _checked(tensors, self.spec, capacity, {name: array.dim for name, array in arrays.items()})
+
+        def write(which: slice | RowNumbers, places: RowNumbers) -> None:
+            self._optimizer.reset(places, self._values)
+            for name, array in arrays.items():
+                array.write(places, tensors[name][which].contiguous())
+
+        last = tensors["last"].numpy()
+        self._places.fill(self._rows.add(ids, last), last, write)
         if self._candidates is not None and "waiting.ids" in tensors:
             waiting = [tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last")]
-            newest = np.argsort(-waiting[2], kind="stable")[: self._capacity]
+            newest = np.argsort(-waiting[2], kind="stable")[:capacity]
             ids, counts, last = (values[newest] for values in waiting)
             self._candidates.restore(ids, counts, last)
         self.version = int(tensors["version"])
         self._removed = RemovedIds(self.version)
 
-    def _arrays(self) -> dict[str, RowArray]:
+    def _in_memory(self) -> dict[str, RowArray]:
         kept = self._optimizer.state.items()
         return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}
 

@@ -55,6 +55,7 @@ class RowCounts:
     pushed:   gradients of single rows that updates took in
     admitted: rows that came into being; expired, evicted: rows that were forgotten, see Applied
     waiting, no_room: gradients that were dropped, see Applied
+    cold:     of the ids that were found, those whose row was read from a file
     """
 
     found: int = 0
@@ -65,6 +66,7 @@ class RowCounts:
     evicted: int = 0
     waiting: int = 0
     no_room: int = 0
+    cold: int = 0
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -72,12 +74,18 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class TableFigures:
-    """What a shard has of one table. nbytes: of memory: rows, their optimizer's state, and the index"""
+    """What a shard has of one table.
+
+    nbytes:    of memory: rows, their optimizer's state, and the index
+    file_rows: of the rows, those in a file that memory has no room for; file_bytes: of that file
+    """
 
     name: str
     rows: int
     nbytes: int
     counts: RowCounts = RowCounts()
+    file_rows: int = 0
+    file_bytes: int = 0
 
 
 def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
@@ -86,7 +94,9 @@ def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
     if not rest:
         return tuple(tables)
     counts = sum((table.counts for table in rest), RowCounts())
-    others = TableFigures(OTHER_TABLES, sum(each.rows for each in rest), sum(each.nbytes for each in rest), counts)
+    rows, nbytes = sum(each.rows for each in rest), sum(each.nbytes for each in rest)
+    in_file = sum(each.file_rows for each in rest), sum(each.file_bytes for each in rest)
+    others = TableFigures(OTHER_TABLES, rows, nbytes, counts, *in_file)
     return (*tables[:TABLES_TOLD], others)
 
 

@@ -38,6 +38,12 @@ class Limits:
     staged_bytes: int | None = _limit(
         None, "bytes of a job that a shard holds back for others (by default as many as its weights)", _LARGEST_SIZE
     )
+    table_bytes: int | None = _limit(
+        None, "bytes of memory of a job's tables on one shard (by default half of what is free)", _LARGEST_SIZE
+    )
+    cold_row_bytes: int | None = _limit(
+        None, "bytes of rows in files of one shard (by default half of what that disk has free)", _LARGEST_SIZE
+    )
     caller_bytes: int = _limit(
         64 * 2**30, "bytes that one caller has pushed, as any workers, and that are not applied", _LARGEST_SIZE
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_tables.cold import RowFile
 
 
 def place(sizes: Sequence[int], shard_count: int) -> list[int]:
@@ -37,14 +38,18 @@ def imbalance(sizes: Sequence[int], placement: Sequence[int], shard_count: int) 
 class Place:
     """Which of so many shards this is that have a part of each table, and what it gives to a table.
 
-    table_bytes: what the rows of each may take
+    table_bytes: of memory, what the rows of each may take
     salt:        that its index depends on: a secret of the process
+    file_bytes:  of disk, likewise; 0: all rows are in memory
+    open_file:   makes a file for a table: for records of so many numbers, and so many records
     """
 
     shard: int = 0
     shards: int = 1
     table_bytes: int = 2**40
     salt: int = 0
+    file_bytes: int = 0
+    open_file: Callable[[int, int], RowFile] | None = None
 
 
 @dataclass(frozen=True)

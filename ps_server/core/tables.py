@@ -26,8 +26,9 @@ from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
+from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients
-from ps_tables.table import Table, row_bytes
+from ps_tables.table import INDEX_BYTES, Beyond, InFile, Table, record_bytes
 
 MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
 
@@ -61,10 +62,10 @@ class TableRows:
     counts: of ids and rows; replaced as a whole: another thread reads them
     """
 
-    def __init__(self, table: JobTable, capacity: int, salt: int) -> None:
-        """capacity: rows; salt: of the index"""
+    def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
+        """capacity: rows; salt: of the index; beyond: where rows are that memory does not hold"""
         self.dim = table.rows.dim
-        self._table = Table(table.rows, table.optimizer, table.values, capacity, salt)
+        self._table = Table(table.rows, table.optimizer, table.values, capacity, salt, beyond)
         self._open: list[RowsContribution] = []
         self.counts = RowCounts()
 
@@ -97,9 +98,16 @@ class TableRows:
 
     def pull(self, ids: Ids, out: torch.Tensor) -> int:
         """Reads rows; see Table.pull."""
+        before = self._table.in_file.read
         found = self._table.pull(ids, out)
-        self.counts += RowCounts(found=found, missing=len(ids) - found)
+        cold = self._table.in_file.read - before
+        self.counts += RowCounts(found=found, missing=len(ids) - found, cold=cold)
         return found
+
+    @property
+    def in_file(self) -> InFile:
+        """What lies in a file; see Table.in_file."""
+        return self._table.in_file
 
     @property
     def nbytes(self) -> int:
@@ -187,10 +195,9 @@ class Tables(Mapping[int, ShardTable]):
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
             rule = UpdateRule[RowsContribution](spec.consistency, roster, initialised=True)
-            most = capacity(table, checker.place)
-            rows = TableRows(table, most, checker.place.salt)
-            size = row_bytes(table.rows, table.optimizer, table.values)
-            self._tables[index] = ShardTable(index, table, rule, rows, most * size if table.rows.max_rows else 0)
+            size = table_size(table, checker.place)
+            rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
+            self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)
 
     def __getitem__(self, index: int) -> ShardTable:
         return self._tables[index]
@@ -215,7 +222,14 @@ class Tables(Mapping[int, ShardTable]):
         """Returns what each table has, and what became of its rows; see `told`. Tables may be stepped meanwhile."""
         return told(
             [
-                TableFigures(each.spec.rows.name, len(each.rows), each.rows.nbytes, each.rows.counts)
+                TableFigures(
+                    each.spec.rows.name,
+                    len(each.rows),
+                    each.rows.nbytes,
+                    each.rows.counts,
+                    each.rows.in_file.rows,
+                    each.rows.in_file.nbytes,
+                )
                 for each in self.values()
             ]
         )
@@ -321,8 +335,40 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
     )
 
 
-def capacity(table: JobTable, place: Place) -> int:
-    """Returns how many rows a table may have on one shard: its share of max_rows, as far as memory holds them."""
-    room = place.table_bytes // row_bytes(table.rows, table.optimizer, table.values)
-    share = -(-table.rows.max_rows // place.shards) if table.rows.max_rows else room
-    return max(1, min(MAX_ROWS, share, room))
+@dataclass(frozen=True)
+class TableSize:
+    """How large a table may become on one shard.
+
+    rows:      all of them; in_memory: how many memory holds; in_file: for how many there is a file
+    nbytes:    of memory
+    """
+
+    rows: int
+    in_memory: int
+    nbytes: int
+    in_file: int = 0
+
+
+def table_size(table: JobTable, place: Place) -> TableSize:
+    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file."""
+    record = record_bytes(table.rows, table.optimizer, table.values)
+    share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
+    fit = max(1, min(share, place.table_bytes // (record + INDEX_BYTES)))
+    in_memory = TableSize(fit, fit, fit * (record + INDEX_BYTES))
+    if fit == share or not place.file_bytes:
+        return in_memory
+    # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
+    known = INDEX_BYTES + PLACE_BYTES
+    rows = min(share, 3 * place.table_bytes // (4 * known), (place.table_bytes + place.file_bytes) // (record + known))
+    if rows <= fit:
+        return in_memory
+    return TableSize(
+        rows, (place.table_bytes - rows * known) // record, place.table_bytes, min(rows, place.file_bytes // record)
+    )
+
+
+def _beyond(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
+    if not size.in_file or place.open_file is None:
+        return None
+    elements = record_bytes(table.rows, table.optimizer, table.values) // 4
+    return Beyond(place.open_file(elements, size.in_file), size.in_memory)

@@ -38,6 +38,9 @@ _OF_TABLE: tuple[tuple[str, str, str, dict[str, Callable[[TableFigures], float]]
         "result",
         {"found": lambda table: table.counts.found, "missing": lambda table: table.counts.missing},
     ),
+    ("ps_table_file_rows", "Rows in a file beside memory.", "", {"": lambda table: table.file_rows}),
+    ("ps_table_file_bytes", "Bytes of that file.", "", {"": lambda table: table.file_bytes}),
+    ("ps_table_cold_lookups_total", "Ids whose row was read from the file.", "", {"": lambda table: table.counts.cold}),
     ("ps_table_pushed_rows_total", "Gradients of single rows taken in.", "", {"": lambda table: table.counts.pushed}),
     ("ps_table_admitted_rows_total", "Rows that came into being.", "", {"": lambda table: table.counts.admitted}),
     (

@@ -170,7 +170,7 @@ def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     lines = [
         f"  table {name}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
         f"{table['admitted_row_count']} admitted, {table['expired_row_count']} expired, "
-        f"{table['evicted_row_count']} evicted{_found(table)}"
+        f"{table['evicted_row_count']} evicted{_found(table)}{_in_file(table)}"
         for name, table in tables(status, job["name"]).items()
     ]
     figures = [worker["figures"] for worker in job["workers"] if worker["figures"]]
@@ -185,6 +185,15 @@ def _found(table: dict[str, Any]) -> str:
     """Returns how many of the ids that were looked up had a row; empty if there were none."""
     found, asked = table["found_id_count"], table["found_id_count"] + table["missing_id_count"]
     return f"; {100 * found / asked:.1f} % of {counted(asked, 'id')} found" if asked else ""
+
+
+def _in_file(table: dict[str, Any]) -> str:
+    """Returns which part of a table is in files, and how often it was needed; empty if none is."""
+    if not table["file_size_bytes"]:
+        return ""
+    found = table["found_id_count"]
+    often = f", which {100 * table['cold_id_count'] / found:.1f} % of these needed" if found else ""
+    return f"; {counted(table['file_row_count'], 'row')} in files of {size_text(table['file_size_bytes'])}{often}"
 
 
 def _history(job: dict[str, Any]) -> str:

@@ -278,13 +278,14 @@ const sum = (parts, name) => parts.reduce((total, part) => total + part[name], 0
 function drawTables(job, status) {
   const parts = status.shards.flatMap((shard) => shard.jobs.filter((held) => held.job === job.name).flatMap((held) => held.tables));
   const names = [...new Set(parts.map((part) => part.table))];
-  const heads = ["table", "rows", "memory", "admitted", "expired", "evicted", "ids looked up", "found"].map((head, index) => (index ? [head, "number"] : head));
+  const heads = ["table", "rows", "memory", "in files", "admitted", "expired", "evicted", "ids looked up", "found"].map((head, index) => (index ? [head, "number"] : head));
   const rows = names.map((name) => {
     const of = parts.filter((part) => part.table === name);
     const found = sum(of, "found_id_count"), asked = found + sum(of, "missing_id_count");
     const cells = [
       sum(of, "row_count"),
       bytes(sum(of, "size_bytes")),
+      sum(of, "file_row_count"),
       ...["admitted", "expired", "evicted"].map((what) => sum(of, `${what}_row_count`)),
       asked,
       asked ? `${((100 * found) / asked).toFixed(1)} %` : "–",

@@ -83,8 +83,10 @@ def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
         evicted=message.evicted_row_count,
         waiting=message.waiting_gradient_count,
         no_room=message.no_room_gradient_count,
+        cold=message.cold_id_count,
     )
-    return TableFigures(message.table, message.row_count, message.size_bytes, counts)
+    in_file = message.file_row_count, message.file_size_bytes
+    return TableFigures(message.table, message.row_count, message.size_bytes, counts, *in_file)
 
 
 def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
@@ -102,4 +104,7 @@ def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
         evicted_row_count=counts.evicted,
         waiting_gradient_count=counts.waiting,
         no_room_gradient_count=counts.no_room,
+        cold_id_count=counts.cold,
+        file_row_count=figures.file_rows,
+        file_size_bytes=figures.file_bytes,
     )

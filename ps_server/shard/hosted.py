@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +28,6 @@ from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
-from ps_server.core.placement import Place
 from ps_server.core.room import Room, room_for
 from ps_server.core.snapshot import Part, RestoreProgress, TableSnapshot
 from ps_server.core.tables import joined
@@ -38,13 +36,13 @@ from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.restores import RestoreRequest, Restores, Restoring
+from ps_server.shard.table_places import TablePlaces
 from ps_server.shard.threads import Threads
 from ps_server.storage.checkpoints import CheckpointStore
 
 log = logging.getLogger("ps_server")
 
 _UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
-_SALT = secrets.randbits(62)  # of the indices of tables: ids that share slots cannot be chosen
 
 
 class HostedJobs:
@@ -53,6 +51,7 @@ class HostedJobs:
     index:      of the shard
     limits:     of a job: bytes that may be staged, and the L2 norm of a gradient
     principals: what each principal has staged in all jobs
+    tables:     what each table of a job gets
     """
 
     def __init__(
@@ -63,7 +62,9 @@ class HostedJobs:
         threads: Threads,
         pulls: Pulls,
         metrics: ShardMetrics,
+        tables: TablePlaces | None = None,
     ) -> None:
+        self._tables = tables or TablePlaces(index)
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
@@ -245,9 +246,8 @@ class HostedJobs:
         with self._making:
             promised = sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
             with _making_room(spec.name, room, promised):
-                tables = max(1, len(spec.tables))
-                bytes_each = ((free_bytes() or _UNKNOWN_BYTES) - room.total - promised) // (2 * tables)
-                place = Place(self._index, shards, max(0, bytes_each), _SALT)
+                free = (free_bytes() or _UNKNOWN_BYTES) - room.total - promised
+                place = self._tables.place(len(spec.tables), shards, free)
                 state = JobPartition(spec, buckets, *self._limits, self._principals, place)
                 job = HostedJob(spec, state, run, room)
             self._made.add(job)

@@ -47,9 +47,11 @@ from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, SnapshotTask
+from ps_server.shard.table_places import TablePlaces
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.row_files import RowFiles
 
 log = logging.getLogger("ps_server")
 
@@ -67,6 +69,8 @@ class Shard:
     pulled_limit: buckets that one principal may have asked for and not got, over all its workers
     norm_limit:  the L2 norm that the gradient in one push may have
     feed_limit:  feeds of rows that one job may have
+    table_limit: bytes of memory that the tables of one job may take; None: half of what is free
+    row_files:   for rows that memory has no room for; None: there are none
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Shard:
         principal_limit: float = math.inf,
         pulled_limit: float = math.inf,
         feed_limit: float = math.inf,
+        table_limit: int | None = None,
+        row_files: RowFiles | None = None,
     ) -> None:
         self.principals: PrincipalBudget = SharedBudget(principal_limit)
         self._checkpoints = checkpoints
@@ -93,7 +99,8 @@ class Shard:
         self._updates = Updates(self._threads, self._pulls, metrics, clock)
         self._pushes = Pushes(metrics, self._pulls, self._updates, shared_directory)
         limits = staged_limit, norm_limit
-        self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics)
+        tables = TablePlaces(index, table_limit, row_files)
+        self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
         self.feeds = RowFeeds(self._hosted, clock, feed_limit)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")

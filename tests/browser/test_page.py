@@ -58,6 +58,7 @@ TABLE = {
     "table": "items",
     "row_count": 10,
     "size_bytes": 1000,
+    "file_row_count": 4,
     "found_id_count": 75,
     "missing_id_count": 25,
     "admitted_row_count": 12,
@@ -202,8 +203,8 @@ def test_tables_of_rows_are_added_up_over_the_shards(look: Callable[..., Any]) -
         "[...document.querySelectorAll('#tables tbody tr')].map(row => row.innerText.split(/\\s*\\t/))"
     )
     assert rows == [
-        ["items", "20", "2.0 kB", "24", "2", "2", "200", "75.0 %"],
-        ["tags", "20", "2.0 kB", "24", "2", "2", "0", "–"],
+        ["items", "20", "2.0 kB", "8", "24", "2", "2", "200", "75.0 %"],
+        ["tags", "20", "2.0 kB", "8", "24", "2", "2", "0", "–"],
     ]
 
 

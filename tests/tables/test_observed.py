@@ -71,6 +71,9 @@ EXPECTED = {
         "evicted_row_count": 0,
         "waiting_gradient_count": 0,
         "no_room_gradient_count": 0,
+        "file_row_count": 0,
+        "file_size_bytes": 0,
+        "cold_id_count": 0,
     },
     "choosy": {
         "row_count": 1,
@@ -82,6 +85,9 @@ EXPECTED = {
         "evicted_row_count": 0,
         "waiting_gradient_count": 5 + 5,
         "no_room_gradient_count": 0,
+        "file_row_count": 0,
+        "file_size_bytes": 0,
+        "cold_id_count": 0,
     },
 }
 SAMPLES = {
@@ -89,6 +95,9 @@ SAMPLES = {
     'ps_table_bytes{job="JOB",table="TABLE"}': "size_bytes",
     'ps_table_lookups_total{job="JOB",result="found",table="TABLE"}': "found_id_count",
     'ps_table_lookups_total{job="JOB",result="missing",table="TABLE"}': "missing_id_count",
+    'ps_table_file_rows{job="JOB",table="TABLE"}': "file_row_count",
+    'ps_table_file_bytes{job="JOB",table="TABLE"}': "file_size_bytes",
+    'ps_table_cold_lookups_total{job="JOB",table="TABLE"}': "cold_id_count",
     'ps_table_pushed_rows_total{job="JOB",table="TABLE"}': "pushed_row_count",
     'ps_table_admitted_rows_total{job="JOB",table="TABLE"}': "admitted_row_count",
     'ps_table_forgotten_rows_total{job="JOB",reason="expired",table="TABLE"}': "expired_row_count",
@@ -250,16 +259,20 @@ def test_what_cannot_be_looked_up_is_not_counted() -> None:
 
 
 def test_tables_behind_the_first_hundred_are_told_as_one() -> None:
-    counts = RowCounts(*range(1, 9))
-    tables = [TableFigures(str(number), number, 10 * number, counts) for number in range(TABLES_TOLD + 3)]
+    counts = RowCounts(*range(1, 10))
+    tables = [
+        TableFigures(str(number), number, 10 * number, counts, 2 * number, 3 * number)
+        for number in range(TABLES_TOLD + 3)
+    ]
     assert told(tables[:TABLES_TOLD]) == tuple(tables[:TABLES_TOLD])
     *first, last = told(tables)
     assert first == tables[:TABLES_TOLD]
     rows = sum(range(TABLES_TOLD, TABLES_TOLD + 3))
-    assert last == TableFigures(OTHER_TABLES, rows, 10 * rows, RowCounts(*range(3, 25, 3)))
+    counts = RowCounts(*range(3, 28, 3))
+    assert last == TableFigures(OTHER_TABLES, rows, 10 * rows, counts, 2 * rows, 3 * rows)
 
 
 def test_what_is_told_of_a_table_comes_back_from_its_message() -> None:
-    figures = TableFigures("items", 9, 10, RowCounts(*range(1, 9)))
+    figures = TableFigures("items", 9, 10, RowCounts(*range(1, 10)), 11, 12)
     assert table_figures(table_message(figures)) == figures
     assert convert.plain(table_message(figures))["evicted_row_count"] == figures.counts.evicted

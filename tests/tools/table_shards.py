@@ -25,11 +25,13 @@ SYNC = Consistency(0, True)
 
 
 class TableShard:
-    """A job with one table, on one of several shards."""
+    """A job with one table, on one of several shards. place: what it has there; None: memory for 4,000 rows"""
 
-    def __init__(self, table: JobTable, consistency: Consistency, shard: int = 0, shards: int = 1) -> None:
+    def __init__(
+        self, table: JobTable, consistency: Consistency, shard: int = 0, shards: int = 1, place: Place | None = None
+    ) -> None:
         spec = JobSpec("t", (), "SGD", ({"lr": 0.1},), consistency, 64, WORKERS, tables=(table,))
-        place = Place(shard, shards, 4_000 * row_bytes(table.rows, table.optimizer, table.values))
+        place = place or Place(shard, shards, 4_000 * row_bytes(table.rows, table.optimizer, table.values))
         self.partition = JobPartition(spec, [], place=place)
         self.first = 1  # incarnation
         for rank in range(WORKERS):

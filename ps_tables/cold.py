@@ -1,0 +1,253 @@
+"""Rows of a table that outgrows memory: those trained longest ago lie in a file, the others in memory.
+
+    trained  a row that is trained is in memory from then on: what lay in the file is fetched
+    moved    when memory is nearly full, rows that were trained longest ago move to the file: some with each update
+    read     a row that is only read stays where it is
+
+So no row changes while it is in the file. There it is one record: the weights, and the optimizer's state beside them.
+Where a row lies has no influence on its bits, nor on what expires or makes room.
+
+How many rows memory holds is aimed at: an update may take more while it runs. Where the disk takes no more, rows stay
+in memory, and from then on the table has room for as many as memory and file have together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ps_protocol.errors import LimitExceeded
+from ps_tables.entries import Entries
+from ps_tables.memory import RowArray, RowNumbers, reserved
+from ps_tables.numbers import Numbers
+from ps_tables.places import Fill, Places, Versions
+
+Records = npt.NDArray[np.float32]  # [n, elements of a record]
+
+PLACE_BYTES = 4  # of memory for each row: where it is
+
+_BLOCK = 2**16  # numbers that one step of the walk looks at
+_STEPS = 16  # of the walk with one update: some milliseconds
+_LEAST_MOVED = 1024  # rows that may move with one update; and as many as came
+_COPIED = 2**14  # rows copied at a time
+_SAMPLE = 2**14  # rows that show how old rows are
+
+
+class RowFile(Protocol):
+    """A file of records, at places from 0."""
+
+    @property
+    def room(self) -> int:
+        """How many places can be written. It becomes fewer when the disk takes no more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+
+    def read(self, places: RowNumbers) -> Records:
+        """Returns the records at places that were written."""
+
+    def write(self, places: RowNumbers, records: Records) -> bool:
+        """Writes records at places in ascending order. False where the disk does not take them: there may be anything
+        then."""
+
+
+class _Column:
+    """One array of rows, which are read by their numbers wherever they lie."""
+
+    def __init__(self, places: WithFile, name: str, dim: int) -> None:
+        self._places, self._name, self.dim = places, name, dim
+
+    def read(self, rows: RowNumbers, out: torch.Tensor) -> None:
+        """Copies rows: see RowArray.read."""
+        self._places.read(rows, {self._name: out})
+
+
+class WithFile(Places):
+    """The places of rows, of which many may be in a file.
+
+    arrays:    by name, memory for the rows
+    capacity:  the most rows, in memory and in the file together
+    in_memory: how many of them memory holds
+    """
+
+    def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: RowFile) -> None:
+        self._arrays, self._capacity, self._in_memory, self._file = arrays, capacity, in_memory, file
+        self.columns = {name: _Column(self, name, array.dim) for name, array in arrays.items()}
+        # By number: 0: nowhere; above: the place in memory and 1; below: the place in the file, as -1 - place.
+        self._places: npt.NDArray[np.int32] = reserved(capacity, np.int32)
+        self._memory, self._cold = Numbers(), Numbers()
+        self._end = 0  # no number from here on ever had a place
+        self._moves = False  # rows move until memory has room again
+        self._next = 0  # number that the walk comes to
+        self._before = 0  # it moves rows that were trained last before this version
+        self._came = 0  # rows that came into memory since the last update ended
+        self._read = 0
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def of(self, numbers: RowNumbers) -> RowNumbers:
+        """Returns the places of rows in memory; fetches those that are in the file."""
+        places = self._places.take(numbers).astype(np.int64)
+        cold = np.flatnonzero(places < 0)
+        for first in range(0, len(cold), _COPIED):
+            some = cold[first : first + _COPIED]
+            left = -1 - places[some]
+            records = self._file.read(left)
+            places[some] = self._taken(numbers[some]) + 1
+            for name, values in self._cut(records).items():
+                self._arrays[name].write(places[some] - 1, values)
+            self._cold.give_back(left)
+        self._read += len(cold)
+        return places - 1
+
+    def of_new(self, numbers: RowNumbers) -> RowNumbers:
+        """Returns places in memory. Where a number has a place left of a row that expired, that is used again."""
+        places = self._places.take(numbers).astype(np.int64)
+        self._cold.give_back(-1 - places[places < 0])
+        missing = np.flatnonzero(places <= 0)
+        places[missing] = self._taken(numbers[missing]) + 1
+        return places - 1
+
+    def fill(self, numbers: RowNumbers, last: Versions, write: Fill) -> None:
+        """Has rows written to memory, some at a time, those trained longest ago first: these move to the file."""
+        order = np.argsort(last, kind="stable")
+        cold = len(order) - (self._in_memory - self._in_memory // 8)
+        for first in range(0, len(order), _COPIED):
+            which = order[first : first + _COPIED]
+            write(which, self.of_new(numbers[which]))
+            to_file = numbers[which[: max(0, cold - first)]]
+            if self._move(to_file) < len(to_file):
+                raise LimitExceeded(
+                    f"{len(numbers)} rows do not fit: memory for tables holds {self._in_memory} of them, and the disk "
+                    "of cold rows takes no more"
+                )
+        self._came = 0
+
+    # -- moving rows -------------------------------------------------------------------------------------------------
+
+    def settle(self, rows: Entries, version: int) -> None:
+        """Moves some of the rows that were trained longest ago, where memory is nearly full."""
+        left, self._came = _LEAST_MOVED + self._came + self._came // 4, 0
+        for _ in range(_STEPS):
+            spare = self._in_memory - self._memory.used
+            self._moves = spare < self._in_memory // (8 if self._moves else 16)
+            if not self._moves or left <= 0:
+                return
+            left -= self._walk(rows, version, left)
+
+    def _walk(self, rows: Entries, version: int, most: int) -> int:
+        """Looks at some numbers: takes the places of what are no rows any more, and moves rows; returns how many."""
+        if self._next >= self._end:
+            self._next, self._before = 0, min(version, self._age(rows))
+        block = slice(self._next, min(self._end, self._next + _BLOCK))
+        last, places = rows.last(block), self._places[block]
+        gone = np.flatnonzero((last == 0) & (places != 0))
+        self._give_back(places[gone])
+        places[gone] = 0
+        old = np.flatnonzero((places > 0) & (last < self._before))
+        self._next = block.start + int(old[most]) if len(old) > most else block.stop
+        return self._move(block.start + old[:most])
+
+    def _age(self, rows: Entries) -> int:
+        """Returns a version: about an eighth of the rows in memory were trained last before it."""
+        sample = np.arange(0, self._end, max(1, self._end // _SAMPLE))
+        last = rows.last(sample)[self._places.take(sample) > 0]
+        last = last[last > 0]
+        eighth = len(last) // 8
+        return int(np.partition(last, eighth)[eighth]) + 1 if len(last) else 0
+
+    def _move(self, numbers: RowNumbers) -> int:
+        """Moves rows from memory to the file; returns how many: fewer where it is full."""
+        numbers = numbers[: max(0, self._file.room - self._cold.used)]
+        if not len(numbers):
+            return 0
+        places = self._places.take(numbers)
+        records = np.empty((len(numbers), sum(array.dim for array in self._arrays.values())), np.float32)
+        first = 0
+        for array in self._arrays.values():
+            values = torch.empty(len(numbers), array.dim, dtype=torch.float32, device="cpu")
+            array.read(places.astype(np.int64) - 1, values)
+            records[:, first : first + array.dim] = values.numpy()
+            first += array.dim
+        to = self._cold.take(len(numbers))
+        if not self._file.write(to, records):
+            self._cold.give_back(to)
+            return 0
+        self._give_back(places)
+        self._places[numbers] = -1 - to
+        return len(numbers)
+
+    def _taken(self, numbers: RowNumbers) -> RowNumbers:
+        """Gives rows places in memory."""
+        taken = self._memory.take(len(numbers))
+        self._places[numbers] = taken + 1
+        self._end = max(self._end, int(np.max(numbers, initial=-1)) + 1)
+        self._came += len(numbers)
+        return taken
+
+    def _give_back(self, places: npt.NDArray[np.int32]) -> None:
+        wide = places.astype(np.int64)
+        self._memory.give_back(wide[wide > 0] - 1)
+        self._cold.give_back(-1 - wide[wide < 0])
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
+        """Copies rows out of several columns: first what is in memory, then what is in the file, in its order."""
+        places = self._places.take(numbers, mode="clip").astype(np.int64)
+        for name, tensor in out.items():
+            self._arrays[name].read(places - 1, tensor)  # what is in the file gets any row
+        cold = np.flatnonzero((places < 0) & (numbers >= 0))
+        cold = cold[np.argsort(-places[cold])]
+        for first in range(0, len(cold), _COPIED):
+            some = cold[first : first + _COPIED]
+            columns = self._cut(self._file.read(-1 - places[some]))
+            for name, tensor in out.items():
+                tensor.numpy().reshape(len(numbers), -1)[some] = columns[name].numpy()
+        self._read += len(cold)
+
+    def _cut(self, records: Records) -> dict[str, torch.Tensor]:
+        """Returns the columns of records, contiguous."""
+        columns: dict[str, torch.Tensor] = {}
+        first = 0
+        for name, array in self._arrays.items():
+            columns[name] = torch.from_numpy(np.ascontiguousarray(records[:, first : first + array.dim]))
+            first += array.dim
+        return columns
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """How many rows there may be: fewer where the disk takes no more."""
+        return min(self._capacity, self._in_memory + max(self._file.room, self._cold.used))
+
+    @property
+    def memory_rows(self) -> int:
+        """How many rows' memory is in use."""
+        return self._memory.end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the places."""
+        return self._end * self._places.itemsize
+
+    @property
+    def file_rows(self) -> int:
+        """How many rows are in the file; of those that are none any more, some."""
+        return self._cold.used
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._file.nbytes
+
+    @property
+    def read_from_file(self) -> int:
+        """How often a row was read from the file so far."""
+        return self._read

@@ -1,0 +1,40 @@
+"""Numbers that are taken and given back: those that were given back last are taken first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ps_tables.memory import RowNumbers
+
+
+class Numbers:
+    """Numbers from 0. Whoever takes some sees to it that there are so many.
+
+    end:  no number from here on was ever taken
+    used: how many are taken now
+    """
+
+    def __init__(self) -> None:
+        self.end = self.used = 0
+        self._free: list[RowNumbers] = []  # the last one is taken from first
+
+    def take(self, count: int) -> RowNumbers:
+        """Takes some that are free; returns them in ascending order."""
+        self.used += count
+        taken: list[RowNumbers] = []
+        while count and self._free:
+            free = self._free.pop()
+            if len(free) > count:
+                self._free.append(free[:-count])
+                free = free[len(free) - count :]
+            taken.append(free)
+            count -= len(free)
+        taken.append(np.arange(self.end, self.end + count))
+        self.end += count
+        return np.sort(np.concatenate(taken))
+
+    def give_back(self, numbers: RowNumbers) -> None:
+        """Gives some back that are taken."""
+        if len(numbers):
+            self.used -= len(numbers)
+            self._free.append(numbers)
