@@ -4,9 +4,13 @@ A payload is bytes, and its codec alone knows what is in them: both ends ask it 
 decode. `gradient_codec` and `weight_codec` choose one for a bucket that travels, from the job and from nothing else.
 What lies in shared memory does not travel: it keeps its type (`plain_codec`), since to narrow it would only cost time.
 
-Today every format is a cast: one element on the wire for each of the bucket's. Encoding makes one pass over memory, or
-none where the type stays as it is. Decoding makes none: the receiver widens while it adds or copies. A format with
-blocks, scales or other side data is another class with the same `size`, `encode` and `decode`.
+Cast     One element on the wire for each of the bucket's, maybe of a narrower type. Encoding makes one pass over
+         memory, or none where the type stays as it is. Decoding makes none: the receiver widens while it adds or
+         copies.
+Blocks   int8 and int4: codes of 8 or 4 bits, with a scale for each block of elements. Both ends get the same bits from
+         the same elements, whatever the machine: every operation is one that IEEE 754 defines, no value is subnormal,
+         and nothing is random. types.proto says the format byte by byte. What is lost is fed back by who encodes: see
+         ps_worker/model/residual.py.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
 
+LEAST_SCALE = 2.0**-126  # the least that is not subnormal: some processors take those for 0
+GREATEST_BFLOAT16: float = torch.finfo(torch.bfloat16).max
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -29,9 +36,19 @@ class Cast:
     dtype: str
 
     @property
+    def name(self) -> str:
+        """What the format is called."""
+        return self.dtype
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The type as torch has it."""
         return TORCH_DTYPES[self.dtype]
+
+    @property
+    def copies(self) -> bool:
+        """Whether `decode` returns memory of its own."""
+        return False
 
     def size(self, numel: int) -> int:
         """Returns how many bytes that many elements take."""
@@ -41,8 +58,8 @@ class Cast:
         """Returns the elements as they travel: [numel]; the tensor itself where it has that type."""
         return values.to(self.torch_dtype)
 
-    def decode(self, payload: Buffer) -> torch.Tensor:
-        """Returns the elements of a payload: [numel], over its memory. Read from it, never write."""
+    def decode(self, payload: Buffer, numel: int) -> torch.Tensor:
+        """Returns the elements of a payload of that many: [numel], over its memory. Read from it, never write."""
         return tensor_from(payload, self.dtype)
 
     def keeps(self, bucket: BucketSpec) -> bool:
@@ -55,16 +72,115 @@ class Cast:
 
     def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
         """Raises InvalidRequest if a message calls a payload something else; see `wire_format`."""
-        if (wire_format or bucket.dtype) != self.dtype:
-            raise InvalidRequest(
-                f"bucket {bucket.index}: expected elements as {self.dtype}, got {wire_format or bucket.dtype}"
-            )
+        _check_format(self.dtype, bucket, wire_format)
+
+    def is_finite(self, payload: Buffer) -> bool:
+        """Whether what makes all of a payload's elements finite is in order: here, each has to be looked at."""
+        return True
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Codes of `bits` bits, 8 or 4, with one bfloat16 scale for each block of `block` elements."""
+
+    name: str
+    bits: int
+    block: int
+
+    @property
+    def _largest(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def _greatest_scale(self) -> float:
+        return GREATEST_BFLOAT16 / (1 << self.bits - 1)  # times any code it is finite
+
+    @property
+    def copies(self) -> bool:
+        """Whether `decode` returns memory of its own."""
+        return True
+
+    def size(self, numel: int) -> int:
+        """Returns how many bytes that many elements take."""
+        return 2 * -(-numel // self.block) + -(-numel * self.bits // 8)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the payload of elements [numel], on their device: bytes [size].
+
+        A block with an infinity or a NaN is one of NaNs.
+        """
+        numel = values.numel()
+        blocks = _padded(values.float(), -numel % self.block).view(-1, self.block)
+        scales = (blocks.abs().amax(-1) / self._largest).bfloat16().float()
+        scales = scales.where(scales >= LEAST_SCALE, scales * 0)  # a NaN stays one, and an infinity becomes one below
+        scales = scales.clamp(max=self._greatest_scale).where(scales.isfinite(), scales * torch.nan)
+        codes = blocks / scales.where(scales != 0, 1).unsqueeze(-1)  # below a scale that is too small all round to 0
+        codes = codes.round_().clamp_(-self._largest, self._largest).to(torch.int8).view(-1)[:numel]
+        if self.bits == 4:
+            half = (numel + 1) // 2
+            codes = (codes[:half] & 15) | (_padded(codes[half:], numel % 2) << 4)
+        return torch.cat((scales.bfloat16().view(torch.uint8), codes.view(torch.uint8)))
+
+    def decode(self, payload: Buffer, numel: int) -> torch.Tensor:
+        """Returns the elements of a payload of that many: float32 [numel], in memory of its own."""
+        return self.values(tensor_from(payload, "uint8"), numel)
+
+    def values(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """Returns the elements of what `encode` has returned, on its device: float32 [numel]."""
+        count = -(-numel // self.block)
+        scales = payload[: 2 * count].view(torch.bfloat16).float()
+        codes = payload[2 * count :].view(torch.int8)
+        padded = torch.empty(count * self.block, dtype=torch.float32, device=payload.device)
+        if self.bits == 4:
+            half = (numel + 1) // 2
+            padded[:half] = (codes << 4) >> 4
+            padded[half:numel] = (codes >> 4)[: numel - half]
+        else:
+            padded[:numel] = codes
+        padded[numel:] = 0
+        padded.view(count, self.block).mul_(scales.unsqueeze(-1))
+        return padded[:numel]
+
+    def keeps(self, bucket: BucketSpec) -> bool:
+        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
+        return False
+
+    def wire_format(self, bucket: BucketSpec) -> str:
+        """Returns what a message calls the format of a bucket's payload."""
+        return self.name
+
+    def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
+        """Raises InvalidRequest if a message calls a payload something else."""
+        _check_format(self.name, bucket, wire_format)
+
+    def is_finite(self, payload: Buffer) -> bool:
+        """Whether all of a payload's elements are finite: its scales are from 0 to the greatest."""
+        # As many scales as fit: 2 bytes of each 2 + block * bits / 8, of which the last block may have fewer.
+        count = -(-len(payload) // (2 + self.block * self.bits // 8))
+        scales = tensor_from(memoryview(payload)[: 2 * count], "bfloat16").float()
+        return bool(((scales >= 0) & (scales <= self._greatest_scale)).all())
+
+
+Codec = Cast | Blocks
+
+
+def _padded(values: torch.Tensor, zeros: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, zeros)) if zeros else values
+
+
+def _check_format(expected: str, bucket: BucketSpec, wire_format: str) -> None:
+    if (wire_format or bucket.dtype) != expected:
+        raise InvalidRequest(
+            f"bucket {bucket.index}: expected elements as {expected}, got {wire_format or bucket.dtype}"
+        )
 
 
 # Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.
 PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
+BLOCKS: dict[str, Blocks] = {codec.name: codec for codec in (Blocks("int8", 8, 128), Blocks("int4", 4, 64))}
 # What float32 gradients and weights may travel as; a job names one for each.
-WIRE_FORMATS: dict[str, Cast] = {name: PLAIN[name] for name in ("float32", "bfloat16", "float16")}
+WIRE_FORMATS: dict[str, Codec] = {**{name: PLAIN[name] for name in ("float32", "bfloat16", "float16")}, **BLOCKS}
+NARROWED_TO_BLOCKS = frozenset({"float32", "bfloat16", "float16"})  # what gradients of these types become
 
 
 def plain_codec(bucket: BucketSpec) -> Cast:
@@ -72,13 +188,23 @@ def plain_codec(bucket: BucketSpec) -> Cast:
     return PLAIN[bucket.dtype]
 
 
-def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
+def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns how the gradients of a bucket travel."""
+    if spec.gradient_wire in BLOCKS and bucket.dtype in NARROWED_TO_BLOCKS:
+        return BLOCKS[spec.gradient_wire]
     return WIRE_FORMATS[spec.gradient_wire] if bucket.dtype == "float32" else plain_codec(bucket)
 
 
-def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Cast:
+def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
     if bucket.dtype == "float32" and not bucket.frozen:
         return WIRE_FORMATS[spec.weight_wire]
     return plain_codec(bucket)
+
+
+def row_codec(name: str) -> Cast:
+    """Returns how rows of tables travel in a job with this wire format: as float32 where that has blocks.
+
+    Each step trains other rows, so what a narrow one lost would reach its row late or never.
+    """
+    return PLAIN["float32" if name in BLOCKS else name]

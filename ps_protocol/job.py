@@ -27,6 +27,12 @@ MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+# How float32 gradients and weights may travel: codecs.py has a codec for each. In those of blocks, what is rounded off
+# is sent later, by whoever rounds.
+BLOCK_WIRES = ("int8", "int4")
+WIRES = ("float32", "bfloat16", "float16", *BLOCK_WIRES)
+
+
 class NonFinite(enum.Enum):
     """What happens to a gradient that holds an infinity or a NaN."""
 
@@ -44,7 +50,7 @@ class JobSpec:
     groups:       the hyper-parameters of all parameter groups when the job began
     bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
     world_size:   how many workers take part; 0 is elastic: as many as have joined
-    gradient_wire, weight_wire: how float32 gradients and weights travel: names of codecs.WIRE_FORMATS
+    gradient_wire, weight_wire: how float32 gradients and weights travel: names out of WIRES
     more_optimizers:  of a script with several optimizers, the names of the others
     group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
     tables:       of rows, beside the parameters
@@ -102,11 +108,20 @@ def validate(spec: JobSpec) -> None:
             raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
         names.add(parameter.name)
     _validate_tables(spec, names)
+    _validate_wires(spec)
     buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
     if buckets > MAX_BUCKETS:
         raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
     if not spec.tables and all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
+
+
+def _validate_wires(spec: JobSpec) -> None:
+    if spec.weight_wire in BLOCK_WIRES:
+        raise InvalidRequest(
+            f"weights travel as float32, bfloat16 or float16, got {spec.weight_wire}, which is for gradients: write "
+            f"--wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
+        )
 
 
 def _validate_tables(spec: JobSpec, names: set[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import WIRES
 from ps_protocol.modes import Consistency, parse_mode
 from ps_runtime.credentials import access
 from ps_runtime.launch_id import launch_id
@@ -38,6 +39,14 @@ def mode_name(text: str) -> str:
     return text
 
 
+def wire_formats(text: str) -> str:
+    """Reads a wire format for both ways, or one for gradients and one for weights with a comma between."""
+    names = text.split(",")
+    if len(names) > 2 or not set(names) <= set(WIRES):
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(WIRES)}, or two as PUSH,PULL, got {text!r}")
+    return text
+
+
 def new_file(text: str) -> Path:
     """Reads the path of a file that is to be written."""
     path = Path(text).absolute()
@@ -48,7 +57,7 @@ def new_file(text: str) -> Path:
 
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
-# logging, so `connect` takes neither log_level nor log_format.
+# logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
     Setting("mode", "single, ddp, sync, ssp:K or async; sync where there is a server", mode_name),
@@ -65,6 +74,7 @@ SETTINGS = (
         one_of(*TRANSPORTS),
         TRANSPORTS[0],
     ),
+    Setting("wire", "how gradients and weights travel: int4, say, or PUSH,PULL", wire_formats, metavar="FORMAT"),
     Setting("shared_directory", "where shared memory is handed over to shards", Path, DEFAULT_SHARED_DIRECTORY),
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
@@ -87,6 +97,7 @@ class WorkerConfig(JobOptions):
 
     mode:             single, ddp, sync, ssp:K or async
     mode_given:       by an argument or PS_MODE; otherwise it follows from the rest
+    wire:             how gradients and how weights travel where the script does not say
     metrics_insecure: metrics may be served beyond this machine without TLS
     log_level:        the least that is logged; None: as the script, or Python, has it
     log_format:       of log lines, while the script sets up no logging: text or json
@@ -95,6 +106,7 @@ class WorkerConfig(JobOptions):
 
     mode: str
     mode_given: bool
+    wire: tuple[str, str]
     local_rank: int
     metrics_host: str | None
     metrics_port: int
@@ -142,8 +154,15 @@ def resolve(**arguments: object) -> WorkerConfig:
         timeline_first=values["timeline_first"],
         timeline_steps=values["timeline_steps"],
         mode_given=values["mode"] is not None,
+        wire=wires(values["wire"] or "float32"),
         launch=launch_id(world_size, values["take_over"]),
     )
+
+
+def wires(text: str) -> tuple[str, str]:
+    """Returns the wire formats of gradients and of weights that a value of the setting stands for."""
+    gradients, _, weights = text.partition(",")
+    return gradients, weights or gradients
 
 
 def check(name: str, value: object) -> Any:

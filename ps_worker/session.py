@@ -26,9 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import NonFinite
+from ps_protocol.job import WIRES, NonFinite
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
@@ -188,8 +187,8 @@ class Session:
         *things: Any,
         bucket_bytes: int | None = None,
         non_finite: str = "refuse",
-        gradient_wire: str = "float32",
-        weight_wire: str = "float32",
+        gradient_wire: str | None = None,
+        weight_wire: str | None = None,
         overlap: bool | None = None,
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
@@ -208,8 +207,9 @@ class Session:
         non_finite:   what to do with a gradient that holds an infinity or a NaN: "refuse" raises NonFiniteGradient
                       in `optimizer.step()`, and nothing of that step counts; "skip" leaves this worker's step out;
                       "allow" does not look
-        gradient_wire, weight_wire: how float32 tensors travel between hosts: float32, bfloat16 or float16; shards and
-            shared memory keep float32
+        gradient_wire, weight_wire: how float32 tensors travel between hosts: float32, bfloat16, float16, int8 or int4;
+            by default as `--wire` (PS_WIRE) says, otherwise float32. Shards keep float32. Shared memory does, too, and
+            a job with int8 or int4 does without it. Weights as int8 or int4 need mode sync
         overlap:      whether gradients leave while backward still runs: True, False, or None to do so as long as the
                       script does not change gradients between backward and step. The result is the same in all three
         seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job
@@ -227,8 +227,8 @@ class Session:
             options = PrepareOptions(
                 bucket_bytes=bucket_bytes,
                 non_finite=_non_finite(non_finite),
-                gradient_wire=_wire_format(gradient_wire),
-                weight_wire=_wire_format(weight_wire),
+                gradient_wire=_wire_format(gradient_wire or self._config.wire[0]),
+                weight_wire=_wire_format(weight_wire or self._config.wire[1]),
                 overlap=overlap,
                 ddp=ddp_options or {},
             )
@@ -471,8 +471,8 @@ def _non_finite(name: str) -> NonFinite:
 
 
 def _wire_format(name: str) -> str:
-    if name not in WIRE_FORMATS:
-        raise InvalidRequest(f"a wire format is one of {', '.join(WIRE_FORMATS)}, got {name!r}")
+    if name not in WIRES:
+        raise InvalidRequest(f"a wire format is one of {', '.join(WIRES)}, got {name!r}")
     return name
 
 

@@ -53,6 +53,8 @@ class WireFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WIRE_FORMAT_FLOAT32: _ClassVar[WireFormat]
     WIRE_FORMAT_BFLOAT16: _ClassVar[WireFormat]
     WIRE_FORMAT_FLOAT16: _ClassVar[WireFormat]
+    WIRE_FORMAT_INT8: _ClassVar[WireFormat]
+    WIRE_FORMAT_INT4: _ClassVar[WireFormat]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
 ERROR_REASON_INVALID_REQUEST: ErrorReason
@@ -91,6 +93,8 @@ WIRE_FORMAT_UNSPECIFIED: WireFormat
 WIRE_FORMAT_FLOAT32: WireFormat
 WIRE_FORMAT_BFLOAT16: WireFormat
 WIRE_FORMAT_FLOAT16: WireFormat
+WIRE_FORMAT_INT8: WireFormat
+WIRE_FORMAT_INT4: WireFormat
 
 class WorkerIdentity(_message.Message):
     __slots__ = ("job", "rank", "incarnation", "lease_key", "run")

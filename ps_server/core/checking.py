@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ps_protocol.codecs import PLAIN, Cast, gradient_codec, plain_codec
+from ps_protocol.codecs import PLAIN, Codec, gradient_codec, plain_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
@@ -83,7 +83,7 @@ class PushChecker:
         codec, count = self._encoding(self.bucket(index), kind, state)
         return codec.size(count)
 
-    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str, shared: bool = False) -> tuple[Cast, int]:
+    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str, shared: bool = False) -> tuple[Codec, int]:
         """Returns how the payload of a push is encoded, and of how many elements. shared: it lies in a segment"""
         if kind in GRADIENTS and not shared:
             return gradient_codec(self._spec, bucket), bucket.numel
@@ -101,28 +101,35 @@ class PushChecker:
         expected = codec.size(count)
         if len(push.payload) != expected:
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.dtype}), got {len(push.payload)}"
+                f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.name}), got {len(push.payload)}"
             )
-        return codec.decode(push.payload) if count else None
+        if count and not codec.is_finite(push.payload) and self._spec.non_finite is not NonFinite.ALLOW:
+            self._refuse_or_skip(push, f"a block of bucket {push.bucket}")
+            return None
+        return codec.decode(push.payload, count) if count else None
+
+    def _refuse_or_skip(self, push: Push, what: str) -> None:
+        """Raises NonFiniteGradient, unless the job takes such a gradient for none."""
+        if self._spec.non_finite is not NonFinite.SKIP:
+            raise NonFiniteGradient(f"the gradient of {what} from worker {push.rank} is not finite")
 
     def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
         if values is None:
             return Gradient(None, push.absent, push.groups)
         limited, borrowed = self._norm_limit < math.inf, push.borrowed
-        own = not (borrowed or memoryview(push.payload).readonly)
+        codec, _ = self._encoding(bucket, push.kind, push.state, borrowed)
+        own = codec.copies or not (borrowed or memoryview(push.payload).readonly)
         if limited and borrowed:
             values, borrowed, own = (
                 values.clone(),
                 False,
                 True,
             )  # or its worker could write another after this one was checked
-        if not push.finite and self._spec.non_finite is not NonFinite.ALLOW:
+        if not (push.finite or codec.copies) and self._spec.non_finite is not NonFinite.ALLOW:
             for position, part in enumerate(bucket.slices):
                 if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
-                    if self._spec.non_finite is NonFinite.SKIP:
-                        return Gradient(None, push.absent, push.groups)
-                    name = self._spec.parameters[part.parameter].name
-                    raise NonFiniteGradient(f"the gradient of {name} from worker {push.rank} is not finite")
+                    self._refuse_or_skip(push, self._spec.parameters[part.parameter].name)
+                    return Gradient(None, push.absent, push.groups)
         if limited:
             self._check_norm(push, bucket, values)
         return Gradient(values, push.absent, push.groups, borrowed, own)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from ps_protocol.codecs import WIRE_FORMATS, Cast
+from ps_protocol.codecs import PLAIN, Cast, row_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
@@ -37,7 +37,7 @@ class RowChecker:
     def __init__(self, spec: JobSpec, place: Place, first: int, norm_limit: float = math.inf) -> None:
         self.place, self.first = place, first
         self._spec, self._norm_limit = spec, norm_limit
-        self._codec = WIRE_FORMATS[spec.gradient_wire]
+        self._codec = row_codec(spec.gradient_wire)
         self._checked: dict[int, HyperParameters] = {}  # by table, those that were last found good
 
     def push(self, push: RowsPush, principal: str = "") -> StageRows:
@@ -93,7 +93,7 @@ class RowChecker:
         """Returns what a payload holds: ids, counts and gradients."""
         name, dim, codec = table.rows.name, table.rows.dim, self._codec
         if push.place is not None:
-            codec = WIRE_FORMATS["float32"]
+            codec = PLAIN["float32"]
         if push.count and (push.wire_format or "float32") != codec.dtype:
             raise InvalidRequest(
                 f"table {name!r}: expected elements as {codec.dtype}, got {push.wire_format or 'float32'}"
@@ -108,7 +108,7 @@ class RowChecker:
             return RowGradients.none(dim)
         ids = np.frombuffer(push.payload, "<i8", push.count)
         counts = np.frombuffer(push.payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
-        gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count)
+        gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
         self._check_place(table, ids)
         ordered = np.sort(ids)  # several times as fast as hashing them
         if bool((ordered[1:] == ordered[:-1]).any()):
@@ -157,6 +157,6 @@ class RowChecker:
             self._checked[number] = values
 
 
-def _elements(codec: Cast, payload: Buffer, offset: int) -> torch.Tensor:
-    """Returns the elements of a payload from an offset on, as float32. Read from them, never write."""
-    return codec.decode(memoryview(payload)[offset:]).to(torch.float32)
+def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:
+    """Returns so many elements of a payload, from an offset on, as float32. Read from them, never write."""
+    return codec.decode(memoryview(payload)[offset:], count).to(torch.float32)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ps_protocol.codecs import Cast
+from ps_protocol.codecs import Codec
 from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
@@ -148,7 +148,7 @@ class Narrowed:
         self._kept: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, index: int, version: int, weights: torch.Tensor, codec: Cast) -> torch.Tensor:
+    def get(self, index: int, version: int, weights: torch.Tensor, codec: Codec) -> torch.Tensor:
         """Returns a bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
         with self._lock:
             kept = self._kept.pop(index, None)

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.codecs import row_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.row_ids import ID_BYTES, Ids
@@ -92,7 +92,7 @@ class RowFeed:
         walk = self._walk
         if walk is None:  # the feed was ended meanwhile
             return FeedPart(table.index)
-        codec = WIRE_FORMATS[job.state.spec.weight_wire]
+        codec = row_codec(job.state.spec.weight_wire)
         removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
         pieces: list[list[Buffer]] = [[], []]
         rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.weights.dim))

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ps_protocol.codecs import WIRE_FORMATS, Cast
+from ps_protocol.codecs import Cast, row_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.row_ids import Ids
 from ps_protocol.tensors import bytes_of
@@ -52,12 +52,12 @@ def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics:
         pull.outbox.tell(_put(job, table, pull, pull.rows, waited, metrics))
     elif pull.wanted is not None and not len(pull.wanted):
         save_state = job.saves_state(pull, table.rule.version)
-        wire_format = _wire_format(WIRE_FORMATS[job.state.spec.weight_wire])
+        wire_format = _wire_format(row_codec(job.state.spec.weight_wire))
         pull.outbox.tell(
             PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
         )
     elif pull.wanted is not None:
-        rows = max(1, MESSAGE_BYTES // WIRE_FORMATS[job.state.spec.weight_wire].size(table.weights.dim))
+        rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.weights.dim))
         for first in range(0, len(pull.wanted), rows):
             some = pull.wanted[first : first + rows]
             pull.outbox.lend(partial(_lend_rows, job, table, pull, first, some, waited, metrics))
@@ -85,7 +85,7 @@ def _lend_rows(
     with table.tensors:
         trained, version = table.weights.pull(ids, rows), table.rule.version
         save_state = job.saves_state(pull, version)
-    codec = WIRE_FORMATS[job.state.spec.weight_wire]
+    codec = row_codec(job.state.spec.weight_wire)
     payload = bytes_of(codec.encode(rows.view(-1)))
     wire_format = _wire_format(codec)
     answer = PulledRows(table.index, version, first, len(ids), trained, waited, None, save_state, payload, wire_format)

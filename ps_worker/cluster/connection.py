@@ -74,7 +74,7 @@ class Connection:
         }
         try:
             segment, sharing = share_memory(
-                model.layout, self._calls, place.identity, options.transport, options.shared_directory
+                model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             if options.transport != "grpc":
                 request = convert.open_request(place.identity)

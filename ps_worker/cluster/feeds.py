@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import torch
 
-from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.codecs import row_codec
 from ps_protocol.convert import duration, row_initializer, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_message
@@ -84,11 +84,12 @@ class RowWatch:
             self._dim = sent.dim
             start = row_initializer(sent.initializer, "of the feed")
             begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, start)
-        codec = WIRE_FORMATS[wire_format(response.wire_format) or "float32"]
+        codec = row_codec(wire_format(response.wire_format) or "float32")
         removed, rows, got = response.removed_count, response.row_count, payload if payload is not None else b""
         expected = (removed + rows) * ID_BYTES + codec.size(rows * self._dim)
         if len(got) != expected:
             raise InvalidRequest(f"{self._peer}: expected {expected} bytes for {rows} rows, got {len(got)}")
         ids = np.frombuffer(got, "<i8", removed + rows).astype(np.int64)
-        values = codec.decode(memoryview(got)[ids.nbytes :]).to(torch.float32) if rows else torch.empty(0)
+        elements = codec.decode(memoryview(got)[ids.nbytes :], rows * self._dim) if rows else torch.empty(0)
+        values = elements.to(torch.float32)
         return FeedPart(begin, ids[:removed], ids[removed:], values.view(rows, self._dim), response.cursor)

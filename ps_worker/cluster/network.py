@@ -51,13 +51,13 @@ class NetworkTransport:
 
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket; its message is made when its turn has come, so that only those in flight are in memory."""
-        if not push.empty:
-            self._flat.leaving(push.bucket)
+        leaving = None if push.empty else self._flat.leaving(push.bucket)
 
         def message() -> tuple[Parts, int]:
-            if push.empty:
+            if leaving is None:
                 return convert.gradient_push(self._worker, push, None), 0
-            payload, wire_format = self._flat.gradient(push.bucket), self._flat.gradient_format(push.bucket)
+            payload = self._flat.gradient(leaving, push.absent)
+            wire_format = self._flat.gradient_format(push.bucket)
             return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
 
         step = self._timeline.step
@@ -100,14 +100,14 @@ class NetworkTransport:
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Sends a bucket early. A shard without room for drafts takes it when it counts: it is sent once more then."""
-        self._flat.leaving(push.bucket)
+        leaving = self._flat.leaving(push.bucket)
         step = self._timeline.step
 
         def send() -> PushResult:
             if draft.is_dropped:
                 return PushResult(0, time.perf_counter())
             with self._free:
-                payload = self._flat.gradient(push.bucket)
+                payload = self._flat.gradient(leaving)
                 wire_format = self._flat.gradient_format(push.bucket)
                 message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)

@@ -111,7 +111,7 @@ class RowLanding:
                 f"{self._peer}: expected {self._rows} rows of {self._dim} x {self._codec.dtype}, got rows {first} to "
                 f"{first + count} {way}"
             )
-        return self._codec.decode(payload or b"").view(count, self._dim).to(torch.float32)
+        return self._codec.decode(payload or b"", count * self._dim).view(count, self._dim).to(torch.float32)
 
 
 class ExchangeLanding(RowLanding):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.codecs import row_codec
 from ps_protocol.convert import data_range_messages, hyper_messages, wire_format_number
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Parts, message_parts
@@ -84,7 +84,7 @@ class RowTransport:
         self, calls: Mapping[int, ShardCalls], worker: Identity, spec: JobSpec, shared: SharedRows | None
     ) -> None:
         self._calls, self._worker, self._spec, self._shared = calls, worker, spec, shared
-        self._gradients, self._weights = WIRE_FORMATS[spec.gradient_wire], WIRE_FORMATS[spec.weight_wire]
+        self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
 

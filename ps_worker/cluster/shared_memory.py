@@ -5,7 +5,8 @@ gradients  Where backward makes them in the segment, a whole step goes to a shar
            as it is there, with those that have come meanwhile.
 weights    The shard writes them into the segment and says which are there.
 
-Both keep their type: a narrower wire format is for networks, and would only cost time here.
+Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose formats have
+blocks (int8, int4) shares no memory for buckets: its results are not to depend on the way.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from ps_protocol.errors import NotShared
+from ps_protocol.errors import NotShared, Unsupported
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
+from ps_protocol.job import BLOCK_WIRES, JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer, segment_plan
 from ps_protocol.v1 import data_pb2
@@ -44,14 +46,33 @@ NOTIFY_BYTES = 64 * 2**20
 # -- the segment -----------------------------------------------------------------------------------------------------
 
 
+def check_transport(spec: JobSpec, transport: str) -> None:
+    """Raises Unsupported for shared memory in a job whose wire formats have blocks: what travels as them is another
+    result than what keeps its type, and a result is not to depend on the way."""
+    wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
+    if transport == "shm" and wires:
+        raise Unsupported(
+            f"buckets in shared memory keep their type, and this job's travel as {wires[0]}: use --transport auto, tcp "
+            "or grpc, or on one machine no --wire at all, which is faster there"
+        )
+
+
 def share_memory(
-    layout: Layout, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
+    spec: JobSpec,
+    layout: Layout,
+    calls: Mapping[int, ShardCalls],
+    worker: Identity,
+    transport: str,
+    directory: Path,
 ) -> tuple[SegmentMap | None, set[int]]:
     """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
 
     transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
     """
     if transport in ("grpc", "tcp") or all(bucket.frozen for bucket in layout.buckets):
+        return None, set()
+    if not {spec.gradient_wire, spec.weight_wire}.isdisjoint(BLOCK_WIRES):
+        log.info("buckets travel in messages to shards on this host, too, so that results do not depend on the way")
         return None, set()
     plan = segment_plan(layout)
     try:

@@ -8,12 +8,11 @@ here        turns a bucket into bytes on its way out, and bytes into a bucket, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ps_protocol.codecs import gradient_codec, plain_codec, weight_codec
+from ps_protocol.codecs import Blocks, gradient_codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
@@ -22,6 +21,7 @@ from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
+from ps_worker.model.residual import Leaving, Residuals
 from ps_worker.model.weights import Weights
 
 
@@ -44,8 +44,10 @@ class FlatModel:
         self._buffers = FlatBuffers(spec, tensors, layout)
         self.weights = Weights(self._buffers)
         self.gradients = Gradients(self._buffers, on_ready)
+        narrowed = [b for b in layout.buckets if not b.frozen and isinstance(gradient_codec(spec, b), Blocks)]
+        self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
+        self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._staging: GpuStaging | None = None
-        self._made: dict[int, Any] = {}  # by bucket, the point on the GPU at which its gradient is there
 
     def move(self, segment: SegmentMap | None) -> None:
         """Moves into a segment that is shared with shards, or into memory of its own.
@@ -78,24 +80,43 @@ class FlatModel:
         """Whether every gradient is made in the segment that is shared with the shards."""
         return self._buffers.gradients_in_segment
 
-    def leaving(self, bucket: BucketSpec) -> None:
+    def leaving(self, bucket: BucketSpec) -> Leaving:
         """Marks a bucket's gradient as complete. For the thread that pushes it, before another one sends it."""
-        if self._staging is not None:
-            self._made[bucket.index] = self._staging.mark()
+        leaving = Leaving(bucket, None if self._staging is None else self._staging.mark())
+        self._left[bucket.index] = leaving
+        return leaving
 
-    def gradient(self, bucket: BucketSpec) -> memoryview:
-        """Returns a bucket's gradient in its wire format: the buffers' own memory where nothing is converted."""
-        codec, gradient = gradient_codec(self.spec, bucket), self._buffers.gradients(bucket)
+    def gradient(self, leaving: Leaving, absent: Sequence[int] = ()) -> memoryview:
+        """Returns a bucket's gradient in its wire format: the buffers' own memory where nothing is converted.
+
+        absent: positions of slices that have none
+        """
+        codec, gradient = gradient_codec(self.spec, leaving.bucket), self._buffers.gradients(leaving.bucket)
+
+        def encode() -> torch.Tensor:
+            if isinstance(codec, Blocks):
+                return self.residuals.encode(leaving, gradient, codec, absent)
+            return codec.encode(gradient)
+
         if self._staging is not None:
-            return bytes_of(self._staging.fetch(gradient, codec.torch_dtype, self._made[bucket.index]))
-        return bytes_of(codec.encode(gradient))
+            assert leaving.made is not None
+            return bytes_of(self._staging.fetch(encode, leaving.made))
+        return bytes_of(encode())
+
+    def count(self, buckets: Iterable[BucketSpec]) -> None:
+        """Has the gradients of these buckets count, as they left last: what the wire has cost goes with the next."""
+        for bucket in buckets:
+            if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
+                self.residuals.count(self._left[bucket.index])
 
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
         assert self._buffers.segment is not None
         target, gradient = self._buffers.segment.gradient(bucket), self._buffers.gradients(bucket)
         if self._staging is not None:
-            self._staging.fetch_into(target, gradient, self._made[bucket.index])
+            made = self._left[bucket.index].made
+            assert made is not None
+            self._staging.fetch_into(target, gradient, made)
         elif target.data_ptr() != gradient.data_ptr():
             target.copy_(gradient)
 
@@ -141,7 +162,7 @@ class FlatModel:
     def land(self, bucket: BucketSpec, payload: memoryview, wire_format: str) -> None:
         """Writes a pulled bucket into the model. Raises InvalidRequest if its size or format is not the bucket's."""
         self._check_payload(bucket, wire_format, len(payload))
-        values = weight_codec(self.spec, bucket).decode(payload)
+        values = weight_codec(self.spec, bucket).decode(payload, bucket.numel)
         if bucket.frozen:
             self._land_frozen(bucket, values)
         else:

@@ -7,6 +7,8 @@ still read the old ones; the training stream waits for it on the device. Nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ps_protocol.segment_layout import SegmentMap
@@ -39,9 +41,17 @@ class GpuStaging:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def fetch(self, source: torch.Tensor, dtype: torch.dtype, after: torch.cuda.Event) -> torch.Tensor:
-        """Returns a GPU tensor's values after a point, on the host in `dtype`; blocks until they are there."""
-        return self.fetch_into(torch.empty(source.shape, dtype=dtype, pin_memory=True), source, after)
+    def fetch(self, make: Callable[[], torch.Tensor], after: torch.cuda.Event) -> torch.Tensor:
+        """Returns on the host what `make` makes on the GPU after a point; blocks until it is there."""
+        with torch.cuda.stream(self._down):
+            self._down.wait_event(after)
+            made = make()
+            target = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            target.copy_(made, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._down)
+        done.synchronize()
+        return target
 
     def fetch_into(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.Tensor:
         """Fetches into host memory that is there; returns it."""

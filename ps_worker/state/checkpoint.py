@@ -14,7 +14,7 @@ restored  when the loader that feeds is asked for its next batch: all is as it w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from ps_worker.state.encoding import (
     encode,
 )
 from ps_worker.state.loader_position import LoaderPosition
+from ps_worker.state.model_state import ModelState
 
 log = logging.getLogger("ps_worker")
 
@@ -63,7 +64,7 @@ class WorkerCheckpoint:
         self.loaders: list[LoaderPosition] = []
         self._save = save
         self._optimizers: list[tuple[torch.optim.Optimizer, int]] = []  # each, and how many groups it began with
-        self._frozen: dict[int, FrozenTensor] = {}
+        self._model = ModelState({})
         self._stateful: list[Any] = []
         self._troubles = Troubles(log, None)  # ps_checkpoints_without_states_total counts what matters
         self._fed: int | None = None  # the loader that yielded last
@@ -75,15 +76,14 @@ class WorkerCheckpoint:
 
     # -- what belongs to it ------------------------------------------------------------------------------------------
 
-    def watch(self, optimizers: Sequence[torch.optim.Optimizer], frozen: Mapping[int, torch.Tensor]) -> None:
-        """Takes in optimizers' groups, and the tensors that they do not step, by index among the job's parameters."""
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer], model: ModelState) -> None:
+        """Takes in optimizers' groups, and what of the model is the worker's own."""
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
-        self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
+        self._model = model
 
     def trains(self, indices: Sequence[int]) -> None:
         """Notes that another job trains parameters from here on that no optimizer of this one steps."""
-        for index in indices:
-            self._frozen[index].trains = True
+        self._model.trains(indices)
 
     def add(self, thing: Any) -> None:
         """Takes in a scheduler, or anything else with a state. Raises Unsupported if that cannot be saved."""
@@ -142,6 +142,10 @@ class WorkerCheckpoint:
             if counts == (len(self._stateful), len(self.loaders)):  # otherwise more is to be prepared
                 self._restore(target)
 
+    def forget(self) -> None:
+        """Goes on from an earlier clock without a state of it."""
+        self._model.put_residual({})
+
     @property
     def waits_for_loader(self) -> bool:
         """Whether a state is to be restored when the script asks a loader for its next batch."""
@@ -175,7 +179,7 @@ class WorkerCheckpoint:
             script=self.script_state(),
             feeding=self._fed if loader is None else loader,
             per_step=self._step.batches,
-            tensors={index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()},
+            own=self._model.copy(clock),
         )
         try:
             self._save(clock, encode(state))
@@ -200,8 +204,10 @@ class WorkerCheckpoint:
         if feeding is not None:
             position, is_last = self.loaders[feeding], feeding == self._fed
             loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
-        tensors = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
-        return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._step.batches, tensors))
+        state = WorkerState(
+            clock, replace(script, loaders=loaders), feeding, self._step.batches, self._model.copy(clock)
+        )
+        return encode(state)
 
     def script_state(self) -> ScriptState:
         """Returns what the script has set, and where all its loops are."""
@@ -276,17 +282,14 @@ class WorkerCheckpoint:
         # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
-        if here != saved or not all(
-            index in self._frozen and self._frozen[index].takes(tensor) for index, tensor in state.tensors.items()
-        ):
+        if here != saved or not self._model.takes(state.own):
             raise Unsupported(
                 "what this worker had saved is of another script: (groups, things with a state, loaders) were "
                 f"{saved} and are {here}, or the model's buffers differ"
             )
         self._target = None
         self.set_settings(settings)
-        for index, tensor in state.tensors.items():
-            self._frozen[index].put(tensor)
+        self._model.put(state.own, state.clock)
         log.info("this worker's own state is that of clock %d", state.clock)
 
 
@@ -307,35 +310,3 @@ class BesideCheckpoint(WorkerCheckpoint):
 
     def set_settings(self, settings: Settings) -> None:
         """Sets nothing: the other job's state does."""
-
-
-class FrozenTensor:
-    """A tensor of the model that no optimizer steps, with its value at the beginning."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        # A frozen parameter may be large, and its version tells; that of a buffer does not (BatchNorm's statistics).
-        self._version = tensor._version
-        self._first = None if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
-        self.trains = False  # an optimizer has it since, in a job beside this one
-
-    def changed(self) -> bool:
-        """Whether the value has changed since `prepare`."""
-        if self.trains:
-            return True
-        if self._first is None:
-            return self._tensor._version != self._version
-        return not torch.equal(self._tensor, self._first)
-
-    def copy(self) -> torch.Tensor:
-        """Returns its value now, on the host."""
-        return self._tensor.detach().to("cpu", copy=True)
-
-    def takes(self, value: torch.Tensor) -> bool:
-        """Whether a value fits."""
-        return value.shape == self._tensor.shape and value.dtype == self._tensor.dtype
-
-    def put(self, value: torch.Tensor) -> None:
-        """Sets its value."""
-        with torch.no_grad():
-            self._tensor.copy_(value)

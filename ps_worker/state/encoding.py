@@ -25,6 +25,7 @@ from ps_protocol.layout import FROZEN
 FORMAT = 1
 KEY = "ps_worker"
 MOST_DEPTH = 32
+RESIDUAL = "residual-"  # before a bucket's index
 
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -114,20 +115,36 @@ class ScriptState:
     loaders: list[LoaderState]
 
 
+# What a worker's gradients have lost on the wire (model/residual.py), by bucket: [numel] float32.
+Residual = Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """What of the model is the worker's own.
+
+    frozen:   by index among the job's parameters, those that no optimizer steps and that have changed since the start
+    residual: None where it is too large to be saved
+    """
+
+    frozen: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    residual: Residual | None = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """A worker's own state at the end of one step.
 
     feeding:  the index of the loader that fed the step; None where there is no loader
     per_step: batches taken for one step
-    tensors:  by index among the job's parameters, those that no optimizer steps and that have changed since the start
+    own:      of the model
     """
 
     clock: int
     script: ScriptState
     feeding: int | None
     per_step: int
-    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    own: OwnTensors = field(default_factory=OwnTensors)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -146,10 +163,12 @@ def encode(state: WorkerState) -> bytes:
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
-        "held": sorted(state.tensors),
+        "held": sorted(state.own.frozen),
+        "residual": None if state.own.residual is None else sorted(state.own.residual),
     }
-    frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.tensors.items()}
-    return save(tensors | frozen, {KEY: json.dumps(document)})
+    frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
+    residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
+    return save(tensors | frozen | residual, {KEY: json.dumps(document)})
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -217,10 +236,18 @@ def decode(data: bytes) -> WorkerState:
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
-            tensors={_whole(index): tensors[f"{FROZEN}{index}"] for index in document["held"]},
+            own=OwnTensors(
+                {_whole(index): tensors[f"{FROZEN}{index}"] for index in document["held"]},
+                _residual_of(document.get("residual", []), tensor),
+            ),
         )
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
+
+
+def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:
+    """A state of an earlier version has none."""
+    return None if indices is None else {_whole(index): tensor(f"{RESIDUAL}{index}") for index in indices}
 
 
 def description(data: bytes) -> str:

@@ -6,6 +6,7 @@ collectives.py       Numbers and values over all workers: mean, gather, broadcas
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
 parameter_server.py  Training on parameter servers
 row_reads.py         Reads the rows of a job's tables from its shards, in whichever place the worker has
+sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
 strategy.py          A strategy is one way to train; this is all that a session asks of it
 """

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation, PlaceLost
 from ps_worker.cluster.rounds import Rounds
+from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.data.look_ahead import look_ahead
@@ -48,16 +49,18 @@ from ps_worker.model.optimizer_state import StateCollector, States, check_states
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
+from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.row_reads import RowReads
+from ps_worker.strategies.sent_step import SentStep
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import JoinResult, PrepareOptions, PullResult, PushResult, SavedState, StateChunk
+from ps_worker.values import PrepareOptions, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -192,6 +195,7 @@ def join(
         described, tensors = describe(
             models, optimizers, options, name=job.job, consistency=job.consistency, world_size=world_size
         )
+        check_transport(described, job.transport)
         states = _states_before(described, tensors, optimizers)
         spec = participation.join(described)
         optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
@@ -239,30 +243,6 @@ def _states_before(
     }
     check_states(spec, states)
     return states
-
-
-@dataclass(frozen=True)
-class SentStep:
-    """A step that is under way.
-
-    place:      from which it is sent
-    clock:      that it leads to
-    pushed:     once all of these are done, it counts
-    committing: those of them that are pulls, and wait for other workers
-    """
-
-    place: JoinResult
-    clock: int
-    pushed: Sequence[Future[Any]]
-    committing: Sequence[Future[Any]]
-
-    def counts(self, now: JoinResult | None) -> bool | None:
-        """Whether the servers said, with a later place, that it counts: an answer to a push may have been lost. None:
-        they said nothing. now: the worker's place
-        """
-        if now is None or now is self.place or now.pushed is None:
-            return None
-        return now.pushed >= self.clock
 
 
 class JobTraining:
@@ -314,7 +294,7 @@ class JobTraining:
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        self.checkpoint.watch(optimizers, frozen)
+        self.checkpoint.watch(optimizers, ModelState(frozen, self._model.residuals))
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
@@ -362,6 +342,8 @@ class JobTraining:
             if failed and len(failed) < len(sent.pushed):
                 log.warning("this worker stops in step %d, of which a part may count", sent.clock)
             counts = not failed
+        if counts:
+            self._model.count(sent.buckets)
         clock = sent.clock - (not counts)
         return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
@@ -443,7 +425,8 @@ class JobTraining:
             with named(PUSH):
                 ahead = self._steps.tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges, ahead)
-            self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing)
+            buckets = [push.bucket for push in pushes if not push.empty]
+            self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
         self.data.pushed()
 
@@ -463,12 +446,18 @@ class JobTraining:
             sum(push.size for push in sent), sum(pull.size for pull in pulled), pushed, waited, self.clock
         )
         with undisturbed():
-            self._sent = None
+            self._end_sent(counts=True)
             if any(pull.checkpoint for pull in pulled):
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
             self.participation.timeline.end_step()
         self.participation.begin_step()
+
+    def _end_sent(self, counts: bool) -> None:
+        """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
+        sent, self._sent = self._sent, None
+        if counts and sent is not None:
+            self._model.count(sent.buckets)
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
@@ -484,11 +473,12 @@ class JobTraining:
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             self._restore_count = place.restore_count
-            sent, self._sent = self._sent, None
+            sent = self._sent
             staged = sent is not None and sent.counts(place)
             if staged is None:  # every push is done: no call of the old place is under way
                 assert sent is not None
                 staged = all(push.exception() is None for push in sent.pushed)
+            self._end_sent(counts=staged)
             if checkpoint_wanted:
                 self.checkpoint.want(self.clock)
             if rolled_back:
@@ -509,6 +499,7 @@ class JobTraining:
         if saved is None:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
+            self.checkpoint.forget()
         else:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
             self.checkpoint.try_restore()

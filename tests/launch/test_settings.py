@@ -42,6 +42,10 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "metrics_host": ([("::1", "::1")], ()),
     "metrics_port": ([("0", 0), ("9100", 9100)], (*REFUSED_NUMBERS, "99999", "tcp://10.0.0.1:9100")),
     "transport": ([("shm", "shm"), ("grpc", "grpc")], ("udp", "SHM")),
+    "wire": (
+        [("int4", ("int4", "int4")), ("int8,bfloat16", ("int8", "bfloat16"))],
+        ("int2", "int4,", "int4,int4,int4", "INT4"),
+    ),
     "shared_directory": ([("/shared", Path("/shared"))], ()),
     "tls_cert": ([], ("no/such.pem",)),
     "tls_key": ([], ("no/such.pem",)),
@@ -68,7 +72,7 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    assert {*names, "rank"} - keywords == {"start_timeout", "log_level", "log_format"}
+    assert {*names, "rank"} - keywords == {"start_timeout", "wire", "log_level", "log_format"}
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, flags: list[str], variables: dict[str, str]) -> WorkerConfig:

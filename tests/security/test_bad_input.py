@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.job import NonFinite
-from ps_protocol.v1 import job_pb2, jobs_pb2
+from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2
 from ps_server.config import ServerConfig
 from ps_server.server import Server
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
@@ -86,6 +87,45 @@ def test_a_bad_push_is_refused_and_changes_nothing(shared: Cluster, worker: RawW
     assert shared.state(worker.spec.name) == before
     worker.step(torch.ones(32))  # and the same worker goes on
     assert worker.pull().tolist() == [-2.0] * 32
+
+
+def _scaled(scale: float) -> bytes:
+    """16 elements in int4 with this scale."""
+    return torch.tensor([scale], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes() + bytes(8)
+
+
+BAD_BLOCKS: dict[str, tuple[dict[str, Any], type[PSError], str]] = {
+    "as float32": ({"payload": bytes(64), "wire_format": 0}, InvalidRequest, "elements as int4, got float32"),
+    "as another format of blocks": ({"payload": bytes(18), "wire_format": 4}, InvalidRequest, "as int4, got int8"),
+    "as no format": ({"wire_format": 77}, InvalidRequest, "wire format: expected one of.*got 77"),
+    "a byte more": ({"payload": bytes(11)}, InvalidRequest, r"expected 10 bytes \(16 x int4\), got 11"),
+    "a byte less": ({"payload": bytes(9)}, InvalidRequest, r"expected 10 bytes \(16 x int4\), got 9"),
+    "nothing": ({"payload": b""}, InvalidRequest, "expected 10 bytes.*got 0"),
+    "an infinite scale": ({"payload": _scaled(INF)}, NonFiniteGradient, "a block of bucket 0 from worker 0 is not"),
+    "a scale that is no number": ({"payload": _scaled(NAN)}, NonFiniteGradient, "a block of bucket 0 from worker 0"),
+    "a scale below zero": ({"payload": _scaled(-1.0)}, NonFiniteGradient, "a block of bucket 0 from worker 0"),
+    "a scale past all codes": ({"payload": _scaled(3e38)}, NonFiniteGradient, "a block of bucket 0 from worker 0"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_BLOCKS)
+@pytest.mark.parametrize("kind", ["GRADIENT", "DRAFT"])
+def test_bad_blocks_are_refused_and_change_nothing(shared: Cluster, job: str, what: str, kind: str) -> None:
+    changes, error, text = BAD_BLOCKS[what]
+    spec = replace(vector_job(job, "sync", cells=16, world_size=1), gradient_wire="int4")
+    good = {"payload": _scaled(1.0)[:2] + bytes([0x79] * 8), "wire_format": 5}  # -7 and 7
+    with joined(shared.address, spec) as [worker]:
+        worker.send(worker.message(0, 1, **good))
+        worker.clock = 1
+        assert worker.pull().tolist() == [7.0] * 8 + [-7.0] * 8
+        before = shared.state(job)
+        with pytest.raises(error, match=text) as caught:
+            worker.send(worker.message(0, 2, kind=data_pb2.PushKind.Value(f"PUSH_KIND_{kind}"), **{**good, **changes}))
+        assert type(caught.value) is error
+        assert shared.state(job) == before
+        worker.send(worker.message(0, 2, **good))
+        worker.clock = 2
+        assert worker.pull().tolist() == [14.0] * 8 + [-14.0] * 8
 
 
 def test_a_push_to_the_wrong_shard_is_refused(shared: Cluster, worker: RawWorker) -> None:

@@ -63,6 +63,9 @@ def test_the_seeds_are_what_the_handlers_take(target: Target) -> None:
     fresh = Target()
     assert fresh.handlers.keys() == SEEDS.keys()
     assert {name for name in ("Push", "Pull", "CreateJob", "AddWorker") if fresh.throw(name, SEEDS[name][0])} == set()
+    in_blocks = [seed for seed in SEEDS["Push"] if b"blocks" in seed]
+    assert len(in_blocks) == 2
+    assert [fresh.throw("Push", seed) for seed in in_blocks] == [None] * 2
     fresh.stop()
 
 

@@ -39,6 +39,7 @@ SPEC = JobSpec(
     tables=(JobTable(TableSpec("table", 2, admit_after=2), "SGD", {"lr": 0.1}),),
 )
 WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
+BLOCKS_SPEC = replace(SPEC, name="blocks", gradient_wire="int4", tables=())
 
 _NEW = job_spec_message(replace(SPEC, name="new"))
 _NEWCOMER = types_pb2.WorkerIdentity(job="new", rank=1, incarnation=3)
@@ -54,13 +55,13 @@ _GROUP = job_pb2.GroupUpdate(
 )
 
 
-def _header(*kinds: str, **more: Any) -> data_pb2.PushHeader:
-    """Of a push of as many buckets, from 0."""
+def _header(*kinds: str, wire: Any = None, **more: Any) -> data_pb2.PushHeader:
+    """Of a push of as many buckets, from 0. wire: the format of their elements"""
     pushed = [
-        data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PushKind.Value(f"PUSH_KIND_{kind}"))
+        data_pb2.BucketPush(bucket=bucket, kind=data_pb2.PushKind.Value(f"PUSH_KIND_{kind}"), wire_format=wire)
         for bucket, kind in enumerate(kinds)
     ]
-    return data_pb2.PushHeader(worker=WORKER, clock=1, buckets=pushed, **more)
+    return data_pb2.PushHeader(**{"worker": WORKER, "clock": 1, "buckets": pushed, **more})
 
 
 def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> rows_pb2.PushRowsRequest:
@@ -86,6 +87,8 @@ def _places(ids: int, count: int, rows: int) -> rows_pb2.PullRowsRequest:
 
 
 _PLACE = rows_pb2.RowPlace(offset=4096)
+_IN_BLOCKS = types_pb2.WorkerIdentity(job=BLOCKS_SPEC.name, rank=1, incarnation=2, lease_key=KEY)
+_BLOCK = b"\x80\x3f" + bytes(range(8))  # 16 elements as int4, with scale 1
 _IDS = (7).to_bytes(8, "little") + (9).to_bytes(8, "little")
 _ROWS = _IDS + (1).to_bytes(4, "little") * 2 + bytes(16)
 _REQUESTS = [
@@ -123,6 +126,8 @@ _REQUESTS = [
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),
+    data_pb2.PushRequest(header=_header("GRADIENT", wire="WIRE_FORMAT_INT4", worker=_IN_BLOCKS), payload=_BLOCK),
+    data_pb2.PushRequest(header=_header("DRAFT", wire="WIRE_FORMAT_INT4", worker=_IN_BLOCKS), payload=_BLOCK),
     data_pb2.PushRequest(header=_header("SKIP", "SKIP")),
     data_pb2.PushRequest(header=_header("SKIP"), in_segment=_HERE),
     data_pb2.PullRequest(worker=WORKER, clock=0, buckets=[0, 1, 2]),

@@ -47,7 +47,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.view.watch import Watch
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.checkpoint_files import manifest_of
-from tests.tools.fuzz_requests import CHECKPOINT, JOB, KEPT, KEY, SPEC
+from tests.tools.fuzz_requests import BLOCKS_SPEC, CHECKPOINT, KEPT, KEY, SPEC
 from tests.tools.one_process import AtOnce, DirectShard
 
 
@@ -132,8 +132,9 @@ class Target:
 
     def _fill(self) -> None:
         """Makes the job with its two workers, and a checkpoint on disk of a job that is not there any more."""
-        self._make(SPEC, b"another key of 1")
-        self.shard.add_worker(JOB, 1, 2, 0, KEY)
+        for spec in (SPEC, BLOCKS_SPEC):
+            self._make(spec, b"another key of 1")
+            self.shard.add_worker(spec.name, 1, 2, 0, KEY)
         self._make(replace(SPEC, name=KEPT), KEY)
         assert self.store.begin(KEPT, CHECKPOINT)
         self.shard.begin_snapshot(KEPT, CHECKPOINT, None)

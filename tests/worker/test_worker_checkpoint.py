@@ -28,6 +28,7 @@ from ps_worker.data.loaders import PreparedLoader, shard_loader
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode
+from ps_worker.state.model_state import ModelState
 from tests.tools.small_models import same
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ class Worker:
         self.checkpoint = WorkerCheckpoint(CPU, self._save)
         trained = dict(self.model.named_parameters())
         frozen = [tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in trained]
-        self.checkpoint.watch([self.optimizer], dict(enumerate(frozen)))
+        self.checkpoint.watch([self.optimizer], ModelState(dict(enumerate(frozen))))
         for scheduler in (self.cycle, self.passes):
             self.checkpoint.add(scheduler)
         self.loader = self.prepare(DataLoader(Augmented(), BATCH, shuffle=True, num_workers=loader_workers))
@@ -333,7 +334,7 @@ def test_schedulers_go_back(make: Callable[[torch.optim.Optimizer], lr_scheduler
     scheduler = make(optimizer)
     states: list[bytes] = []
     checkpoint = WorkerCheckpoint(CPU, lambda clock, state: states.append(state))
-    checkpoint.watch([optimizer], {})
+    checkpoint.watch([optimizer], ModelState({}))
     checkpoint.add(scheduler)
 
     def rates(steps: int) -> list[float]:

@@ -1,0 +1,123 @@
+"""What of a model is a worker's own: tensors that no optimizer steps, and what its gradients have lost on the wire.
+
+The weights are on the servers. But the residual (model/residual.py) is as large as they are: with a large model, more
+than the coordinator keeps of a worker. Then it stays here, in the memory of this process. That is all that a job needs
+which is rolled back because a shard was lost; a new process begins without it, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ps_worker.state.encoding import OwnTensors, Residual
+
+log = logging.getLogger("ps_worker")
+
+# A worker's own state may have 16 MiB (--max-state-bytes), with what a script keeps beside this.
+MOST_RESIDUAL_BYTES = 12 * 2**20
+# Clocks whose residual stays in memory: of the checkpoint that is being made, and of the one before, which is the last
+# until that one is complete.
+KEPT_CLOCKS = 2
+
+
+class Residuals(Protocol):
+    """What the gradients of a model have lost on the wire: see ps_worker/model/residual.py."""
+
+    def copy(self) -> Residual:
+        """Returns the residuals on the host, by bucket."""
+
+    def takes(self, errors: Residual) -> bool:
+        """Whether residuals fit."""
+
+    def put(self, errors: Residual) -> None:
+        """Sets all residuals."""
+
+
+class ModelState:
+    """A model's own state in a worker's checkpoints.
+
+    frozen:    the tensors that no optimizer steps, by index among the job's parameters
+    residuals: of its buckets; None: they never have one
+    """
+
+    def __init__(self, frozen: Mapping[int, torch.Tensor], residuals: Residuals | None = None) -> None:
+        self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
+        self._residuals = residuals
+        self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved
+
+    def trains(self, indices: Sequence[int]) -> None:
+        """Notes that another job trains parameters from here on that no optimizer of this one steps."""
+        for index in indices:
+            self._frozen[index].trains = True
+
+    def copy(self, clock: int) -> OwnTensors:
+        """Returns a copy as it is now, at a clock. What is too large for it is kept here."""
+        frozen = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
+        residual = {} if self._residuals is None else self._residuals.copy()
+        if sum(error.nbytes for error in residual.values()) <= MOST_RESIDUAL_BYTES:
+            return OwnTensors(frozen, residual)
+        self._kept.pop(clock, None)
+        self._kept[clock] = residual
+        while len(self._kept) > KEPT_CLOCKS:
+            self._kept.popitem(last=False)
+        return OwnTensors(frozen, None)
+
+    def takes(self, own: OwnTensors) -> bool:
+        """Whether a state fits this model."""
+        fit = all(index in self._frozen and self._frozen[index].takes(t) for index, t in own.frozen.items())
+        return fit and (not own.residual or (self._residuals is not None and self._residuals.takes(own.residual)))
+
+    def put(self, own: OwnTensors, clock: int) -> None:
+        """Sets the state of a clock."""
+        for index, tensor in own.frozen.items():
+            self._frozen[index].put(tensor)
+        residual = self._kept.get(clock) if own.residual is None else own.residual
+        if residual is None:
+            log.warning(
+                "what the gradients before clock %d have lost on the wire is lost: it was too large for this worker's "
+                "state in the checkpoint, and this process did not have it",
+                clock,
+            )
+        self.put_residual(residual or {})
+
+    def put_residual(self, residual: Residual) -> None:
+        """Sets what the gradients so far have lost on the wire; nothing is none."""
+        if self._residuals is not None:
+            self._residuals.put(residual)
+
+
+class FrozenTensor:
+    """A tensor of the model that no optimizer steps, with its value at the beginning."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        # A frozen parameter may be large, and its version tells; that of a buffer does not (BatchNorm's statistics).
+        self._version = tensor._version
+        self._first = None if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        self.trains = False  # an optimizer has it since, in a job beside this one
+
+    def changed(self) -> bool:
+        """Whether the value has changed since `prepare`."""
+        if self.trains:
+            return True
+        if self._first is None:
+            return self._tensor._version != self._version
+        return not torch.equal(self._tensor, self._first)
+
+    def copy(self) -> torch.Tensor:
+        """Returns its value now, on the host."""
+        return self._tensor.detach().to("cpu", copy=True)
+
+    def takes(self, value: torch.Tensor) -> bool:
+        """Whether a value fits."""
+        return value.shape == self._tensor.shape and value.dtype == self._tensor.dtype
+
+    def put(self, value: torch.Tensor) -> None:
+        """Sets its value."""
+        with torch.no_grad():
+            self._tensor.copy_(value)
