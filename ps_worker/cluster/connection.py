@@ -132,6 +132,8 @@ class Connection:
         """Sends a gradient that may still change; returns how many bytes of it its shard keeps meanwhile."""
         if self._draft is None:
             self._draft = Draft()
+        if self._draft.is_dropped:
+            return 0
         push = BucketPush(bucket, self.clock + 1, empty=False, absent=(), groups={})
         future = self._transports[self._shard_of[bucket.index]].draft(push, self._draft)
         if future is None:
@@ -140,8 +142,14 @@ class Connection:
         return bucket.nbytes
 
     def drop_drafts(self) -> None:
-        """Has the drafts count for nothing."""
+        """Has the drafts count for nothing: their step is not made.
+
+        No other leaves until a step of their clock is: a shard may have them still, and might take one for the draft
+        that the step commits, if the commit comes before that.
+        """
+        dropped = self._draft
         self._settle_drafts(False)
+        self._draft = dropped
 
     def _settle_drafts(self, count: bool) -> dict[int, Future[PushResult]]:
         """Decides whether drafts count; returns those that do, by bucket."""

@@ -5,7 +5,9 @@ Over gRPC a bucket leaves as a draft; where memory is shared nothing leaves that
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from ps_server.core.limits import DEFAULTS
 from ps_worker import NonFiniteGradient, Session
+from ps_worker.cluster.calls import ShardCalls
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import drawn, filled, same, weights_of
@@ -225,3 +228,41 @@ def test_drafts_of_all_workers_get_by_with_a_small_budget(make_cluster: Callable
             return session.clock
 
     assert in_parallel(3, work) == [STEPS] * 3
+
+
+def test_a_draft_of_a_refused_step_does_not_count_however_late_it_comes(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the clock of the step that is made instead: its shard could take it for that one's."""
+    sending, arrived = threading.Event(), threading.Event()
+    try_once = ShardCalls.try_once
+
+    def late(calls: ShardCalls, method: str, message: Any) -> Any:
+        if sending.is_set():
+            return try_once(calls, method, message)
+        sending.set()
+        assert let_go.wait(60)
+        answer = try_once(calls, method, message)
+        arrived.set()
+        return answer
+
+    let_go = threading.Event()
+    monkeypatch.setattr(ShardCalls, "try_once", late)
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        model = filled(nn.Linear(8, 1, bias=False))
+        stepper = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = session.prepare(model, stepper, overlap=True, gradient_wire="bfloat16")
+        before = model.weight.detach().clone()
+        model(ONES).sum().backward()
+        assert sending.wait(60)
+        model.weight.grad[0, 0] = float("nan")
+        with pytest.raises(NonFiniteGradient):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(2 * ONES).sum().backward()
+        training: Any = session._strategy._training  # type: ignore[attr-defined]
+        wait(training.participation.connection._drafted.values())
+        let_go.set()
+        assert arrived.wait(60)
+        optimizer.step()
+    assert torch.equal(model.weight, before - 8)
