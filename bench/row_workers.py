@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from ps_protocol.row_ids import mix
 
 ZIPF = 1.05
 LR, GRADIENT = 0.01, 1e-3
-TURN, WARMUP = 5, 5  # steps
+TURN = 5  # steps
+SAVING = "ours, with checkpoints"
 FILL = 100_000  # ids in a step that fills a table
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
 
@@ -77,6 +78,8 @@ class Order:
     steps:     that are counted, of each system
     systems:   ours: fields of Served
     server:    of our job; `rpc` is where torch's RPC meets, or None
+    saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
+    turn:      steps that a system makes before it is the next one's turn
     """
 
     rows: int
@@ -87,6 +90,8 @@ class Order:
     server: str
     rpc: str | None = None
     shards: int = 0
+    saving: str = ""
+    turn: int = TURN
 
 
 def zipf(rows: int, ids: int, count: int, seed: int) -> Iterator[np.ndarray]:
@@ -105,19 +110,19 @@ def main() -> None:
     order = Order(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(THREADS)
     dist.init_process_group("gloo")
-    batches = list(zipf(order.rows, order.ids, order.steps + WARMUP, dist.get_rank()))
+    batches = list(zipf(order.rows, order.ids, order.steps + order.turn, dist.get_rank()))
     systems = _systems(order)
     times: dict[str, list[float]] = {name: [] for name in systems}
-    for first in range(0, len(batches), TURN):
+    for first in range(0, len(batches), order.turn):
         for name, system in systems.items():
-            prepared = [system.ids(batch) for batch in batches[first : first + TURN]]
+            prepared = [system.ids(batch) for batch in batches[first : first + order.turn]]
             dist.barrier()
             started = time.perf_counter()
             for ids, following in zip(prepared, [*prepared[1:], None], strict=True):
                 system.step(ids, following)
             longest = torch.tensor((time.perf_counter() - started) / len(prepared), dtype=torch.float64)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            if first >= WARMUP:
+            if first:  # the first turn is to warm up
                 times[name].append(longest.item())
     trained = torch.from_numpy(np.bincount(np.concatenate(batches), minlength=order.rows))
     dist.all_reduce(trained)
@@ -157,6 +162,8 @@ def _systems(order: Order) -> dict[str, System]:
     for fields in order.systems:
         served = Served(**fields)
         found[served.name] = _ours(order, served)
+    if order.saving:
+        found[SAVING] = _ours(replace(order, server=order.saving), Served(**order.systems[0]))
     return found
 
 

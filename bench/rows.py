@@ -30,13 +30,13 @@ from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_rpc import rpc_servers
-from bench.row_workers import LR, Order, Served, zipf
+from bench.row_workers import LR, SAVING, Order, Served, zipf
 from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.table import Table
 
-SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000, "beyond": 200_000}
+SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000, "beyond": 200_000, "checkpoints": 1}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 COMPUTED = 10  # ms of computing in a step, where the next batch's ids are known or not
 SERVERS = (
@@ -52,6 +52,7 @@ SERVERS = (
         for ahead in (False, True)
     ),
 )
+SAVED_EVERY = 100  # steps
 TIMEOUT = 600.0
 BATCH = 10_000  # new ids in an update of the growing table
 
@@ -65,6 +66,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     options.add(parser, workers=2, shards=2)
     parser.add_argument("--only", default="", help="of our systems: those whose title has this text")
     parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
+    parser.add_argument(
+        "--checkpoints", type=int, default=5, help="in sync, one every 100 steps; 0: none (%(default)s)"
+    )
     parser.add_argument("--grow", type=int, default=10_000_000, help="rows of the growing table; 0: none (%(default)s)")
     parser.add_argument(
         "--beyond", type=int, default=4_000_000, help="rows of a table, a quarter in memory; 0: none (%(default)s)"
@@ -78,6 +82,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures."""
     torch.set_num_threads(THREADS)
     lines = _on_servers(arguments) if arguments.shards else []
+    if arguments.shards and arguments.checkpoints:
+        lines += _checkpointed(arguments)
     for name in OPTIMIZERS:
         lines += _steps(arguments, name)
     if arguments.grow:
@@ -137,6 +143,48 @@ def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
         return {peer: ms[name] / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name}
     served = Served.of(name)
     return {"ids not known": ms[name] / ms[replace(served, ahead=False).name]} if served.ahead else {}
+
+
+def _checkpointed(arguments: argparse.Namespace) -> list[Result]:
+    """Training with a checkpoint of changes every so many steps, in turns with the same without, each on its servers.
+
+    A turn has one checkpoint, in its middle: it begins when the table has been filled, a few steps after a full one.
+    """
+    workers, shards = arguments.workers, arguments.shards
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        every = ["--checkpoint-dir", directory, "--checkpoint-every", f"{SAVED_EVERY}steps"]
+        plain, saving = (stack.enter_context(servers([HERE] * shards, more)) for more in ([], every))
+        order = Order(
+            rows=arguments.rows,
+            dim=arguments.dim,
+            ids=arguments.ids,
+            steps=SAVED_EVERY * arguments.checkpoints,
+            systems=[asdict(Served("sync", "sgd"))],
+            server=plain.address,
+            saving=saving.address,
+            turn=SAVED_EVERY,
+        )
+        with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
+            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
+        parts = [path.stat().st_size for path in sorted(Path(directory).rglob("shard-*.safetensors"))]
+    name = Served("sync", "sgd").name
+    without, found = median_ms(times[name]), median_ms(times[SAVING])
+    return [
+        result(
+            "rows",
+            "ours sync sgd, with checkpoints",
+            transport="auto",
+            wire="float32",
+            workers=workers,
+            shards=shards,
+            size=4 * arguments.rows * arguments.dim,
+            ms=found,
+            ratios={"without checkpoints": found / without},
+            rate_to_without=round(sum(times[name]) / sum(times[SAVING]), 3),
+            part_bytes=[min(parts), max(parts)],
+        )
+    ]
 
 
 def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:

@@ -65,6 +65,7 @@ class ServerConfig:
                  own_disk; None: there are none
     own_disk:    a shard keeps its files of checkpoints below checkpoint_dir on a disk of its own
     checkpoint_every: `100steps` or `60s`; None: only when asked to, at a job's end, and when the server stops
+    full_checkpoint_every: of so many checkpoints one has all rows of tables
     keep:        how many checkpoints of a job are kept
     restore:     jobs continue from their checkpoints in checkpoint_dir
     resume:      the coordinator resumes the jobs that ran when the one before it ended
@@ -98,6 +99,7 @@ class ServerConfig:
     checkpoint_dir: Path | None = None
     own_disk: bool = False
     checkpoint_every: str | None = None
+    full_checkpoint_every: int = CheckpointPolicy.full_every
     keep: int = CheckpointPolicy.keep
     restore: bool = False
     resume: bool = False
@@ -127,7 +129,8 @@ class ServerConfig:
         """
         if self.checkpoint_dir is not None:
             steps, every = parse_every(self.checkpoint_every) if self.checkpoint_every else (None, None)
-            return CheckpointPolicy(self.checkpoint_dir, steps, every, self.keep, self.restore, self.resume, address)
+            when = steps, every, self.keep, self.restore, self.resume
+            return CheckpointPolicy(self.checkpoint_dir, *when, address, self.full_checkpoint_every)
         if self.checkpoint_every or self.restore or self.resume or self.own_disk:
             raise InvalidRequest("--checkpoint-every, --restore, --resume and --own-disk need --checkpoint-dir")
         return None
@@ -218,6 +221,13 @@ CHECKPOINTS = (
     ),
     Setting("own_disk", "a shard keeps its files below checkpoint-dir on a disk of its own, which others lack", bool),
     Setting("checkpoint_every", "how often to make one, as in 100steps or 60s", every, metavar="EVERY"),
+    Setting(
+        "full_checkpoint_every",
+        "of so many checkpoints one has all rows of tables, the others what changed since the one before",
+        count,
+        ServerConfig.full_checkpoint_every,
+        "N",
+    ),
     Setting("keep", "how many checkpoints of a job to keep", count, ServerConfig.keep, "N"),
     Setting(
         "drain_seconds",

@@ -6,8 +6,10 @@ candidates.py     Ids that are not rows yet: how often each has occurred
 changes.py        What changed in a table after a version: a walk over its rows, some at a time
 cold.py           Rows that memory has no room for: in a file, until they are trained
 contributions.py  Gradients of rows: those of one worker's step, and the sum of several
+copies.py         A copy of a table as it is at one version, taken in pieces while it is trained
 distinct.py       The distinct ids of a batch, by hashing
 entries.py        Numbered entries of ids, each with the version that used it last
+increments.py     What changed between two copies of a table, and how a table is put together from it
 index.py          Which row an id has: open addressing, a whole batch of ids at a time
 initial.py        The value of a row without training: a function of seed, id and column
 memory.py         Arrays of rows in reserved memory: they grow without a copy

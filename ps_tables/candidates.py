@@ -5,13 +5,18 @@ They expire as rows do: an id that has not occurred for `expire_after` updates i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ps_protocol.row_ids import Ids, mix
 from ps_tables.contributions import Counts
+from ps_tables.copies import Column, EntriesCopy
 from ps_tables.entries import Entries
-from ps_tables.memory import reserved
+from ps_tables.memory import RowNumbers, reserved
+from ps_tables.removed import RemovedIds
 
 
 class Candidates:
@@ -26,11 +31,12 @@ class Candidates:
         self._capacity = capacity
         self._counts: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self.entries = Entries(capacity, salt)
+        self.admitted = RemovedIds()  # ids that waited, and do not any more
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return self.entries.nbytes + self.entries.end * self._counts.itemsize
+        return self.entries.nbytes + self.entries.end * self._counts.itemsize + self.admitted.nbytes
 
     def snapshot(self) -> dict[str, npt.NDArray[np.int64]]:
         """Returns all of it: ids, in no order, how often each has occurred, and with which version last; [n] each."""
@@ -38,9 +44,21 @@ class Candidates:
         counts = self._counts.take(numbers).astype(np.int64)
         return {"ids": ids, "counts": counts, "last": self.entries.versions(numbers)}
 
-    def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64]) -> None:
-        """Takes the place of an empty one; see `snapshot`."""
-        self._counts[self.entries.add(ids, last)] = counts
+    def copy(self, version: int, since: int) -> EntriesCopy:
+        """Returns a copy, in pieces, of what has occurred after a version; 0: of all. version: of the table now"""
+        return EntriesCopy(self.entries, version, since, {"counts": Column(None, torch.int64)}, self._read)
+
+    def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
+        """Takes the place of an empty one, of which no more are to come than there is room; see `snapshot`.
+
+        version: of the table
+        """
+        newest = np.lexsort((mix(ids), -last))[: self._capacity]
+        self._counts[self.entries.add(ids[newest], last[newest])] = counts[newest]
+        self.admitted = RemovedIds(version)
+
+    def _read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
+        out["counts"].copy_(torch.from_numpy(self._counts.take(numbers).astype(np.int64)))
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> npt.NDArray[np.bool_]:
         """Counts occurrences of distinct ids that are no rows; returns which become rows now: [n], [n] to [n]."""
@@ -49,9 +67,11 @@ class Candidates:
         total = counts + np.where(known, self._counts.take(numbers, mode="clip"), 0)
         admitted = total >= self._admit_after
         again = known & ~admitted
+        self.entries.use(numbers[again], version)  # first: a copy has the counts of before
         self._counts[numbers[again]] = total[again]
-        self.entries.use(numbers[again], version)
-        self.entries.remove(ids[known & admitted], numbers[known & admitted])
+        waited = known & admitted
+        self.entries.remove(ids[waited], numbers[waited])
+        self.admitted.add(version, ids[waited], len(self.entries))
         new = np.flatnonzero(~known & ~admitted)
         self.entries.make_room(len(new), version)
         room = self._capacity - len(self.entries)

@@ -146,7 +146,7 @@ class WithFile(Places):
             self._next, self._before = 0, min(version, self._age(rows))
         block = slice(self._next, min(self._end, self._next + _BLOCK))
         last, places = rows.last(block), self._places[block]
-        gone = np.flatnonzero((last == 0) & (places != 0))
+        gone = np.flatnonzero(rows.gone(block) & (places != 0))
         self._give_back(places[gone])
         places[gone] = 0
         old = np.flatnonzero((places > 0) & (last < self._before))

@@ -4,10 +4,13 @@ Entries expire by a threshold: those that were used last before some version are
 moves, at once, and decides; their numbers and their places in the index are given back later, some at a time.
 
 An entry keeps its number for as long as it is one. So a walk over the numbers, some at a time, comes by every entry
-that stays meanwhile, whatever the index does.
+that stays meanwhile, whatever the index does. A walk that wants them as they were at its beginning is told of each
+before it changes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,8 @@ from ps_tables.memory import RowNumbers, reserved
 
 _HIGHEST = 2**32 - 1
 _SWEPT = 2**16  # numbers looked at in one call
+
+Told = Callable[[RowNumbers], None]
 
 
 class Entries:
@@ -39,6 +44,8 @@ class Entries:
         self._base = 0
         self._threshold = 1  # less the base: what was used before has expired
         self._live = 0
+        self._told: Told | None = None  # of entries that are about to change
+        self.exact_since = 0  # versions from this one on are as they were; see `_rebase`
 
     def __len__(self) -> int:
         return self._live
@@ -83,6 +90,8 @@ class Entries:
         highest = int(np.max(version, initial=0)) - self._base
         if highest > _HIGHEST:
             self._rebase(highest - _HIGHEST // 2)
+        if self._told is not None:
+            self._told(numbers)
         self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
@@ -137,6 +146,45 @@ class Entries:
         numbers = first + np.flatnonzero(used >= max(self._threshold, version + 1 - self._base))
         return self._ids.take(numbers), numbers
 
+    def gone(self, numbers: slice) -> npt.NDArray[np.bool_]:
+        """Returns which of some numbers are no entry's; while a copy is under way, also not an expired one's: it may
+        want these."""
+        used = self._used[: self._end][numbers]
+        without: npt.NDArray[np.bool_] = used == 0 if self._told is not None else used < self._threshold
+        return without
+
+    @property
+    def oldest(self) -> int:
+        """The version before which no entry was used last: those that were have expired."""
+        return self._threshold + self._base
+
+    def within(self, numbers: RowNumbers, first: int, last: int) -> RowNumbers:
+        """Returns those of some numbers that were used last by a version of a range, also expired ones.
+
+        first, last: of the range
+        """
+        used = self._used.take(numbers)
+        within: RowNumbers = numbers[(used >= max(1, first - self._base)) & (used <= max(0, last - self._base))]
+        return within
+
+    def count_within(self, first: int, last: int) -> int:
+        """Returns how many numbers were used last by a version of a range."""
+        used = self._used[: self._end]
+        return int(np.count_nonzero((used >= max(1, first - self._base)) & (used <= max(0, last - self._base))))
+
+    def before_change(self, told: Told) -> None:
+        """Has the numbers of entries told, before these change or are given back, in place of what was told before."""
+        self._told = told
+
+    def no_longer(self, told: Told) -> None:
+        """Ends what `before_change` began, unless another one took its place."""
+        if self._told == told:
+            self._told = None
+
+    def ids(self, numbers: RowNumbers) -> Ids:
+        """Returns the id of each number that is an entry's."""
+        return self._ids.take(numbers)
+
     def versions(self, numbers: RowNumbers) -> npt.NDArray[np.int64]:
         """Returns the version that used each entry last."""
         return self._used.take(numbers).astype(np.int64) + self._base
@@ -154,12 +202,17 @@ class Entries:
 
     def _give_back(self, ids: Ids, numbers: RowNumbers) -> None:
         if len(ids):
+            if self._told is not None:
+                self._told(numbers)
             self._index.remove(ids)
             self._used[numbers] = 0
             self._free = np.concatenate([self._free, numbers])
 
     def _rebase(self, shift: int) -> None:
         """Counts versions from a later one on, so that 32 bits hold them: those before it become that one."""
+        if self._told is not None:
+            self._told(np.arange(self._end))
+        self.exact_since = self._base + shift + _HIGHEST // 2
         used = self._used[: self._end]
         free, expired = used == 0, used < self._threshold
         np.copyto(used, np.maximum(used.astype(np.int64), shift + 2) - shift, casting="unsafe")

@@ -2,7 +2,8 @@
 
     pull     reads rows, and what is no row as it would begin: it changes nothing
     apply    makes one update: admits ids, makes rows for them, and steps the rows of the update
-    changes  tells what changed after a version: it changes nothing
+    changes  tells what changed after a version, for those who follow: it changes nothing
+    copy     copies the table, or what changed after a version, for a checkpoint, while it is trained
 
 A row expires when `expire_after` updates have passed since the last one that trained it: from then on it counts as one
 without training. That is decided at versions which are a multiple of a period, and does not depend on when
@@ -26,6 +27,7 @@ from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
 from ps_tables.cold import RowFile, WithFile
 from ps_tables.contributions import RowGradients
+from ps_tables.copies import Column, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.memory import RowArray, RowNumbers
@@ -118,6 +120,7 @@ class Table:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
         self._removed = RemovedIds()
+        self._copy: TableCopy | None = None  # the last one
         self.version = 0  # updates made
 
     def __len__(self) -> int:
@@ -212,6 +215,32 @@ class Table:
         self._places.read(numbers, arrays)
         return tensors | arrays
 
+    def copy(self, since: int | None = None) -> TableCopy:
+        """Begins a copy of the table as it is now, which is taken in pieces; one that is under way ends.
+
+        since: a version of this table, after which rows changed; None, or if what went since is forgotten: of all rows
+        """
+        if self._copy is not None:
+            self._copy.end()
+        waiting = self._candidates
+        admitted = None if waiting is None or since is None else waiting.admitted.after(since)
+        if since is not None and (
+            since < max(self._rows.exact_since, waiting.entries.exact_since if waiting is not None else 0)
+            or (waiting is not None and admitted is None)
+        ):
+            since = None
+        others: dict[str, np.ndarray] = {"version": np.array([self.version])}
+        if since is not None:
+            others |= {"since": np.array([since]), "oldest": np.array([self._rows.oldest])}
+        if since is not None and waiting is not None:
+            others["waiting.oldest"] = np.array([waiting.entries.oldest])
+            others["waiting.removed"] = np.concatenate([np.empty(0, np.int64), *(admitted or ())])
+        columns = {name: Column(each.dim, torch.float32) for name, each in self._in_memory().items()}
+        rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
+        waits = waiting.copy(self.version, since or 0) if waiting is not None else None
+        self._copy = TableCopy(rows, waits, since, {name: torch.from_numpy(each) for name, each in others.items()})
+        return self._copy
+
     @property
     def values(self) -> HyperParameters:
         """The optimizer's hyper-parameters, as they were last used."""
@@ -238,10 +267,8 @@ class Table:
         last = tensors["last"].numpy()
         self._places.fill(self._rows.add(ids, last), last, write)
         if self._candidates is not None and "waiting.ids" in tensors:
-            waiting = [tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last")]
-            newest = np.argsort(-waiting[2], kind="stable")[:capacity]
-            ids, counts, last = (values[newest] for values in waiting)
-            self._candidates.restore(ids, counts, last)
+            ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
+            self._candidates.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
         self._removed = RemovedIds(self.version)
 

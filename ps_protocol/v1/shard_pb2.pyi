@@ -147,7 +147,7 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation", "kept_checkpoints")
+    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation", "kept_checkpoints", "base_sha256")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class BeginSnapshotRequest(_message.Message):
     REFUSAL_DURATION_FIELD_NUMBER: _ClassVar[int]
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KEPT_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_SHA256_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
@@ -162,7 +163,8 @@ class BeginSnapshotRequest(_message.Message):
     refusal_duration: _duration_pb2.Duration
     last_incarnation: int
     kept_checkpoints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ..., kept_checkpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    base_sha256: bytes
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ..., kept_checkpoints: _Optional[_Iterable[str]] = ..., base_sha256: _Optional[bytes] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
@@ -179,23 +181,25 @@ class AwaitSnapshotRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class AwaitSnapshotResponse(_message.Message):
-    __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration", "disk")
+    __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration", "disk", "changes_only")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     STALL_DURATION_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_ONLY_FIELD_NUMBER: _ClassVar[int]
     file: str
     size_bytes: int
     sha256: bytes
     versions: VersionRange
     stall_duration: _duration_pb2.Duration
     disk: str
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk: _Optional[str] = ...) -> None: ...
+    changes_only: bool
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk: _Optional[str] = ..., changes_only: _Optional[bool] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file", "shard_count")
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file", "shard_count", "base_files")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +207,7 @@ class RestoreJobRequest(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     OWN_FILE_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FILES_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     checkpoint: str
@@ -210,19 +215,22 @@ class RestoreJobRequest(_message.Message):
     run: str
     own_file: ShardFile
     shard_count: int
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ..., shard_count: _Optional[int] = ...) -> None: ...
+    base_files: _containers.RepeatedCompositeFieldContainer[ShardFile]
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ..., shard_count: _Optional[int] = ..., base_files: _Optional[_Iterable[_Union[ShardFile, _Mapping]]] = ...) -> None: ...
 
 class ShardFile(_message.Message):
-    __slots__ = ("file", "size_bytes", "sha256", "disk")
+    __slots__ = ("file", "size_bytes", "sha256", "disk", "checkpoint")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     file: str
     size_bytes: int
     sha256: bytes
     disk: str
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., disk: _Optional[str] = ...) -> None: ...
+    checkpoint: str
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., disk: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class RestoreJobResponse(_message.Message):
     __slots__ = ("versions", "done_bytes", "total_bytes")

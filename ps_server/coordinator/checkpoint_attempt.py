@@ -42,7 +42,7 @@ from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import answers_of
 from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import ShardSnapshot, VersionRange, union
+from ps_server.core.snapshot import ShardSnapshot, StoredPart, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.manifest import Manifest, WorkerPart
@@ -100,6 +100,7 @@ class Progress:
     """How far the checkpoints of a job are.
 
     last:    the manifest of the last one; at: when it was complete
+    base:    the one that the parts of the one under way may build on
     whole:   the name of the last one that has the states of all workers
     of_earlier_run: the last one of a run that this one has not continued from
     reached: the highest version or clock known of the job
@@ -108,6 +109,7 @@ class Progress:
 
     def __init__(self, now: float) -> None:
         self.last: Manifest | None = None
+        self.base: Manifest | None = None
         self.whole: str | None = None
         self.of_earlier_run: str | None = None
         self.at = now
@@ -186,6 +188,15 @@ class CheckpointedJob:
         if last is None or not any(part.disk for part in last.shards.values()):
             return ()
         return tuple(self.checkpointing.store.names(self.placed.spec.name))
+
+    def base(self) -> Manifest | None:
+        """Returns the last checkpoint, where the next one may have only what changed in tables since."""
+        last, every = self.progress.last, self.checkpointing.policy.full_every
+        if last is None or not self.placed.spec.tables:
+            return None
+        since_full = 1 + max((len(chain) for chain in last.bases.values()), default=0)
+        name, store = self.placed.spec.name, self.checkpointing.store
+        return last if since_full < every and store.is_complete(name, last.name) else None
 
     def spare_earlier_run(self) -> None:
         """Has the last checkpoint of an earlier run stay, from which this run has not continued: it is another result,
@@ -329,6 +340,7 @@ class CheckpointAttempt:
 
     def _next_name(self) -> str:
         """Returns the name of a checkpoint that was just begun: no other one, of any coordinator, has it."""
+        self._job.progress.base = self._job.base()
         return next(name for name in self._job.names if self._store.begin(self._spec.name, name))
 
     def _begin_standing(self) -> None:
@@ -344,7 +356,10 @@ class CheckpointAttempt:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
         pool, shards = self._job.pool, self._shards.all()
         until, kept = (self._refusal(), self._job.members.last_incarnation()), self._job.kept()
-        answers_of([pool.submit(shard.api.begin_snapshot, job, name, clock, run, *until, kept) for shard in shards])
+        parts = self._job.progress.base.shards if self._job.progress.base is not None else {}
+        on = {index: part.sha256 for index, part in parts.items()}
+        wanted = job, name, clock, run, *until, kept
+        answers_of([pool.submit(shard.api.begin_snapshot, *wanted, on.get(shard.index, "")) for shard in shards])
 
     def _refusal(self) -> float:
         """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""
@@ -511,4 +526,16 @@ class CheckpointAttempt:
             restore_count=self._job.members.restore_count,
             written_by={"torch": torch.__version__.split("+")[0]},
             without=without,
+            bases=_bases(self._job.progress.base, self._parts),
         )
+
+
+def _bases(base: Manifest | None, parts: Mapping[int, ShardSnapshot]) -> dict[int, tuple[StoredPart, ...]]:
+    """Returns, by shard, the files that its part builds on, oldest first. base: the checkpoint before, that they may"""
+    if base is None:
+        return {}
+    return {
+        index: (*base.bases.get(index, ()), StoredPart(base.name, base.shards[index]))
+        for index, snapshot in sorted(parts.items())
+        if snapshot.changes_only
+    }

@@ -12,6 +12,7 @@ class CheckpointPolicy:
 
     steps, seconds: make one every so many clocks, or seconds; neither: only when asked to, and at a job's end
     restore:        a job of a name that has a checkpoint continues from it, also if it had ended
+    full_every:     of so many checkpoints one has all rows of tables, the others what changed since the one before
     address:        of the coordinator, which others are told that want the directory too
     resume:         the jobs that ran when an earlier coordinator ended are resumed; implied by `restore`
     """
@@ -23,3 +24,4 @@ class CheckpointPolicy:
     restore: bool = False
     resume: bool = False
     address: str = ""
+    full_every: int = 10

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ps_protocol.convert import job_spec_from_data
@@ -21,7 +21,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
+from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.manifest import Manifest
@@ -122,7 +122,7 @@ class Recovery:
         for manifest in self._candidates(job, any_run):
             rollback = self._next(name, job.run, manifest.name, max(last_incarnation, manifest.last_incarnation))
             try:
-                own = {shard.index: _own_file(job, manifest, shard.index) for shard in shards}
+                own = {shard.index: _own_files(job, manifest, shard.index) for shard in shards}
                 reached = self._restore_shards(job, shards, rollback, own)
                 for worker in manifest.workers.values():  # whole, too; read again when a worker asks for its own
                     self._store.read_worker(name, manifest.name, worker.part)
@@ -151,7 +151,7 @@ class Recovery:
         return self._last[job]
 
     def _restore_shards(
-        self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Part | None]
+        self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Sequence[StoredPart]]
     ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
             buckets, unchanged = job.buckets_of(shard.index), 0
@@ -199,18 +199,22 @@ class Recovery:
         self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)
 
 
-def _own_file(job: PlacedJob, manifest: Manifest, shard: int) -> Part | None:
-    """Returns the file that a shard has of a checkpoint on a disk of its own; None if all servers share one place.
+def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:
+    """Returns the file that a shard has of a checkpoint on a disk of its own, and before it those that it builds on.
+
+    None where all servers share one place.
 
     Raises TryLater if other shards' disks have some of its buckets: nothing is lost if their number is put right.
     """
     part = manifest.shards.get(shard)
+    is_own = part is not None and part.disk
+    own = (*manifest.bases.get(shard, ()), StoredPart(manifest.name, part)) if part is not None and is_own else ()
     holders = {manifest.placement[bucket] for bucket in job.buckets_of(shard) if bucket < len(manifest.placement)}
     if not any(manifest.shards[holder].disk for holder in holders if holder in manifest.shards):
-        return part if part is not None and part.disk else None
+        return own
     if holders != {shard}:
         raise TryLater(
             f"job {job.spec.name!r}: checkpoint {manifest.name} is on the own disks of {len(manifest.shards)} shards, "
             f"and shard {shard} cannot read the others': start {len(manifest.shards)} shards"
         )
-    return part
+    return own

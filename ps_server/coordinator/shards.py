@@ -21,7 +21,7 @@ from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place
 
@@ -63,12 +63,14 @@ class ShardApi(Protocol):
         refusal: float,
         last_incarnation: int,
         kept: Collection[str] = (),
+        built_on: str = "",
     ) -> None:
         """Has the shard take its part of a checkpoint: at a clock, or now.
 
         refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
         last_incarnation: a worker of a later one ends the refusal
         kept: the checkpoints that stay; a shard with a disk of its own removes its parts of the other ones before this
+        built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
         """
 
     def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
@@ -81,12 +83,13 @@ class ShardApi(Protocol):
         name: str,
         last_incarnation: int,
         run: str,
-        own: Part | None,
+        own: Sequence[StoredPart],
         shards: int,
     ) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does.
 
-        own:    the file that has the buckets, on a disk of the shard's own; None: as the manifest says, which all share
+        own:    the file that has the buckets, and before it those that it builds on, on a disk of the shard's own;
+                none: as the manifest says, which all share
         shards: as in create_job
         """
 

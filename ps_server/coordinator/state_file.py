@@ -21,7 +21,7 @@ from ps_server.core.membership import Member
 from ps_server.core.rounds import Round
 from ps_server.failpoints import failpoint
 from ps_server.storage.files import Files, files_of
-from ps_server.storage.manifest import FORMAT, READABLE, seal, written_by_newer
+from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by_newer
 
 log = logging.getLogger("ps_server")
 
@@ -61,7 +61,7 @@ class StateFile:
         with self._lock:  # while they are listed, too: what is written last is the newest
             running = {name: _data(job) for name, job in jobs().items()}
             done = {name: json.loads(json.dumps(asdict(job))) for name, job in finished().items()}
-            data = {"format": FORMAT, "jobs": running, "finished": done}
+            data = {"format": WITHOUT_BASES, "jobs": running, "finished": done}
             content = json.dumps({**data, "seal": seal(data)}).encode()
             try:
                 self._disk.replace(self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))

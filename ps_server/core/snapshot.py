@@ -50,9 +50,9 @@ class BucketSnapshot:
 
 @dataclass(frozen=True)
 class TableSnapshot:
-    """A table's rows on one shard, or on several, at one version.
+    """A table's rows on one shard, or on several, at one version; or what changed in it after another one.
 
-    tensors: as Table.snapshot returns them
+    tensors: as Table.snapshot returns them, or, for changes, as ps_tables/increments.py says
     values:  the hyper-parameters of the last update
     the others as in BucketSnapshot
     """
@@ -68,6 +68,11 @@ class TableSnapshot:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def changes_only(self) -> bool:
+        """Whether it has only what changed."""
+        return "since" in self.tensors
 
 
 Snapshot = BucketSnapshot | TableSnapshot
@@ -106,12 +111,24 @@ class Part:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """A file of a checkpoint, with the checkpoint's name."""
+
+    checkpoint: str
+    part: Part
+
+
+@dataclass(frozen=True)
 class ShardSnapshot:
-    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training."""
+    """A shard's part on disk: the file, how far its buckets are, and seconds for which copying held up training.
+
+    changes_only: of a table it has only what changed since the part that it was to build on
+    """
 
     part: Part
     extent: VersionRange
     held_up: float
+    changes_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ pending until all are here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +28,8 @@ from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients
+from ps_tables.copies import TableCopy
+from ps_tables.increments import merged
 from ps_tables.table import INDEX_BYTES, Beyond, InFile, Table, record_bytes
 
 MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
@@ -127,6 +129,10 @@ class TableRows:
         """Returns a copy of all rows; see Table.snapshot."""
         return self._table.snapshot()
 
+    def copy(self, since: int | None) -> TableCopy:
+        """Begins a copy that is taken in pieces; see Table.copy."""
+        return self._table.copy(since)
+
     @property
     def values(self) -> HyperParameters:
         """The hyper-parameters of the last update."""
@@ -164,10 +170,11 @@ class ShardTable:
 
     def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
         """Returns a copy of the table as it is, with the leased data in it. The caller keeps it from being stepped."""
-        rule = self.rule
-        return TableSnapshot(
-            self.index, rule.version, dict(rule.applied), self.rows.snapshot(), self.rows.values, committed or {}
-        )
+        return replace(self.without_rows(committed or {}), tensors=self.rows.snapshot())
+
+    def without_rows(self, committed: Committed) -> TableSnapshot:
+        """Returns a snapshot of the table as it is, to which its rows are still to come."""
+        return TableSnapshot(self.index, self.rule.version, dict(self.rule.applied), {}, self.rows.values, committed)
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
@@ -303,6 +310,18 @@ class Tables(Mapping[int, ShardTable]):
         for table in self.values() if index is None else (self._tables[index],):
             if table.pending.pop(rank, None) is not None:
                 self._staged.release(table.index, rank)
+
+
+def chained(parts: list[TableSnapshot]) -> TableSnapshot:
+    """Returns the last of some snapshots of one shard with all its rows: the first has all, the others what changed
+    after the one before. Raises ValueError or KeyError where they do not fit together.
+
+    Takes the parts out of the list, and gives back the memory of each as soon as it can.
+    """
+    last = replace(parts[-1], tensors={})
+    chain = [dict(part.tensors) for part in parts]
+    parts.clear()
+    return replace(last, tensors=merged(chain))
 
 
 def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:

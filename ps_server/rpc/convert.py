@@ -23,7 +23,7 @@ from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, VersionRange
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import figure_messages
@@ -151,12 +151,14 @@ def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotR
         versions=versions_message(snapshot.extent),
         stall_duration=duration(snapshot.held_up),
         disk=part.disk,
+        changes_only=snapshot.changes_only,
     )
 
 
 def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
     """Returns a shard's snapshot on disk."""
-    return ShardSnapshot(part(response), versions(response.versions), seconds(response.stall_duration))
+    held_up = seconds(response.stall_duration)
+    return ShardSnapshot(part(response), versions(response.versions), held_up, response.changes_only)
 
 
 def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part:
@@ -164,9 +166,23 @@ def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part
     return Part(message.file, message.size_bytes, message.sha256.hex(), message.disk)
 
 
-def part_message(part: Part) -> shard_pb2.ShardFile:
+def own_files(request: shard_pb2.RestoreJobRequest) -> tuple[StoredPart, ...]:
+    """Returns the files on a shard's own disk that a restore reads, oldest first; none where all share one place."""
+    if not request.HasField("own_file"):
+        return ()
+    files = [*request.base_files, request.own_file]
+    return tuple(StoredPart(file.checkpoint or request.checkpoint, part(file)) for file in files)
+
+
+def file_message(stored: StoredPart) -> shard_pb2.ShardFile:
     """Returns the message of a file on a shard's own disk."""
-    return shard_pb2.ShardFile(file=part.file, size_bytes=part.bytes, sha256=bytes.fromhex(part.sha256), disk=part.disk)
+    return shard_pb2.ShardFile(
+        file=stored.part.file,
+        size_bytes=stored.part.bytes,
+        sha256=bytes.fromhex(stored.part.sha256),
+        disk=stored.part.disk,
+        checkpoint=stored.checkpoint,
+    )
 
 
 def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from ps_runtime.status import error_from
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot
+from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 
@@ -75,10 +75,17 @@ class ShardClient:
         refusal: float,
         last_incarnation: int,
         kept: Collection[str] = (),
+        built_on: str = "",
     ) -> None:
         """Has the shard take its part of a checkpoint."""
         request = shard_pb2.BeginSnapshotRequest(
-            job=job, checkpoint=name, clock=clock, run=run, last_incarnation=last_incarnation, kept_checkpoints=kept
+            job=job,
+            checkpoint=name,
+            clock=clock,
+            run=run,
+            last_incarnation=last_incarnation,
+            kept_checkpoints=kept,
+            base_sha256=bytes.fromhex(built_on),
         )
         if refusal:
             request.refusal_duration.CopyFrom(duration(refusal))
@@ -96,7 +103,7 @@ class ShardClient:
         name: str,
         last_incarnation: int,
         run: str,
-        own: Part | None,
+        own: Sequence[StoredPart],
         shards: int,
     ) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
@@ -106,8 +113,9 @@ class ShardClient:
             checkpoint=name,
             last_incarnation=last_incarnation,
             run=run,
-            own_file=convert.part_message(own) if own is not None else None,
+            own_file=convert.file_message(own[-1]) if own else None,
             shard_count=shards,
+            base_files=map(convert.file_message, own[:-1]),
         )
         return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 

@@ -66,7 +66,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         refusal = seconds(request.refusal_duration)
         last = request.last_incarnation
         kept = tuple(request.kept_checkpoints)
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last, kept)
+        base = request.base_sha256.hex()
+        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last, kept, base)
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -79,9 +80,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
         wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
-        own = convert.part(request.own_file) if request.HasField("own_file") else None
         shards, seconds = request.shard_count or 1, _within(context, RESTORE_SECONDS)
-        progress = self._shard.restore_job(*wanted, own, shards, seconds)
+        progress = self._shard.restore_job(*wanted, convert.own_files(request), shards, seconds)
         return convert.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:

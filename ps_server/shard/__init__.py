@@ -15,6 +15,7 @@ segments.py   Mapping a worker's segment, without trusting what it says
 row_memory.py Workers' segments for rows, and what messages name in them
 shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
+table_copies.py Copying tables for checkpoints, in pieces between updates, and only what changed where that will do
 table_places.py What a shard gives to tables: memory, and a part of a disk
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 times.py      When pushes were staged and applied, for workers that record a timeline

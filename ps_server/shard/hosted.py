@@ -29,7 +29,7 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.room import Room, room_for
-from ps_server.core.snapshot import Part, RestoreProgress, TableSnapshot
+from ps_server.core.snapshot import RestoreProgress, TableSnapshot
 from ps_server.core.tables import joined
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedJob
@@ -38,7 +38,7 @@ from ps_server.shard.pulls import Pulls
 from ps_server.shard.restores import RestoreRequest, Restores, Restoring
 from ps_server.shard.table_places import TablePlaces
 from ps_server.shard.threads import Threads
-from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.checkpoints import CheckpointStore, Wanted, wanted
 
 log = logging.getLogger("ps_server")
 
@@ -146,8 +146,8 @@ class HostedJobs:
         spec, checkpoint = request.spec, request.checkpoint
         layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
         specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
-        files = [(request.own, specs)] if request.own is not None else self._files(store, request, specs)
-        restoring.begin(store.bytes_to_read(spec.name, checkpoint, files))
+        files = wanted(request.own, specs) if request.own else self._files(store, request, specs)
+        restoring.begin(store.bytes_to_read(spec.name, files))
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run, request.shards)
 
@@ -158,7 +158,7 @@ class HostedJobs:
         try:
             weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
             parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
-            snapshots = store.read_files(spec.name, checkpoint, files, read, weights, parts)
+            snapshots = store.read_files(spec.name, files, read, weights, parts)
             tables = {index: joined(each, job.state.tables.checker.place) for index, each in parts.items() if each}
             try:
                 job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
@@ -174,10 +174,8 @@ class HostedJobs:
         self._troubles.over(spec.name)
         log.info("job %s: %d buckets as of checkpoint %s", spec.name, len(job.buckets), request.checkpoint)
 
-    def _files(
-        self, store: CheckpointStore, request: RestoreRequest, specs: list[BucketSpec]
-    ) -> list[tuple[Part, list[BucketSpec]]]:
-        """Returns the files that have what a restore wants, with the buckets of each.
+    def _files(self, store: CheckpointStore, request: RestoreRequest, specs: list[BucketSpec]) -> list[Wanted]:
+        """Returns the files that have what a restore wants.
 
         A table's rows are in the file of this shard, or, if there are more or fewer shards now, in those of all.
         """

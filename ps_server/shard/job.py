@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.table_copies import SavedParts, TableCopying, begin_copy
 from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import READER, Pull, Waiter
 
@@ -105,7 +107,7 @@ class Hosted:
     index: int
     rule: UpdateRule[Any]
     weights: Trained
-    tensors: threading.Lock
+    tensors: AbstractContextManager[object]
     loans: Loans = field(default_factory=Loans)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
@@ -130,12 +132,14 @@ class HostedTable(Hosted):
 
     history: of its updates: see core/row_cursor.py
     feeds:   of readers; the job's lock guards them
+    saved:   what parts of checkpoints have of it
     """
 
     rule: UpdateRule[RowsContribution]
     weights: TableRows
     history: int = field(default_factory=_HISTORIES.__next__)
     feeds: set[Feed] = field(default_factory=set)
+    saved: SavedParts = field(default_factory=SavedParts)
 
 
 class Narrowed:
@@ -173,7 +177,9 @@ class HostedJob:
             for index, bucket in state.buckets.items()
         }
         tables = {
-            index: HostedTable(index, table.rule, table.rows, threading.Lock()) for index, table in state.tables.items()
+            # Without threads, what takes the lock for the rest of a copy is the thread that has begun it.
+            index: HostedTable(index, table.rule, table.rows, threading.RLock())
+            for index, table in state.tables.items()
         }
         self.parts: dict[int, Hosted] = {**self.buckets, **tables}
         self.of_workers = OfWorkers()
@@ -253,23 +259,30 @@ class HostedJob:
             with bucket.tensors:
                 bucket.weights.own()
 
-    def snapshot(self, index: int) -> Snapshot:
-        """Returns a copy of a bucket or a table, with the leased data in it. The caller holds its `tensors` lock."""
+    def snapshot(self, index: int, now: Callable[[], float]) -> Snapshot | TableCopying:
+        """Returns a copy of a bucket, or begins that of a table, with the leased data in it. The caller holds its
+        `tensors` lock."""
         with self.lock:
             committed = self.state.committed(index)
         table = self.state.tables.get(index)
-        return table.snapshot(committed) if table is not None else self.state.buckets[index].snapshot(committed)
+        if table is None:
+            return self.state.buckets[index].snapshot(committed)
+        part = self.tables[index]
+        return begin_copy(table.rows, part.tensors, table.without_rows(committed), part.saved.base, now)
 
-    def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None) -> None:
+    def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None, built_on: str = "") -> None:
         """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
 
-        refusal: set for the last one before the servers end
+        refusal:  set for the last one before the servers end
+        built_on: the SHA-256 of the part that this one may build on; empty: none
         """
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
                 return
             for part in self.parts.values():
                 task.check(part.index, part.rule)
+            for table in self.tables.values():  # before a thread looks whether the task wants one
+                table.saved.build_on(built_on)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
         if before is not None:
             before.abandon()

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
-from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
+from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 
 
 @dataclass(frozen=True)
 class RestoreRequest:
     """What a coordinator asks for: the job with some of its buckets as of a checkpoint, and whom it fences.
 
-    own:    the file that has the buckets, on a disk of this shard's own; None: as the manifest says, which all share
+    own:    the file that has the buckets, the last one, and those that it builds on, oldest first, on a disk of this
+            shard's own; none: as the manifest says, which all share
     shards: how many have a part of the job's tables
     """
 
@@ -33,7 +34,7 @@ class RestoreRequest:
     checkpoint: str
     last_incarnation: int
     run: str = ""
-    own: Part | None = None
+    own: tuple[StoredPart, ...] = ()
     shards: int = 1
 
 

@@ -35,7 +35,7 @@ from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot
+from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
@@ -47,6 +47,7 @@ from ps_server.shard.pushes import Pushes
 from ps_server.shard.restores import RestoreRequest
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, SnapshotTask
+from ps_server.shard.table_copies import Saved, TableCopying
 from ps_server.shard.table_places import TablePlaces
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
@@ -153,12 +154,12 @@ class Shard:
         checkpoint: str,
         last_incarnation: int,
         run: str = "",
-        own: Part | None = None,
+        own: Sequence[StoredPart] = (),
         shards: int = 1,
         seconds: float = 0.0,
     ) -> RestoreProgress:
         """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
-        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, own, shards)
+        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, tuple(own), shards)
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
@@ -279,15 +280,19 @@ class Shard:
         refusal: float = 0.0,
         last_incarnation: int = 0,
         kept: Collection[str] = (),
+        built_on: str = "",
     ) -> None:
         """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
 
         refusal: for so many seconds, pushes are refused that would not be in the snapshot
         last_incarnation: a worker of a later one ends the refusal
         kept: the checkpoints that stay, if this shard's parts are on a disk of its own
+        built_on: the SHA-256 of this shard's part of the last checkpoint, which this one may build on; empty: none
         """
         job, store = self._hosted.get(name, run), self._store()
         store.path(name, checkpoint)
+
+        saved: dict[int, Saved] = {}  # by table, what the part has of it
 
         def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
@@ -298,14 +303,22 @@ class Shard:
                 self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error, level=level)
                 raise
             self._troubles.over(name)
+            for index, table in job.tables.items():
+                table.saved.written(part.sha256, saved[index])
             return part
 
+        def copy(index: int) -> Snapshot | TableCopying:
+            snapshot = job.snapshot(index, self._clock)
+            if isinstance(snapshot, TableCopying):
+                saved[index] = snapshot.saved
+            return snapshot
+
         trained = {index: index in job.state.rules for index in job.parts}
-        task = SnapshotTask(checkpoint, clock, trained, job.snapshot, write, self._threads, self._clock)
+        task = SnapshotTask(checkpoint, clock, trained, copy, write, self._threads, self._clock)
         seconds = max(refusal, job.refusals.seconds)
         newest = None if job.refusals.seconds else last_incarnation
         until = self._clock() + seconds
-        job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None)
+        job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

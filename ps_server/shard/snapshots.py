@@ -2,7 +2,8 @@
 
 A bucket is copied in memory by the thread that steps it, at the moment at which it has applied exactly as many updates
 as the checkpoint asks for; or, where the mode has no common moment, at once. When every bucket is there, a thread of
-its own writes them. So training waits for copying, never for the disk.
+its own writes them. So training waits for copying, never for the disk. Of a table that thread copies the rows, in
+pieces between updates (table_copies.py); the copy is of the moment at which it begins.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
-from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, extent
+from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, extent
 from ps_server.failpoints import failpoint
+from ps_server.shard.table_copies import TableCopying
 from ps_server.shard.threads import Threads
 
 log = logging.getLogger("ps_server")
@@ -69,7 +71,7 @@ class SnapshotTask:
 
     clock:   the version at which each bucket is copied; None: now
     buckets: by index, whether an optimizer steps it
-    copy:    copies a bucket, with the leased data that is committed in it
+    copy:    copies a bucket, or begins to copy a table, with the leased data that is committed in it
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class SnapshotTask:
         name: str,
         clock: int | None,
         buckets: Mapping[int, bool],
-        copy: Callable[[int], Snapshot],
+        copy: Callable[[int], Snapshot | TableCopying],
         write: Write,
         threads: Threads,
         now: Callable[[], float],
@@ -91,7 +93,7 @@ class SnapshotTask:
         self._changed = threading.Condition()
         self._trained = {index for index, trained in buckets.items() if trained}
         self._wanted = set(buckets)
-        self._copied: list[Snapshot] = []
+        self._copied: list[Snapshot | TableCopying] = []
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
@@ -133,9 +135,10 @@ class SnapshotTask:
                 self._threads.write(self._finish)
 
     def _finish(self) -> None:
-        buckets, self._copied = sorted(self._copied, key=lambda bucket: bucket.index), []
-        reached = extent((bucket.version, bucket.clocks) for bucket in buckets if bucket.index in self._trained)
         try:
+            buckets = sorted(map(self._completed, tuple(self._copied)), key=lambda bucket: bucket.index)
+            self._copied.clear()
+            reached = extent((bucket.version, bucket.clocks) for bucket in buckets if bucket.index in self._trained)
             part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
@@ -145,21 +148,38 @@ class SnapshotTask:
             note_error("checkpoint")
             self._end(error=PSError("the checkpoint failed on this shard; its log says why"))
         else:
-            self._end(ShardSnapshot(part, reached, self._held_up))
+            changes_only = any(isinstance(each, TableSnapshot) and each.changes_only for each in buckets)
+            self._end(ShardSnapshot(part, reached, self._held_up, changes_only))
+
+    def _completed(self, copied: Snapshot | TableCopying) -> Snapshot:
+        if not isinstance(copied, TableCopying):
+            return copied
+        snapshot, seconds = copied.complete()
+        self._held_up += seconds
+        return snapshot
 
     def _end(self, complete: ShardSnapshot | None = None, error: PSError | None = None) -> None:
         with self._changed:
             self._complete, self._error = complete, error
             self._changed.notify_all()
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        with self._changed:
+            copied = self._copied.copy()
+            self._copied.clear()
+        for each in copied:
+            if isinstance(each, TableCopying):
+                each.end()
 
     def abandon(self) -> None:
         """Gives way to another checkpoint: a call that waits for this one ends with NotFound."""
         with self._changed:
             self._wanted.clear()
-            self._copied.clear()
             if self._complete is None and self._error is None:
                 self._error = NotFound(f"checkpoint {self.name} was abandoned for another one")
             self._changed.notify_all()
+        self._drop_copies()
 
     def stop(self) -> None:
         """Ends a call that waits for buckets, with TryLater: the shard stops. What is all copied is still written."""

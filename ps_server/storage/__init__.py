@@ -2,6 +2,7 @@
 
 checkpoints.py  Checkpoints as files
 manifest.py     What a checkpoint is: its manifest, and how that stands in a file
+retention.py    Which checkpoints of a job stay, where some build on the files of others
 bucket_file.py  The buckets of a shard in a file of tensors
 own_disk.py     A disk of a shard's own, where the servers share no directory
 directory_lock.py  Keeps a directory of checkpoints to one coordinator

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
-from ps_server.storage.manifest import FORMAT
+from ps_server.storage.manifest import WITHOUT_BASES
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
 _STATE_NAME = re.compile(r"[a-z_]{1,64}")
-_ROWS = "rows"  # in the names of a table's tensors
-
-Rows = Mapping[int, list[TableSnapshot]]  # by table, the parts that were read
+# In the names of a table's tensors: of all its rows, or of those that changed. An earlier version knows no changes, and
+# must not take them for all.
+_ROWS, _CHANGES = "rows", "changes"
 
 
 def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -35,32 +35,33 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
         }
         if isinstance(bucket, TableSnapshot):
-            tensors |= {f"{bucket.index}/{_ROWS}/{name}": tensor for name, tensor in bucket.tensors.items()}
+            kind = _CHANGES if bucket.changes_only else _ROWS
+            tensors |= {f"{bucket.index}/{kind}/{name}": tensor for name, tensor in bucket.tensors.items()}
             described["values"] = dict(bucket.values)
             continue
         described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
         tensors[f"{bucket.index}/weights"] = bucket.weights
         for position, state in bucket.state.items():
             tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
-    return tensors, {"format": str(FORMAT), "buckets": json.dumps(buckets)}
+    return tensors, {"format": str(WITHOUT_BASES), "buckets": json.dumps(buckets)}
 
 
 def read_snapshots(
-    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor], rows: Rows
-) -> dict[int, BucketSnapshot]:
-    """Returns the snapshots of buckets in a file. Raises ValueError saying what was expected where it holds others.
+    reader: TensorReader, buckets: Sequence[BucketSpec], to: Mapping[int, torch.Tensor], wanted_tables: Collection[int]
+) -> tuple[dict[int, BucketSnapshot], dict[int, TableSnapshot]]:
+    """Returns the snapshots of buckets, and of tables, in a file.
 
-    to:   by bucket, where the weights are read to
-    rows: by table, takes what the file has of it
+    Raises ValueError saying what was expected where it holds other buckets.
+    to: by bucket, where the weights are read to
     """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
     states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
-    tables: dict[int, dict[str, torch.Tensor]] = {index: {} for index in rows if str(index) in described}
+    tables: dict[int, dict[str, torch.Tensor]] = {index: {} for index in wanted_tables if str(index) in described}
 
     def place(entry: TensorEntry) -> torch.Tensor | None:
         index, *rest = entry.name.split("/")
-        if int(index) in tables and rest[0] == _ROWS:
+        if int(index) in tables and rest[0] in (_ROWS, _CHANGES):
             return entry.empty()
         bucket = wanted.get(int(index))
         if bucket is None:
@@ -70,15 +71,16 @@ def read_snapshots(
 
     for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
-        if rest[0] == _ROWS:
+        if rest[0] in (_ROWS, _CHANGES):
             tables[int(index)][rest[1]] = tensor
         elif rest == ["weights"]:
             weights[int(index)] = tensor
         else:
             states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
-    for table, read in tables.items():
-        rows[table].append(_table(table, described[str(table)], read))
-    return {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()}
+    return (
+        {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()},
+        {table: _table(table, described[str(table)], read) for table, read in tables.items()},
+    )
 
 
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:

@@ -19,7 +19,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,18 +35,40 @@ from ps_protocol.errors import (
 )
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import BucketSpec
-from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot
+from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, TableSnapshot
+from ps_server.core.tables import chained
 from ps_server.failpoints import failpoint
-from ps_server.storage.bucket_file import Rows, read_snapshots, snapshot_tensors
+from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.disk import pieces
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
 from ps_server.storage.own_disk import check_disk, own_path, prune
+from ps_server.storage.retention import KnownNeeds, staying
 from ps_server.storage.tensor_file import TensorReader, file_chunks
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
+
+
+Rows = Mapping[int, list[TableSnapshot]]  # by table, its rows on each shard that were read
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file that is read, with the buckets that are read from it.
+
+    is_base: the next one builds on it, which is the same shard's
+    """
+
+    stored: StoredPart
+    buckets: Sequence[BucketSpec] = ()
+    is_base: bool = False
+
+
+def wanted(chain: Sequence[StoredPart], buckets: Sequence[BucketSpec]) -> list[Wanted]:
+    """Returns what is read of one shard: buckets from its own file, the last one, and rows from all."""
+    return [*(Wanted(base, is_base=True) for base in chain[:-1]), Wanted(chain[-1], buckets)]
 
 
 class CheckpointStore:
@@ -59,6 +82,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, disk: Files | None = None, own_disk: str = "") -> None:
         self.directory, self._disk, self._own_disk = directory, disk or files_of(directory), own_disk
+        self._needs = KnownNeeds(self.manifest)
         try:
             self._disk.make_directory(directory)
         except OSError as error:
@@ -145,15 +169,19 @@ class CheckpointStore:
         self._disk.remove_tree(path)
 
     def prune(self, job: str, keep: int, also: Collection[str | None] = ()) -> None:
-        """Removes all but the last `keep` complete ones, and what was begun before them and never completed.
+        """Removes all but the last `keep` complete ones, what these need, and what was begun before and not completed.
 
-        also: those that stay besides
+        also: those that stay besides; see `staying`
         """
         complete = self.names(job)
-        kept = complete[-keep:]
-        for name in self._all_names(job):
-            if kept and name < kept[-1] and name not in kept and name not in also:
+        try:
+            stays = staying(complete, keep, also, partial(self._needs.of, job))
+        except VersionMismatch:  # who has written it knows what it needs
+            return
+        for name in reversed(self._all_names(job)):  # so that none is left without what it builds on
+            if complete and name < complete[-1] and name not in stays:
                 self.discard(job, name)
+                self._needs.forget(job, name)
 
     def made_at(self, job: str, name: str) -> float:
         """Returns when a checkpoint was complete, in seconds since 1970. Raises CheckpointDamaged if it is not."""
@@ -196,11 +224,11 @@ class CheckpointStore:
 
     def names(self, job: str) -> list[str]:
         """Returns the complete checkpoints of a job, oldest first."""
-        return [name for name in self._all_names(job) if self._is_complete(job, name)]
+        return [name for name in self._all_names(job) if self.is_complete(job, name)]
 
     def unfinished(self, job: str, after: str) -> list[str]:
         """Returns the checkpoints of a job that were begun after this one, and have files but no manifest."""
-        begun = [name for name in self._all_names(job) if name > after and not self._is_complete(job, name)]
+        begun = [name for name in self._all_names(job) if name > after and not self.is_complete(job, name)]
         with _answering(self.path(job)):
             return [name for name in begun if not self._disk.is_empty(self.path(job, name))]
 
@@ -212,7 +240,8 @@ class CheckpointStore:
                 raise InvalidRequest(f"checkpoints of job {job!r} belong into the directory {path}, and that is {kind}")
             return [name for name in self._disk.directories(path) if _NAME.fullmatch(name)]
 
-    def _is_complete(self, job: str, name: str) -> bool:
+    def is_complete(self, job: str, name: str) -> bool:
+        """Returns whether a checkpoint has its manifest."""
         path = self.path(job, name) / MANIFEST
         with _answering(path):
             return self._disk.kind(path) == "a file"
@@ -232,7 +261,7 @@ class CheckpointStore:
 
     def read_worker(self, job: str, name: str, part: Part) -> bytes:
         """Returns a worker's state, checked against its checksum."""
-        path = self._path_of_part(job, name, part)
+        path = self._path_of_part(job, StoredPart(name, part))
         try:
             state = self._disk.read(path)
         except OSError as error:
@@ -249,13 +278,12 @@ class CheckpointStore:
         weights: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from the files that a manifest names; see `read_files`."""
-        return self.read_files(job, manifest.name, self.files(job, manifest, buckets), told, weights)
+        return self.read_files(job, self.files(job, manifest, buckets), told, weights)
 
     def read_files(
         self,
         job: str,
-        name: str,
-        files: Sequence[tuple[Part, Sequence[BucketSpec]]],
+        files: Sequence[Wanted],
         told: Callable[[int], object] = lambda count: None,
         weights: Mapping[int, torch.Tensor] | None = None,
         rows: Rows | None = None,
@@ -263,54 +291,65 @@ class CheckpointStore:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
         Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
-        files: each with the buckets that are read from it
         told: called with the bytes that were read, now and then; see `bytes_to_read`
         weights: by bucket, where the weights are read to; anything is in them if it raises
-        rows: by table, takes what each file has of it
+        rows: by table, takes its rows on each shard
         """
+        rows = rows or {}
         snapshots: dict[int, BucketSnapshot] = {}
-        for part, held in files:
-            path = self._path_of_part(job, name, part)
-            try:
-                with self._disk.open(path) as file:
-                    reader = TensorReader(file, part.bytes, told)
-                    read = read_snapshots(reader, held, weights or {}, rows or {})
-            except OSError as error:
-                raise _unreadable(path, error) from None
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise CheckpointDamaged(f"{path} is damaged: {_reason(error)}") from None
-            _check_sum(path, reader.sha256(), part)
+        chains: dict[int, list[TableSnapshot]] = {table: [] for table in rows}  # of one shard
+        for file in files:
+            path = self._path_of_part(job, file.stored)
+            with _undamaged(path), self._disk.open(path) as opened:
+                reader = TensorReader(opened, file.stored.part.bytes, told)
+                read, tables = read_snapshots(reader, file.buckets, weights or {}, rows)
+            _check_sum(path, reader.sha256(), file.stored.part)
             snapshots |= read
+            for table, snapshot in tables.items():
+                if not snapshot.changes_only:
+                    chains[table].clear()
+                chains[table].append(snapshot)
+            del tables
+            if not file.is_base:
+                with _undamaged(path):
+                    for table in [table for table, chain in chains.items() if chain]:
+                        rows[table].append(chained(chains[table]))
         return snapshots
 
-    def bytes_to_read(self, job: str, name: str, files: Sequence[tuple[Part, Sequence[BucketSpec]]]) -> int:
+    def bytes_to_read(self, job: str, files: Sequence[Wanted]) -> int:
         """Returns the bytes of files. Raises CheckpointDamaged if one is missing, or not as long as it was."""
-        for part, _ in files:
-            self._path_of_part(job, name, part)
-        return sum(part.bytes for part, _ in files)
+        for file in files:
+            self._path_of_part(job, file.stored)
+        return sum(file.stored.part.bytes for file in files)
 
     def files(
-        self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec], also: Collection[int] = ()
-    ) -> list[tuple[Part, list[BucketSpec]]]:
-        """Returns the files that have these buckets, with those of each. Raises CheckpointDamaged if one has none.
+        self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec], tables: Collection[int] = ()
+    ) -> list[Wanted]:
+        """Returns the files that have these buckets. Raises CheckpointDamaged if one has none.
 
-        also: shards whose files are wanted in any case
+        tables: shards whose rows are wanted, too
         """
-        wanted: dict[int, list[BucketSpec]] = {shard: [] for shard in also}
+        held: dict[int, list[BucketSpec]] = {shard: [] for shard in tables}
         for bucket in buckets:
             if bucket.index >= len(manifest.placement):
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no bucket {bucket.index}")
-            wanted.setdefault(manifest.placement[bucket.index], []).append(bucket)
-        for shard in wanted:
+            held.setdefault(manifest.placement[bucket.index], []).append(bucket)
+        found: list[Wanted] = []
+        for shard, wanted_here in held.items():
             if shard not in manifest.shards:
                 raise CheckpointDamaged(f"{self.path(job, manifest.name)} has no part of shard {shard}")
-        return [(manifest.shards[shard], held) for shard, held in wanted.items()]
+            bases = manifest.bases.get(shard, ()) if shard in tables else ()
+            found += wanted((*bases, StoredPart(manifest.name, manifest.shards[shard])), wanted_here)
+        return found
 
-    def _path_of_part(self, job: str, name: str, part: Part) -> Path:
+    def _path_of_part(self, job: str, stored: StoredPart) -> Path:
         """Returns the path of a part that is a file as long as it was when it was written.
 
         Raises CheckpointDamaged if it is not, and TryLater if it is on a disk that is not here.
         """
+        name, part = stored.checkpoint, stored.part
+        if not _NAME.fullmatch(name):
+            raise CheckpointDamaged(f"{self.path(job)}: {name[:200]!r} is no name of a checkpoint")
         path, match = self.path(job, name) / part.file, _PART.fullmatch(part.file)
         if not match:
             raise CheckpointDamaged(f"{self.path(job, name)}: {part.file[:200]!r} is no name of a part")
@@ -346,6 +385,17 @@ def _check_sum(path: Path, present: str, part: Part) -> None:
 def _unreadable(path: Path, error: Exception) -> PSError:
     """Returns what is raised where a file cannot be read: it is damaged, or what it is kept in does not answer now."""
     return (TryLater if isinstance(error, ConnectionError) else CheckpointDamaged)(f"{path}: {_reason(error)}")
+
+
+@contextlib.contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    """Raises CheckpointDamaged where a file cannot be read, or holds what it cannot have."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: {_reason(error)}") from None
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
+from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
 
@@ -96,11 +97,13 @@ def _read(
             buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
             parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
             files = store.files(job, manifest, buckets, manifest.shards if parts else ())
-            snapshots = store.read_files(job, candidate, files, rows=parts)
+            snapshots = store.read_files(job, files, rows=parts)
             if not all(parts.values()):
                 raise CheckpointDamaged(f"checkpoint {candidate} has no rows of a table")
             joint = zip(spec.tables, parts.values(), strict=True)
-            rows = {table.rows.name: joined(each, Place()).tensors for table, each in joint}
+            rows: dict[str, Rows] = {
+                table.rows.name: in_order(dict(joined(each, Place()).tensors)) for table, each in joint
+            }
             return manifest, spec, buckets, snapshots, rows
         except CheckpointDamaged as error:
             if name is not None:

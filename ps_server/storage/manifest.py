@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ps_protocol.convert import job_spec_from_data
-from ps_server.core.snapshot import Part
+from ps_server.core.snapshot import Part, StoredPart
 
-FORMAT = 3
-# In 1 the job's spec differs, and job_spec_from_data reads both. 2 knows no disks of shards' own.
-READABLE = (1, 2, FORMAT)
+FORMAT = 4
+WITHOUT_BASES = 3  # the format of a manifest that names no files of other checkpoints, and of the state file
+# In 1 the job's spec differs, and job_spec_from_data reads both. 2 knows no disks of shards' own, 3 no bases.
+READABLE = (1, 2, WITHOUT_BASES, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Manifest:
     clocks:     by rank, the lowest clock over the buckets that train
     last_incarnation, restore_count: of the job when it was made
     without:    ranks of workers that took part, or had left, and whose own state is not in it
+    bases:      by shard, the files of earlier checkpoints that its own file builds on, oldest first: that has only what
+                changed in tables since; those of shards whose own file has everything are missing
     """
 
     name: str
@@ -55,9 +58,15 @@ class Manifest:
     clocks: Mapping[int, int]
     last_incarnation: int
     restore_count: int
-    format: int = FORMAT
+    format: int = WITHOUT_BASES
     written_by: Mapping[str, str] = field(default_factory=dict)
     without: tuple[int, ...] = ()
+    bases: Mapping[int, tuple[StoredPart, ...]] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The names of the checkpoints whose files it builds on."""
+        return frozenset(stored.checkpoint for chain in self.bases.values() for stored in chain)
 
     @property
     def bytes(self) -> int:
@@ -71,6 +80,10 @@ class Manifest:
 def sealed(manifest: Manifest) -> dict[str, Any]:
     """Returns a manifest as the plain data of its JSON file, with the seal."""
     data = json.loads(json.dumps(asdict(manifest)))  # as it will be read: with text for keys
+    if manifest.bases:
+        data["format"] = FORMAT
+    else:  # what an earlier version reads, too
+        del data["bases"]
     return {**data, "seal": seal(data)}
 
 
@@ -91,6 +104,10 @@ def unsealed(data: dict[str, Any]) -> Manifest:
         int(rank): WorkerPart(Part(**worker["part"]), worker["clock"]) for rank, worker in data["workers"].items()
     }
     data["clocks"] = {int(rank): clock for rank, clock in data["clocks"].items()}
+    data["bases"] = {
+        int(index): tuple(StoredPart(stored["checkpoint"], Part(**stored["part"])) for stored in chain)
+        for index, chain in data.get("bases", {}).items()
+    }
     return Manifest(**data)
 
 

@@ -43,7 +43,7 @@ def test_workers_wait_as_long_as_a_restore_gets_on(
     read = CheckpointStore.read_files
 
     def slowly(store: CheckpointStore, *arguments: Any) -> Any:
-        told = arguments[3]
+        told = arguments[2]
         for _ in range(PIECES):
             over.wait(PIECE_SECONDS)
             told(1)

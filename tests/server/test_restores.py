@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.placement import place_job
 from ps_server.core.requests import PullCall
-from ps_server.core.snapshot import Part, RestoreProgress, VersionRange
+from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
@@ -193,7 +193,7 @@ class ReadingShard:
         return 1
 
     def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Part | None, shards: int
+        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Sequence[StoredPart], shards: int
     ) -> RestoreProgress:
         self.asked.append((name, last))
         assert self.recovery is not None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,13 +262,22 @@ def test_feeds_end_with_their_job(feeding: Feeding) -> None:
     assert reader.take() == FeedPart(0), "what was queued brings nothing of a table that is gone"
 
 
+def takes_at_once(lock: Any) -> bool:
+    """Whether the thread that calls gets a lock without waiting."""
+    taken: bool = lock.acquire(blocking=False)
+    if taken:
+        lock.release()
+    return taken
+
+
 def test_training_is_as_it_was_while_a_round_is_under_way(feeding: Feeding) -> None:
     feeding.train(np.arange(60_000))
     reader = feeding.watch()
     reader.take()
     feeding.train(np.arange(30_000, 90_000))
     table = feeding.shard.jobs()["job"].tables[0]
-    assert not table.tensors.locked()
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(takes_at_once, table.tensors).result(), "an update would not wait"
     while not reader.take().cursor:
         pass
     assert len(reader.rows) == 60_000, "what is newer comes in the next round"

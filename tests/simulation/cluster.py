@@ -87,7 +87,7 @@ class Cluster:
     def _setup(self, own_disks: bool) -> Setup:
         draw = self.world.random
         steps, seconds = draw.choice([(5, None), (20, None), (None, 2.0), (None, 5.0)])
-        policy = CheckpointPolicy(DIRECTORY, steps, seconds, keep=2, resume=True)
+        policy = CheckpointPolicy(DIRECTORY, steps, seconds, keep=2, resume=True, full_every=4)
         return Setup(draw.random() < 0.5, policy if draw.random() < 0.9 else None, self.lease, own_disks)
 
     # -- what its user does ------------------------------------------------------------------------------------------

@@ -26,18 +26,18 @@ from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.commands import Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Admission, UpdateRule
-from ps_server.core.data_commits import Committed, DataCommits
+from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
-from ps_server.core.snapshot import TableSnapshot
-from ps_server.core.tables import ShardTable, TableRows, Tables
+from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
+from ps_tables.copies import TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.table import Table
@@ -340,14 +340,14 @@ def stages_the_first_message(patch: pytest.MonkeyPatch) -> None:
 
 def leaves_rows_out_of_checkpoints(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint has no rows, or as few as the table had once."""
-    snapshot = ShardTable.snapshot
+    tensors = TableCopy.tensors
 
-    def without(self: ShardTable, committed: Committed | None = None) -> TableSnapshot:
-        found = snapshot(self, committed)
-        none = {name: tensor[:0] if name != "version" else tensor for name, tensor in found.tensors.items()}
-        return replace(found, tensors=none)
+    def without(self: TableCopy) -> dict[str, torch.Tensor]:
+        of_rows = {name: tensor for name, tensor in tensors(self).items() if not name.startswith("waiting.")}
+        single = {"version", "since", "oldest"}
+        return {name: tensor if name in single else tensor[:0] for name, tensor in of_rows.items()}
 
-    patch.setattr(ShardTable, "snapshot", without)
+    patch.setattr(TableCopy, "tensors", without)
 
 
 def copies_tables_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ optimizers.py           Each optimizer of a shard, with hyper-parameters that ar
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
 table_model.py          A model with two tables and a layer, and how it is trained
 table_shards.py         A job with one table on one of several shards, trained without a server around it
+table_worker.py         A job with one table in servers of one process, and a worker that pushes rows to it
 unfinished.py           Calls whose request never ends
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 one_thread.py           Has torch compute in the calling thread alone, as servers do

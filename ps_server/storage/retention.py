@@ -1,0 +1,48 @@
+"""Which checkpoints of a job stay, where some build on the files of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from ps_protocol.errors import CheckpointDamaged
+from ps_server.storage.manifest import Manifest
+
+Needs = Callable[[str], frozenset[str] | None]
+
+
+class KnownNeeds:
+    """Which checkpoints each one builds on, by job and name: a manifest that was read once is not read again."""
+
+    def __init__(self, manifest: Callable[[str, str], Manifest]) -> None:
+        self._manifest = manifest
+        self._known: dict[tuple[str, str], frozenset[str]] = {}
+
+    def of(self, job: str, name: str) -> frozenset[str] | None:
+        """Returns the checkpoints that one builds on; None where it is damaged. Raises VersionMismatch."""
+        if (job, name) not in self._known:
+            try:
+                self._known[job, name] = self._manifest(job, name).needs
+            except CheckpointDamaged:
+                return None
+        return self._known[job, name]
+
+    def forget(self, job: str, name: str) -> None:
+        """Forgets one that is removed."""
+        self._known.pop((job, name), None)
+
+
+def staying(complete: Sequence[str], keep: int, also: Collection[str | None], needs: Needs) -> set[str]:
+    """Returns the checkpoints that stay: the last `keep`, and what they build on.
+
+    Where several are kept, the last one that has no file in common with the newest stays, too: one damaged file must
+    not take all.
+    complete: all, oldest first; also: those that stay besides
+    """
+    stays = {name for name in complete if name in complete[-keep:] or name in also}
+    stays |= {base for name in stays for base in needs(name) or ()}
+    newest = {complete[-1], *(needs(complete[-1]) or ())} if complete and keep > 1 else set()
+    for name in reversed(complete) if newest else ():
+        files = needs(name)
+        if files is not None and not newest & {name, *files}:
+            return stays | {name, *files}
+    return stays

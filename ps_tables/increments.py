@@ -1,0 +1,105 @@
+"""What changed in a table between two copies of it, and how a table is put together from it.
+
+An increment has, by the names of Table.snapshot, the rows that were trained after a version, and the ids that have
+occurred after it and wait for admission. Beside them
+
+    since            the version after which these are
+    oldest           rows that were trained last before this version are none any more
+    waiting.oldest   likewise of ids that wait
+    waiting.removed  ids that waited and do not any more: they were admitted
+
+A row never goes by itself: those that were trained longest ago go, so one number says which ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ps_protocol.row_ids import mix
+
+_OWN = ("since", "oldest", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
+
+Tensors = dict[str, torch.Tensor]
+
+
+def in_order(tensors: Tensors) -> Tensors:
+    """Returns the rows of a snapshot in the order of mixed ids, and so what waits."""
+    ordered = dict(tensors)
+    for prefix in ("", "waiting."):
+        if f"{prefix}ids" in tensors:
+            order = torch.from_numpy(np.argsort(mix(tensors[f"{prefix}ids"].numpy())))
+            for name in _of(tensors, prefix):
+                ordered[name] = tensors[name][order]
+    return ordered
+
+
+def merged(chain: Sequence[Tensors]) -> Tensors:
+    """Returns a table from a copy of all rows and the increments after it, the oldest first, in any order of rows.
+
+    Each tensor leaves `chain` when it is used: a table may fill half of the memory.
+    Raises ValueError where one does not follow the other, KeyError where something is missing.
+    """
+    if "since" in chain[0]:
+        raise ValueError(f"expected all rows, got changes since version {int(chain[0]['since'])}")
+    for before, after in itertools.pairwise(chain):
+        if int(after["since"]) != int(before["version"]):
+            raise ValueError(f"expected changes since version {int(before['version'])}, got {int(after['since'])}")
+    if len(chain) == 1:
+        return chain[0]
+    result = {"version": chain[-1]["version"]}
+    for prefix in ("", "waiting."):
+        if any(f"{prefix}ids" in part for part in chain):
+            counts = [len(part[f"{prefix}ids"]) for part in chain]
+            for part, count in zip(chain, counts, strict=True):
+                if len(part[f"{prefix}last"]) != count:
+                    raise ValueError(f"expected {prefix}last of {count}, got {len(part[f'{prefix}last'])}")
+            kept = _kept(chain, prefix)
+            for name in sorted(_of(chain[-1], prefix)):
+                result[name] = _selected(name, [part.pop(name) for part in chain], counts, kept)
+    return result
+
+
+def _of(tensors: Tensors, prefix: str) -> list[str]:
+    """Returns the tensors of rows, or of what waits."""
+    return [name for name in tensors if name not in _OWN and name.startswith("waiting.") == bool(prefix)]
+
+
+def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
+    """Returns, for each part, which of its rows are rows in the end, by their places in it."""
+    kept: list[torch.Tensor] = []
+    later: np.ndarray = np.empty(0, np.int64)  # ids that a later part has, or has removed
+    oldest = 0
+    for part in reversed(chain):
+        ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
+        stays = (last >= oldest) & ~np.isin(ids, later)
+        kept.append(torch.from_numpy(np.flatnonzero(stays)))
+        removed = [part["waiting.removed"].numpy()] if prefix and "waiting.removed" in part else []
+        later = np.concatenate([later, ids, *removed])
+        oldest = max(oldest, int(part[f"{prefix}oldest"]) if f"{prefix}oldest" in part else 0)
+    return kept[::-1]
+
+
+def _selected(
+    name: str, tensors: list[torch.Tensor], counts: Sequence[int], kept: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns some rows of each tensor in one; gives the memory of each back as soon as it is copied.
+
+    counts: how many rows each is to have
+    """
+    shape, dtype = tensors[0].shape[1:], tensors[0].dtype
+    for tensor, count in zip(tensors, counts, strict=True):
+        if tensor.shape != (count, *shape) or tensor.dtype != dtype:
+            expected = f"{(count, *shape)} of {dtype}"
+            raise ValueError(f"expected {name} to be {expected}, got {tuple(tensor.shape)} of {tensor.dtype}")
+    out = torch.empty((sum(map(len, kept)), *shape), dtype=dtype, device="cpu")
+    first = 0
+    while tensors:
+        tensor = tensors.pop()
+        which = kept[len(tensors)]
+        torch.index_select(tensor, 0, which, out=out[first : first + len(which)])
+        first += len(which)
+    return out
