@@ -9,6 +9,7 @@ every mode take the same delays in the same order, and the modes take turns.
 from __future__ import annotations
 
 import argparse
+import heapq
 import math
 import os
 import random
@@ -25,6 +26,8 @@ from bench.training import Task, weight_bytes
 DELAYS = 4000  # steps after which a worker's delays repeat
 ROUNDING = 1e-6  # seconds: the sum of many delays is not exact
 AHEAD = {"ddp": 0, "sync": 0, "ssp:8": 8, "async": math.inf}  # how many steps a worker may be ahead, by mode
+QUORUM = "sync all-1"  # one more system: sync with a quorum of all but one
+SYSTEMS = (*AHEAD, QUORUM)
 SHORT = {"seconds": 4.0, "turns": 1}
 
 
@@ -61,6 +64,40 @@ def steps_possible(pauses: Sequence[Sequence[float]], ahead: float, seconds: flo
     return steps
 
 
+def steps_with_quorum(pauses: Sequence[Sequence[float]], needed: int, seconds: float) -> int:
+    """How many steps all workers together can finish in that time, if an update waits for so many of them.
+
+    A worker is in an update once. One that is in time waits for its update; one that is late goes on at once.
+    """
+    version, steps = 0, [0] * len(pauses)
+    weights, inside, waiting, held = [0] * len(pauses), set[int](), set[int](), list[int]()
+    arrivals = [(row[0], rank) for rank, row in enumerate(pauses)]
+    heapq.heapify(arrivals)
+
+    def go_on(rank: int, now: float) -> None:
+        weights[rank] = version
+        steps[rank] += 1
+        heapq.heappush(arrivals, (now + pauses[rank][steps[rank] % len(pauses[rank])], rank))
+
+    while arrivals[0][0] <= seconds + ROUNDING:
+        now, arrived = heapq.heappop(arrivals)
+        held.append(arrived)
+        while (rank := next((rank for rank in held if rank not in inside), None)) is not None:
+            held.remove(rank)
+            inside.add(rank)
+            if weights[rank] < version:
+                go_on(rank, now)
+            else:
+                waiting.add(rank)
+            if len(inside) >= needed:
+                version += 1
+                for ready in sorted(waiting):
+                    go_on(ready, now)
+                inside.clear()
+                waiting.clear()
+    return sum(steps)
+
+
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each scenario and mode."""
     compute = "busy" if len(os.sched_getaffinity(0)) >= arguments.workers else "wait"
@@ -69,10 +106,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     with servers([HERE] * arguments.shards) as cluster:
         for scenario in ("steady", "random"):
             pauses = delays(scenario, arguments.workers, arguments.base_ms / 1e3, arguments.seed)
-            rates: dict[str, list[float]] = {mode: [] for mode in AHEAD}
+            rates: dict[str, list[float]] = {mode: [] for mode in SYSTEMS}
             for turn in range(arguments.turns):
                 for mode, seen in rates.items():
-                    task = replace(plain, mode=mode, job=f"{scenario}-{mode}-{turn}".replace(":", "-"))
+                    job = f"{scenario}-{mode}-{turn}".replace(":", "-").replace(" ", "-")
+                    name, _, quorum = mode.partition(" ")
+                    task = replace(plain, mode=name, quorum=quorum or None, job=job)
                     if mode != "ddp":
                         task = replace(task, server=cluster.address)
                     seen.append(_rate(task, pauses, arguments.seconds))
@@ -84,7 +123,7 @@ def _rate(task: Task, pauses: list[list[float]], seconds: float) -> float:
     """Steps per second of all workers together."""
     patience = START_SECONDS + 2 * seconds
     with trainers([HERE] * len(pauses), task, pauses=pauses) as group:
-        if AHEAD[task.mode] == 0:  # in lockstep all must take as many steps
+        if AHEAD[task.mode] == 0 and task.quorum is None:  # in lockstep all must take as many steps
             answers = group.run(patience, steps=max(1, steps_possible(pauses, 0, seconds)[0]))
             took = max(found["ends"][-1] for found in answers)
             return sum(len(found["ends"]) for found in answers) / took
@@ -96,6 +135,7 @@ def _results(
     arguments: argparse.Namespace, scenario: str, compute: str, pauses: list[list[float]], rates: dict[str, list[float]]
 ) -> list[Result]:
     most = {mode: sum(steps_possible(pauses, ahead, arguments.seconds)) for mode, ahead in AHEAD.items()}
+    most[QUORUM] = steps_with_quorum(pauses, arguments.workers - 1, arguments.seconds)
     mean = {mode: sum(seen) / len(seen) for mode, seen in rates.items()}
     return [
         result(

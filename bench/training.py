@@ -34,6 +34,7 @@ class Task:
     warmup:  steps before the first order
     pauses:  seconds that each step takes longer, one after the other and again from the start
     compute: what happens in a pause: "wait" leaves the core to others, "busy" computes
+    quorum:  as ps_worker.connect takes it
     """
 
     model: str
@@ -53,6 +54,7 @@ class Task:
     warmup: int = 4
     pauses: tuple[float, ...] = ()
     compute: str = "wait"
+    quorum: str | None = None
 
 
 # -- the models ------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def main() -> None:
     imports = memory()["peak"]
     task = Task(**json.loads(sys.stdin.readline()))
     with ps_worker.connect(
-        task.server, task.mode, task.job, task.rank, task.world_size, transport=task.transport
+        task.server, task.mode, task.job, task.rank, task.world_size, transport=task.transport, quorum=task.quorum
     ) as session:
         training = losses(task, session)
         for _ in range(task.warmup):

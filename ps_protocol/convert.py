@@ -90,12 +90,22 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
 
 def consistency(message: job_pb2.Consistency) -> Consistency:
     """Returns the consistency that a message describes."""
-    return Consistency(message.max_staleness if message.HasField("max_staleness") else None, message.aggregate)
+    return Consistency(
+        message.max_staleness if message.HasField("max_staleness") else None,
+        message.aggregate,
+        message.quorum if message.HasField("quorum") else None,
+        message.quorum_grace,
+    )
 
 
 def consistency_message(rule: Consistency) -> job_pb2.Consistency:
     """Returns the message that describes a job's consistency."""
-    return job_pb2.Consistency(max_staleness=rule.max_staleness, aggregate=rule.aggregate)
+    return job_pb2.Consistency(
+        max_staleness=rule.max_staleness,
+        aggregate=rule.aggregate,
+        quorum=rule.quorum,
+        quorum_grace=rule.quorum_grace,
+    )
 
 
 def job_spec_data(spec: JobSpec) -> dict[str, Any]:

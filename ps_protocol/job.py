@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
-from ps_protocol.modes import Consistency
+from ps_protocol.modes import Consistency, check_quorum
 from ps_protocol.tables import JobTable, validate_table
 
 MAX_BUCKET_BYTES = 16 * 2**20
@@ -97,6 +97,7 @@ def validate(spec: JobSpec) -> None:
         raise LimitExceeded(f"a job may have up to {MAX_PARAMETERS} parameters, got {len(spec.parameters)}")
     if spec.world_size > MAX_WORLD_SIZE:
         raise LimitExceeded(f"a job may have up to {MAX_WORLD_SIZE} workers, got world_size {spec.world_size}")
+    check_quorum(spec.consistency, spec.world_size)
     if spec.bucket_bytes < ALIGNMENT_BYTES or spec.bucket_bytes % ALIGNMENT_BYTES:
         raise InvalidRequest(f"bucket_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {spec.bucket_bytes}")
     if spec.bucket_bytes > MAX_BUCKET_BYTES:

@@ -1,17 +1,22 @@
 """The modes of training, and the one rule behind three of them.
 
 `sync`, `ssp:K` and `async` are settings of `Consistency`; `single` and `ddp` need no server. Bounded staleness is the
-rule of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+rule of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. A
+quorum is that of Chen et al., "Revisiting Distributed Synchronous SGD", 2016, but that late gradients count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest
 
 # A larger bound than any job can use is a typing error, and would not fit the wire's uint32.
 MAX_STALENESS = 1_000_000
+# As many workers as no job has; and a longer grace than any job can use.
+MAX_QUORUM = 1_000_000
+MAX_GRACE = 3600.0
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,15 @@ class Consistency:
     max_staleness: a pull at clock c waits until every live worker's updates up to clock c - max_staleness are in;
                    None never waits for another worker.
     aggregate:     one optimizer step with the mean of one gradient of each live worker, instead of one step a gradient.
+    quorum:        with aggregate, how many of the live workers an update waits for: so many, or (below 0) all but so
+                   many; None: all. A gradient that comes later counts in the next update.
+    quorum_grace:  seconds that an update then still waits for the others
     """
 
     max_staleness: int | None
     aggregate: bool = False
+    quorum: int | None = None
+    quorum_grace: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and not 0 <= self.max_staleness <= MAX_STALENESS:
@@ -33,10 +43,40 @@ class Consistency:
             # A worker that runs ahead would push a gradient for an update that its peers have not even started on, and
             # its own step would then wait for theirs while theirs wait for nothing: a deadlock in all but name.
             raise InvalidRequest(f"averaging needs max_staleness 0 (sync), got {self.max_staleness}")
+        if self.quorum is not None and not self.aggregate:
+            raise InvalidRequest(
+                f"a quorum is for sync, where an update has the gradients of several workers; not {self}"
+            )
+        if self.quorum is not None and not 1 <= abs(self.quorum) <= MAX_QUORUM:
+            raise InvalidRequest(f"a quorum is from 1 to {MAX_QUORUM} workers, or all but so many, got {self.quorum}")
+        if not 0 <= self.quorum_grace <= MAX_GRACE:  # nor NaN
+            raise InvalidRequest(f"the grace of a quorum is from 0 to {MAX_GRACE:g} seconds, got {self.quorum_grace}")
+        if self.quorum_grace and self.quorum is None:
+            raise InvalidRequest(f"a grace of {self.quorum_grace:g} seconds needs a quorum that it comes after")
+
+    @property
+    def one_clock(self) -> bool:
+        """Whether update number r is made of all live workers' clock r: then workers and buckets share one clock, a
+        checkpoint is of one moment, and two runs are equal to the bit."""
+        return self.aggregate and self.quorum is None
+
+    def needed(self, live: int) -> int:
+        """Returns how many of so many live workers an update waits for."""
+        if self.quorum is None:
+            return live
+        return min(live, self.quorum) if self.quorum > 0 else min(live, max(1, live + self.quorum))
+
+    @property
+    def quorum_text(self) -> str:
+        """The quorum as people write it: 3, or all-1; empty without one."""
+        if self.quorum is None:
+            return ""
+        return str(self.quorum) if self.quorum > 0 else f"all{self.quorum}"
 
     def __str__(self) -> str:
         if self.aggregate:
-            return "sync"
+            grace = f", grace {self.quorum_grace:g} s" if self.quorum_grace else ""
+            return "sync" if self.quorum is None else f"sync, quorum {self.quorum_text}{grace}"
         return "async" if self.max_staleness is None else f"ssp:{self.max_staleness}"
 
 
@@ -55,3 +95,41 @@ def parse_mode(text: str) -> Consistency | None:
     if name == "ssp" and bound.isascii() and bound.isdigit() and len(bound) < 20:  # int() refuses a text of thousands
         return Consistency(max_staleness=int(bound))
     raise InvalidRequest(f"mode must be single, ddp, sync, ssp:K (such as ssp:4) or async, got {text[:100]!r}")
+
+
+def parse_quorum(text: str) -> int:
+    """Returns the quorum that a text stands for, as Consistency has it: Q, or all-N for all but N of the live workers.
+
+    Raises InvalidRequest for anything else, and for 0.
+    """
+    match = re.fullmatch(r"(all-)?([0-9]{1,7})", text, re.ASCII)
+    number = int(match[2]) if match is not None else 0
+    if match is None or not 1 <= number <= MAX_QUORUM:
+        raise InvalidRequest(
+            f"quorum must be a number of workers from 1 on, or all-N for all but N of them (such as all-1), "
+            f"got {text[:100]!r}"
+        )
+    return -number if match[1] else number
+
+
+def with_quorum(mode: str, rule: Consistency | None, quorum: int | None, grace: float) -> Consistency | None:
+    """Returns the rule of a mode with a quorum. Raises InvalidRequest where the mode has none."""
+    if quorum is None and not grace:
+        return rule
+    if rule is None or not rule.aggregate:
+        what = "quorum" if quorum is not None else "quorum-grace"
+        raise InvalidRequest(
+            f"--{what} is for sync, where an update has the gradients of several workers; mode is {mode}"
+        )
+    return replace(rule, quorum=quorum, quorum_grace=grace)
+
+
+def check_quorum(rule: Consistency, world_size: int) -> None:
+    """Raises InvalidRequest for a quorum that makes no sense among so many workers; 0: their number is not known."""
+    if rule.quorum is None or not world_size:
+        return
+    if not -world_size < rule.quorum < world_size:
+        raise InvalidRequest(
+            f"a quorum of {rule.quorum_text} makes no sense among {world_size} workers: an update waits for 1 to "
+            f"{world_size - 1} of them" + ("" if world_size > 1 else ", and there are no others")
+        )

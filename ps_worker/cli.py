@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_protocol.modes import parse_mode
+from ps_protocol.modes import check_quorum, parse_mode
 from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
-from ps_worker.config import SETTINGS
+from ps_worker.config import SETTINGS, rule_of
 from ps_worker.own_servers import SERVER_SETTINGS, servers_plan, starts_servers
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     world_size = nodes * workers if nodes > 1 else arguments.world_size or first + workers
     if first + workers > world_size:
         raise InvalidRequest(f"ranks {first} to {first + workers - 1} do not fit into --world-size {world_size}")
+    rule = rule_of(mode, arguments.quorum, arguments.quorum_grace)
+    if rule is not None and not arguments.elastic:
+        check_quorum(rule, world_size)
     # Checked here too, where one line says for all workers what is wrong.
     files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
     access(*files, arguments.insecure)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES
-from ps_protocol.modes import Consistency, parse_mode
+from ps_protocol.modes import Consistency, check_quorum, parse_mode, parse_quorum, with_quorum
 from ps_runtime.credentials import access
 from ps_runtime.launch_id import launch_id
 from ps_runtime.logs import log_settings
@@ -47,6 +47,15 @@ def wire_formats(text: str) -> str:
     return text
 
 
+def quorum_text(text: str) -> str:
+    """Reads how many workers an update waits for: Q or all-N."""
+    try:
+        parse_quorum(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def new_file(text: str) -> Path:
     """Reads the path of a file that is to be written."""
     path = Path(text).absolute()
@@ -61,6 +70,8 @@ def new_file(text: str) -> Path:
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
     Setting("mode", "single, ddp, sync, ssp:K or async; sync where there is a server", mode_name),
+    Setting("quorum", "in sync, how many live workers an update waits for: Q, or all-N", quorum_text, metavar="Q"),
+    Setting("quorum_grace", "seconds that it then waits for the others; 0 if not given", seconds, metavar="S"),
     Setting("job", "the job's name", default="default", metavar="NAME"),
     Setting("world_size", "workers of the whole job, if others start elsewhere", count, metavar="W"),
     Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
@@ -131,6 +142,8 @@ def resolve(**arguments: object) -> WorkerConfig:
     place = placement(values["rank"], values["world_size"], values["local_rank"])
     mode, consistency = _mode(values, place)
     rank, world_size = _checked_place(mode, consistency, values["elastic"], place)
+    if consistency is not None:
+        check_quorum(consistency, world_size)
     insecure = values["insecure"]
     return WorkerConfig(
         server=values["server"],
@@ -170,11 +183,16 @@ def check(name: str, value: object) -> Any:
     return next(setting for setting in SETTINGS if setting.name == name).find(value)
 
 
+def rule_of(mode: str, quorum: str | None, grace: float | None) -> Consistency | None:
+    """Returns the rule of a mode and its quorum, as settings have them. Raises InvalidRequest where they do not fit."""
+    return with_quorum(mode, parse_mode(mode), None if quorum is None else parse_quorum(quorum), grace or 0.0)
+
+
 def _mode(values: dict[str, Any], place: Placement) -> tuple[str, Consistency | None]:
     """Returns the mode that was given, or follows from the rest, and its rule."""
     several = not values["elastic"] and (place.world_size or 1) > 1
     mode: str = values["mode"] or ("sync" if values["server"] else "ddp" if several else "single")
-    consistency = parse_mode(mode)
+    consistency = rule_of(mode, values["quorum"], values["quorum_grace"])
     if consistency is not None and values["server"] is None:
         raise InvalidRequest(f"mode {mode} needs a server: connect(server='HOST:PORT'), PS_SERVER, or --server")
     return mode, consistency

@@ -58,6 +58,8 @@ def connect(
     world_size: int | None = None,
     *,
     elastic: bool | None = None,
+    quorum: str | int | None = None,
+    quorum_grace: float | None = None,
     connect_timeout: float | None = None,
     metrics_host: str | None = None,
     metrics_port: int | None = None,
@@ -85,6 +87,9 @@ def connect(
     rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
     world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
     elastic:         no fixed world size; ranks are given out, workers come and go (PS_ELASTIC)
+    quorum:          in sync, how many live workers an update waits for (PS_QUORUM): 3, or "all-1" for all but one; a
+                     gradient that comes later counts in the next update. By default all
+    quorum_grace:    seconds that an update then still waits for the others (PS_QUORUM_GRACE), 0
     connect_timeout: seconds to keep trying servers that do not answer (PS_CONNECT_TIMEOUT), 60
     metrics_host, metrics_port: where to serve /metrics (PS_METRICS_HOST, PS_METRICS_PORT); any free port
     transport:       how buckets travel (PS_TRANSPORT): "shm", through memory shared with shards on this host; "tcp",

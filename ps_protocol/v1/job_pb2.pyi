@@ -135,9 +135,13 @@ class GroupUpdate(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("max_staleness", "aggregate")
+    __slots__ = ("max_staleness", "aggregate", "quorum", "quorum_grace")
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     AGGREGATE_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_GRACE_FIELD_NUMBER: _ClassVar[int]
     max_staleness: int
     aggregate: bool
-    def __init__(self, max_staleness: _Optional[int] = ..., aggregate: _Optional[bool] = ...) -> None: ...
+    quorum: int
+    quorum_grace: float
+    def __init__(self, max_staleness: _Optional[int] = ..., aggregate: _Optional[bool] = ..., quorum: _Optional[int] = ..., quorum_grace: _Optional[float] = ...) -> None: ...

@@ -175,7 +175,7 @@ class CheckpointedJob:
         spec, highest = self.placed.spec, 0
         for shard in self.cluster.shards.known().values():
             with contextlib.suppress(PSError):
-                highest = max(highest, shard.api.statistics().progress(spec.name, spec.consistency.aggregate))
+                highest = max(highest, shard.api.statistics().progress(spec.name, spec.consistency.one_clock))
         return highest
 
     def have_stepped(self, ranks: Iterable[int], clocks: Mapping[int, int]) -> bool:
@@ -229,7 +229,7 @@ class CheckpointAttempt:
     def __init__(self, job: CheckpointedJob) -> None:
         self._job, self._spec = job, job.placed.spec
         self._shards, self._timing, self._now = job.cluster.shards, job.cluster.timing, job.cluster.clock.now
-        self._store, self._aggregate = job.checkpointing.store, job.placed.spec.consistency.aggregate
+        self._store, self._one_clock = job.checkpointing.store, job.placed.spec.consistency.one_clock
         self._name = ""
         self._clock: int | None = None
         self._parts: dict[int, ShardSnapshot] = {}
@@ -287,21 +287,21 @@ class CheckpointAttempt:
             self._begin_standing()
             yield from self._await_parts()
             reached = self._reached()
-            if not self._aggregate or reached.version_min == reached.version_max:
+            if not self._one_clock or reached.version_min == reached.version_max:
                 break
             self._store.discard(self._spec.name, self._name)
             if self._now() >= until:
                 low, high = reached.version_min, reached.version_max
                 raise TryLater(f"the shards are between two clocks, {low} and {high}")
             yield self._timing.checkpoint_begin
-        self._commit(self._states_now(reached.version_max if self._aggregate else None))
+        self._commit(self._states_now(reached.version_max if self._one_clock else None))
 
     # -- 1. name a clock ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> Steps[None]:
         """Names a clock that all shards can still meet; in ssp and async there is none to name."""
         ahead = 1
-        if self._aggregate and self._job.requests.open:
+        if self._one_clock and self._job.requests.open:
             self._look()  # a clock that is needlessly far ahead costs a step, however long that takes
         self._rename(ahead)
         while True:
@@ -331,7 +331,7 @@ class CheckpointAttempt:
         self._job.states.forget()
         self._name = self._next_name()
         reached, steps = self._job.progress.reached, self._job.checkpointing.policy.steps
-        if not self._aggregate:
+        if not self._one_clock:
             self._clock = None
         elif self._job.progress.last is None or steps is None or self._job.requests.open:
             self._clock = reached + ahead
@@ -407,7 +407,7 @@ class CheckpointAttempt:
 
     def _await_states(self) -> Steps[States]:
         """Returns the states of the workers; a live worker that sends nothing in time is left out."""
-        clock = self._reached().version_max if self._aggregate else None
+        clock = self._reached().version_max if self._one_clock else None
         until, requests = self._states_until(), self._job.requests
         while True:
             self._check_void()
@@ -419,7 +419,7 @@ class CheckpointAttempt:
 
     def _states_until(self) -> float:
         """Returns how long live workers have to send their states. In sync no other state will do."""
-        if not self._aggregate:  # where pushes are refused, no worker passes by any more
+        if not self._one_clock:  # where pushes are refused, no worker passes by any more
             return self._now() + (0.0 if self._last else self._timing.any_state)
         return math.inf if self._job.requests.open else self._now() + self._timing.state
 
@@ -500,7 +500,7 @@ class CheckpointAttempt:
                 *(job, manifest.name, list(manifest.without)),
             )
         behind = {rank: clock for rank, clock in left.items() if clock is not None and clock < manifest.clock}
-        if behind and self._aggregate:
+        if behind and self._one_clock:
             what = (
                 "job %s: checkpoint %s is of clock %d, and workers had left before, by rank at clock %s: they go on "
                 "with the data from there"
@@ -516,7 +516,7 @@ class CheckpointAttempt:
             job=job_spec_data(self._spec),
             run=self._job.placed.run,
             mode=str(self._spec.consistency),
-            clock=reached.version_max if self._aggregate else max(reached.clocks.values(), default=0),
+            clock=reached.version_max if self._one_clock else max(reached.clocks.values(), default=0),
             placement=self._job.placed.placement,
             shards={index: snapshot.part for index, snapshot in sorted(self._parts.items())},
             workers=workers,

@@ -148,7 +148,7 @@ class JobCheckpoints:
             if progress.last is None and (policy.steps or policy.seconds):
                 return  # the first at once: from then on, there is one to roll back to
             if policy.steps and (
-                self._spec.consistency.aggregate or self._job.look() >= progress.reached + policy.steps
+                self._spec.consistency.one_clock or self._job.look() >= progress.reached + policy.steps
             ):
                 return
             if policy.seconds and self._clock.now() >= progress.at + policy.seconds:
@@ -188,7 +188,7 @@ class JobCheckpoints:
                 rolled back to it, has a newer one than that.
         """
         last = self._progress.last
-        part = None if last is None or not self._spec.consistency.aggregate else last.workers.get(rank)
+        part = None if last is None or not self._spec.consistency.one_clock else last.workers.get(rank)
         if not is_new and last is not None and part is not None and part.clock < last.clock:
             return None
         try:
@@ -283,7 +283,7 @@ class JobCheckpoints:
         if self._is_up_to_date():
             return
         until = self._clock.now() + seconds
-        if not self._spec.consistency.aggregate:
+        if not self._spec.consistency.one_clock:
             # The workers send their states while pushes are still taken. Then there is one more, of all that shards
             # acknowledged: it has these states, and each worker leaves out the data of the steps that it made since.
             self._request_last(seconds / 2)
@@ -291,7 +291,7 @@ class JobCheckpoints:
 
     def _is_up_to_date(self) -> bool:
         last = self._progress.last
-        return last is not None and self._spec.consistency.aggregate and last.clock == self._job.look()
+        return last is not None and self._spec.consistency.one_clock and last.clock == self._job.look()
 
     def _request_last(self, seconds: float, standing: bool = False, last: bool = False) -> None:
         try:

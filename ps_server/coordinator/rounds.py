@@ -156,10 +156,12 @@ class JobRounds:
             self._looked = now
             return True
 
-    def look(self, waits: Collection[Wait]) -> None:
+    def look(self, waits: Collection[Wait], one_clock: bool = True) -> None:
         """Tells the workers that wait how the round stands, as often as it is due.
 
-        waits: of workers on shards
+        waits:     of workers on shards
+        one_clock: a worker that is at the clock of such a wait, or past it, has made its step; False: with a quorum
+                   each counts its own steps
         """
         with self._lock:
             if self._unsaved is not None:
@@ -172,7 +174,9 @@ class JobRounds:
             for waiter in list(self._waiters):
                 # A worker that is behind in steps, and in this round already, does not make the step.
                 wanted = any(
-                    wait.rank in missing and waiter.rank in wait.waiting_for and wait.clock > waiter.clock
+                    wait.rank in missing
+                    and waiter.rank in wait.waiting_for
+                    and (wait.clock > waiter.clock or not one_clock)
                     for wait in waits
                 )
                 if wanted or now - waiter.since >= self._timing.round_hold:

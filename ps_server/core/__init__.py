@@ -18,6 +18,7 @@ limits.py        How much anyone may take: every limit of a server by name, with
 membership.py    The live workers of a job: leases, incarnations, ranks
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
+quorum.py        One bucket's protocol in sync with a quorum: an update waits for some workers, and the late count next
 reached.py       How far a job is on one shard: over all its buckets that train, and its tables
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 room.py          How much memory a job comes to take on a shard

@@ -21,7 +21,7 @@ SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rat
 class StepAccounting:
     """The account of one job.
 
-    aggregate:   True in sync: every shard goes back
+    aggregate:   True in sync without a quorum: every shard goes back
     lost_steps, redone_steps: of all workers, since the job began
     unaccounted: debts: by rank, the clock that the shards have of the worker, and the one it was heard at last
     began:       by rank, the clock at which a worker of that rank joined first

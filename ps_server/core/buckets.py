@@ -14,6 +14,7 @@ from ps_server.core.commands import Commit, Draft
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Assignment, DenseBucket, Gradient, Scratch
+from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import BucketSnapshot
 
 
@@ -77,7 +78,7 @@ class Buckets(Mapping[int, Bucket]):
     def __init__(self, spec: JobSpec, specs: Iterable[BucketSpec], roster: Mapping[int, Live]) -> None:
         scratch = Scratch()
         self._buckets = {
-            bucket.index: Bucket(bucket, UpdateRule(spec.consistency, roster), DenseBucket(spec, bucket, scratch))
+            bucket.index: Bucket(bucket, update_rule(spec.consistency, roster), DenseBucket(spec, bucket, scratch))
             for bucket in specs
         }
         # Bytes of the weights on this shard, added up once: it is asked for at each push.

@@ -8,7 +8,7 @@ Three verbs, and the rule between them:
 
 With aggregation (sync), update number r is one step with the mean of one contribution of each live worker, added in
 rank order: one that comes early is held back, so that two runs add in the same order and agree to the bit. Without it
-(ssp, async), every contribution is an update of its own, in order of arrival.
+(ssp, async), every contribution is an update of its own, in order of arrival. With a quorum see core/quorum.py.
 
 A contribution once staged is never dropped: if its worker dies before the update is complete, it is in the mean.
 """
@@ -47,10 +47,17 @@ class Add(Generic[T]):
 
 @dataclass(frozen=True)
 class Step:
-    """The open update is complete: step the optimizer with the mean over `ranks`, in the order they were added."""
+    """The open update is complete: step the optimizer with the mean over `ranks`, in the order they were added.
+
+    staleness: of the stalest contribution
+    clocks:    of each contribution
+    late:      ranks whose contribution came after an update without it; only with a quorum
+    """
 
     ranks: tuple[int, ...]
     staleness: int
+    clocks: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Admission:
 
 
 ADMITTED = Admission(True)
+NOT_INITIALISED = Admission(False, (0,), "rank 0 has not sent the initial weights yet")
 
 
 @dataclass
@@ -137,7 +145,8 @@ class UpdateRule(Generic[T]):
             return None
         if not self.consistency.aggregate:
             if self.added:
-                return Step((self.added[0].rank,), self._staleness(self.added[0]))
+                first = self.added[0]
+                return Step((first.rank,), self._staleness(first), (first.clock,))
             return next(iter(self.waiting.values()), None)
         if not self.waiting and not self.added:
             return None
@@ -149,7 +158,7 @@ class UpdateRule(Generic[T]):
             if rank not in taken and self._is_needed(rank):
                 return None
         # What waits is for a later update, and no worker is left to bring this one: it is an empty one.
-        return Step(tuple(add.rank for add in self.added), 0) if self.added or self.waiting else None
+        return self._step() if self.added or self.waiting else None
 
     def done(self, work: Add[T] | Step) -> None:
         """Records that what `next` said has been done."""
@@ -163,6 +172,21 @@ class UpdateRule(Generic[T]):
             self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
         self.added.clear()
 
+    def waits_for_grace(self) -> bool:
+        """Whether the open update is held back for workers that it does not need; see QuorumRule."""
+        return False
+
+    def end_grace(self, version: int) -> None:
+        """Has the open update wait no longer for workers that it does not need, if it is the one after `version`."""
+
+    def close(self) -> None:
+        """Has what is staged applied although no push is taken for now. What waits for its worker's peers stays: in
+        sync, an update without them would be another one."""
+
+    def releases(self, work: Add[T] | Step) -> bool:
+        """Whether pulls may be answered now that this has been done."""
+        return isinstance(work, Step)
+
     def admits(self, rank: int, clock: int) -> Admission:
         """Whether a pull of worker `rank` at `clock` may be answered: the one rule of sync, ssp and async.
 
@@ -170,7 +194,7 @@ class UpdateRule(Generic[T]):
         (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
         """
         if not self.initialised:
-            return Admission(False, (0,), "rank 0 has not sent the initial weights yet")
+            return NOT_INITIALISED
         bound = self.consistency.max_staleness
         late = [] if bound is None else [r for r in self.roster if r != rank and self.applied.get(r, 0) < clock - bound]
         if self.applied.get(rank, 0) < clock:
@@ -206,6 +230,9 @@ class UpdateRule(Generic[T]):
         """Whether the open update waits for this worker."""
         live = self.roster.get(rank)
         return live is not None and live.start <= self.version and self.staged.get(rank, 0) <= self.version
+
+    def _step(self) -> Step:
+        return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
 
     def _staleness(self, add: Add[None]) -> int:
         """Returns how many clocks the weights that this gradient was taken at lay behind the fastest worker's."""

@@ -53,6 +53,7 @@ class Gradient:
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     own: this contribution alone uses the memory of its values, so that the sum may be made in it
     assignment: what the worker's script has set before this step
+    clock: the worker's, where those in one update may have several (with a quorum); else 0
     """
 
     values: torch.Tensor | None
@@ -61,6 +62,7 @@ class Gradient:
     borrowed: bool = False
     own: bool = False
     assignment: Assignment | None = None
+    clock: int = 0
 
     def owned(self) -> Gradient:
         """Returns the same contribution in memory of this process."""
@@ -103,25 +105,29 @@ class OpenUpdate:
     groups, assignment: hyper-parameters to use from this update on, and what is set before it
     """
 
-    def __init__(self, bucket: BucketSpec, scratch: Scratch) -> None:
+    def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False) -> None:
+        """quorum: workers go on while what they have contributed is here, and their clocks differ"""
         self.total: torch.Tensor | None = None
         self.terms = self.count = 0
         self.present: set[int] = set()
         self.groups: dict[int, HyperParameters] = {}
         self.assignment: Assignment | None = None
-        self._bucket, self._scratch = bucket, scratch
-        self._is_empty = True
+        self._bucket, self._scratch, self._quorum = bucket, scratch, quorum
+        self._is_empty, self._clock = True, 0
         self._owns = False  # the total may be written
         self._is_scratch = False
 
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution. The order of calls is the order of the sum."""
         # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
-        # order contributions came.
-        if self._is_empty:
+        # order contributions came. With a quorum the first may be late: the hyper-parameters are those of the worker
+        # that is furthest, and assignments, which the lowest rank alone sends, count whenever they come.
+        if self._is_empty or (self._quorum and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
         for group, changed in (gradient.groups or {}).items():
-            self.groups.setdefault(group, changed)
+            if group not in self.groups or gradient.clock > self._clock:
+                self.groups[group] = changed
+        self._clock = max(self._clock, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
@@ -136,7 +142,10 @@ class OpenUpdate:
         self.present.update(set(range(len(slices))) - gradient.absent)
         self.count += 1
         self.terms += 1
-        if self.total is None:
+        if self.total is None and self._quorum and gradient.borrowed and not own:
+            self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
+            self._owns = self._is_scratch = True
+        elif self.total is None:
             self.total, self._owns = values, own  # not copied: with one contribution it is only read
         elif not self._owns or self.total.itemsize < 4:
             self._add_to_scratch(self.total, values)
@@ -189,7 +198,8 @@ class DenseBucket:
         self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
         self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
-        self._open = OpenUpdate(bucket, scratch)
+        self._quorum = spec.consistency.quorum is not None
+        self._open = OpenUpdate(bucket, scratch, self._quorum)
 
     def load(self, values: torch.Tensor) -> None:
         """Sets the weights: [numel] in the bucket's dtype."""
@@ -202,7 +212,7 @@ class DenseBucket:
     def step(self) -> None:
         """Steps the optimizer with the mean of what was added, from what was assigned. Without either, the weights stay
         as they are."""
-        update, self._open = self._open, OpenUpdate(self.bucket, self._scratch)
+        update, self._open = self._open, OpenUpdate(self.bucket, self._scratch, self._quorum)
         if update.assignment is not None:
             self.assign(update.assignment)
         if self._optimizer is not None and self._step is not None and update.total is not None:

@@ -43,7 +43,7 @@ from ps_server.core.commands import (
 )
 from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
-from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.dense import Assignment
 from ps_server.core.membership import check_incarnation, check_key
 from ps_server.core.placement import Place
 from ps_server.core.reached import Reached
@@ -306,6 +306,8 @@ class JobPartition:
         if pending is not None and pending.assignment is not None:
             self.checker.check_assigned(bucket.spec, pending.assignment)
             gradient = replace(gradient, assignment=pending.assignment)
+        if self.spec.consistency.quorum is not None:
+            gradient = replace(gradient, clock=command.clock)
         if gradient.values is not None:
             self._reserve(bucket, command, is_committed)
         try:
@@ -316,7 +318,7 @@ class JobPartition:
         self._drop_pending(bucket, rank)
         if use.spent:
             self._room.staged.release(index, rank)
-            gradient = Gradient(None, groups=gradient.groups, assignment=gradient.assignment)
+            gradient = replace(gradient, values=None, absent=frozenset(), borrowed=False, own=False)
         bucket.rule.stage(rank, command.clock, gradient, command.ranges)
         return Staged(bucket.rule.version, duplicate=False, skipped=gradient.values is None, use=use)
 
@@ -344,8 +346,9 @@ class JobPartition:
         """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
 
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
-        others (ssp, async), what is staged is applied without others' help, and there is room again. What lies in
-        the worker's own memory takes no room here, but counts for its principal.
+        others (ssp, async), what is staged is applied without others' help, and there is room again. With a quorum
+        it is added to the open update without their help, but for what a worker brings that is in that one already.
+        What lies in the worker's own memory takes no room here, but counts for its principal.
         """
         index, rank, gradient = command.bucket, command.rank, command.gradient
         assert gradient.values is not None
@@ -365,11 +368,12 @@ class JobPartition:
         """Reserves the bytes of a draft. Raises Backlogged if there is no room for them beside what is staged.
 
         What the next update waits for is always taken, and takes no room: once it counts it is the open sum, which is
-        no part of the budget.
+        no part of the budget. With a quorum none is awaited more than another: each is added when its step has ended.
         """
-        awaited = bucket.rule.is_awaited(command.rank, command.clock)
+        one_clock = self.spec.consistency.one_clock
+        awaited = one_clock and bucket.rule.is_awaited(command.rank, command.clock)
         charge = command.gradient.values.nbytes if command.gradient.values is not None else 0
-        staged = self._room.staged.bytes if self.spec.consistency.aggregate else 0
+        staged = self._room.staged.bytes if one_clock else 0
         if not self._room.drafts.reserve(
             command.bucket,
             command.rank,

@@ -71,12 +71,12 @@ class ShardStatistics:
     jobs: Mapping[str, ShardJobStatistics]
     figures: ShardFigures | None = None
 
-    def progress(self, job: str, aggregate: bool) -> int:
-        """Returns how far a job is here: its highest version with `aggregate` (sync), otherwise its highest clock."""
+    def progress(self, job: str, one_clock: bool) -> int:
+        """Returns how far a job is here: its highest version with `one_clock` (sync), otherwise its highest clock."""
         hosted = self.jobs.get(job)
         if hosted is None:
             return 0
-        return hosted.version_max if aggregate else max(hosted.clocks.values(), default=0)
+        return hosted.version_max if one_clock else max(hosted.clocks.values(), default=0)
 
     def clocks(self, job: str) -> Mapping[int, int]:
         """Returns the steps of a job's workers that are applied here, by rank, also of those that are gone."""

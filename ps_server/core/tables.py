@@ -24,6 +24,7 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.placement import Place
+from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
@@ -43,12 +44,14 @@ class RowsContribution:
     present:  the step has a gradient for the table, here or on another shard
     in_mean:  it is a term of the mean
     values:   hyper-parameters to use from this update on
+    clock:    as in dense.Gradient
     """
 
     rows: tuple[RowGradients, ...] = ()
     present: bool = True
     in_mean: bool = True
     values: HyperParameters | None = None
+    clock: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +89,9 @@ class TableRows:
             return
         parts = [rows for each in added for rows in each.rows]
         update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
-        # Those of the first one count, as in a bucket: in sync that is the lowest rank's.
-        values = next((each.values for each in added if each.values is not None), None)
+        # Those of the first one count, as in a bucket: in sync the lowest rank's; with a quorum, the furthest worker's.
+        first = max((each for each in added if each.values is not None), key=lambda each: each.clock, default=None)
+        values = None if first is None else first.values
         count = max(1, sum(each.in_mean for each in added))
         done = self._table.apply(update, count, self._table.version + 1, values)
         self.counts += RowCounts(
@@ -199,9 +203,10 @@ class Tables(Mapping[int, ShardTable]):
     ) -> None:
         self.checker = checker
         self._staged, self._limit = staged, limit
+        self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
-            rule = UpdateRule[RowsContribution](spec.consistency, roster, initialised=True)
+            rule: UpdateRule[RowsContribution] = update_rule(spec.consistency, roster, initialised=True)
             size = table_size(table, checker.place)
             rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
             self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)
@@ -279,7 +284,8 @@ class Tables(Mapping[int, ShardTable]):
             parts, present, in_mean = (), False, False
         if not parts:
             self._staged.release(table.index, command.rank)
-        contribution = RowsContribution(parts, present, in_mean, command.values)
+        clock = command.clock if self._quorum else 0
+        contribution = RowsContribution(parts, present, in_mean, command.values, clock)
         table.rule.stage(command.rank, command.clock, contribution, command.ranges)
         return Staged(table.rule.version, duplicate=False, skipped=not parts, use=use)
 

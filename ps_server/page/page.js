@@ -110,6 +110,8 @@ function takeSamples(history) {
 // -- the head ---------------------------------------------------------------------------------------------------------
 
 function mode(consistency) {
+  const quorum = consistency.quorum ?? null;
+  if (quorum !== null) return `sync, quorum ${quorum > 0 ? quorum : `all${quorum}`}`;
   if (consistency.aggregate) return "sync";
   return consistency.max_staleness === null ? "async" : `ssp:${consistency.max_staleness}`;
 }
@@ -149,7 +151,8 @@ function drawFigures(job, view, status) {
 function drawRace(job, views) {
   const lane = 24, left = 64, right = 20, width = Math.max(320, Math.min(1060, $("race").clientWidth || 700));
   const clocks = job.workers.map((worker) => worker.clock);
-  const bound = job.consistency.max_staleness;
+  // With a quorum each worker counts its own steps, and no number of them bounds how far one may be ahead.
+  const bound = job.consistency.quorum === undefined || job.consistency.quorum === null ? job.consistency.max_staleness : null;
   const low = Math.min(...clocks), wall = bound === null ? null : low + bound + 1;
   const high = Math.max(...clocks, wall ?? 0, low + 4);
   const x = (clock) => left + ((clock - low) / (high - low)) * (width - left - right);

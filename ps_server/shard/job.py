@@ -102,6 +102,7 @@ class Hosted:
     applying its updates.
 
     loans: of its weights, to those that send them
+    grace_of: the version after which an update was held back last for more than its quorum
     """
 
     index: int
@@ -111,6 +112,7 @@ class Hosted:
     loans: Loans = field(default_factory=Loans)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
     busy: bool = False
+    grace_of: int = -1
 
 
 @dataclass(eq=False)
@@ -284,6 +286,9 @@ class HostedJob:
             for table in self.tables.values():  # before a thread looks whether the task wants one
                 table.saved.build_on(built_on)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
+            if refusal is not None and refusal.clock is None:
+                for part in self.parts.values():
+                    part.rule.close()
         if before is not None:
             before.abandon()
         task.begin()

@@ -55,6 +55,12 @@ class ShardMetrics:
         self._waited_for = counter(
             "ps_waited_for_seconds_total", "Time that pulls of a bucket waited, by the rank waited for.", "job", "rank"
         )
+        self._late = counter(
+            "ps_late_contributions_total",
+            "Contributions to a bucket that came after an update without them, and counted in a later one.",
+            "job",
+            "rank",
+        )
         self._spent = counter(
             "ps_data_spent_total", "Pushes left out because the bucket has had their samples from another.", "job"
         )
@@ -96,6 +102,8 @@ class ShardMetrics:
         else:
             self._of(self._apply, job).observe(seconds)
             self._of(self._staleness, job).observe(work.staleness)
+            for rank in work.late:
+                self._of(self._late, job, str(rank)).inc()
 
     def waited(self, job: str, mode: str, seconds: float) -> None:
         """Counts the wait of a pull for other workers, once it is admitted."""

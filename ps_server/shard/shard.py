@@ -108,10 +108,11 @@ class Shard:
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
-        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due. Begins
-        rounds of feeds."""
+        """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due. Ends
+        graces, and begins rounds of feeds."""
         now = self._clock()
         self._pulls.tell_staged(now)
+        self._updates.end_graces(now)
         self.feeds.tick(now)
         if now >= self._notify_at:
             self._notify_at = now + NOTICE_AFTER_SECONDS
@@ -319,6 +320,7 @@ class Shard:
         newest = None if job.refusals.seconds else last_incarnation
         until = self._clock() + seconds
         job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
+        self._updates.schedule(job, job.parts)  # with a quorum, what waited for more pushes
 
     def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

@@ -28,7 +28,8 @@ class _Push:
 class PushTimes:
     """The last push of each bucket, of the workers of one job that record. The caller holds the job's lock.
 
-    A worker's next push of a bucket is staged only after its last one was applied: one of each is enough.
+    A worker's next push of a bucket is staged only after its last one was applied: one of each is enough. With a quorum
+    the last one may be applied later; of that nothing is told.
     """
 
     def __init__(self) -> None:
@@ -51,11 +52,11 @@ class PushTimes:
         if pushes is not None:
             pushes[bucket] = _Push(clock, now)
 
-    def applied(self, ranks: Iterable[int], bucket: int, now: float) -> None:
-        """Notes that an update with the last pushes of these workers is in a bucket's weights."""
-        for rank in ranks:
+    def applied(self, pushes: Iterable[tuple[int, int]], bucket: int, now: float) -> None:
+        """Notes that an update with pushes is in a bucket's weights. pushes: the rank and the clock of each"""
+        for rank, clock in pushes:
             push = self._pushes.get(rank, {}).get(bucket)
-            if push is not None and push.applied is None:
+            if push is not None and push.clock == clock and push.applied is None:
                 push.applied = now
 
     def of(self, rank: int, bucket: int, clock: int, now: float) -> BucketTimes | None:

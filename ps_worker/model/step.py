@@ -101,7 +101,7 @@ class StepMaker:
         In sync the drafts of the lowest rank become the open sum; the others share as much as the weights. In ssp and
         async all do. ranks: those that take part, this worker's `rank` among them
         """
-        aggregate = self._spec.consistency.aggregate
+        aggregate = self._spec.consistency.one_clock
         if aggregate and rank == min(ranks, default=rank):
             self._draft_room = math.inf
         else:

@@ -9,7 +9,6 @@ import torch
 
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec, bucket_layout
-from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import tensor_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
@@ -20,6 +19,7 @@ from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions, PulledBucket
 from tests.chaos.oracle import Cells
 from tests.chaos.worker import Task
+from tests.tools.modes import consistency
 
 START_SECONDS = 60.0
 READER = 0  # the incarnation of a reader that takes no part
@@ -48,12 +48,11 @@ def _is_free(port: int) -> bool:
 def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The weights on the shards as they are, read by one who takes no part: [buckets, rows, 1 + columns]; and for each
     of these buckets, the shard that holds it."""
-    model, rule = Cells(task.shape), parse_mode(task.mode)
-    assert rule is not None
+    model, rule = Cells(task.shape), consistency(task.mode)
     options = PrepareOptions(task.shape.bucket_bytes)
     spec, _ = describe(
         [model],
-        [model.optimizer()],
+        [model.optimizer(signs=rule.quorum is not None)],
         options,
         name=task.job,
         consistency=rule,

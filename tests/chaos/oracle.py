@@ -11,6 +11,10 @@ read from a pull says what was lost, doubled or torn, and how far behind the rea
 
 A bucket is [rows, 1 + columns]: column 0 counts, the others take turns. A push that was acknowledged must be in, once;
 one whose worker died over it may be in, once, or not.
+
+With a quorum rows and columns are as in async. An update is a mean of any number of pushes there, so the optimizer
+takes the sign of what it gets: each push adds 1 to its cells, however many are in its update. And a worker's own last
+step may be missing in what it pulls, because it came late; the one before must be in.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# RMSprop that forgets at once divides a gradient by its own size.
+SIGNS = {"lr": 1.0, "alpha": 0.0, "eps": 1e-30}
 
 
 @dataclass(frozen=True)
@@ -46,18 +53,22 @@ class Rules:
 
     averaged: an update is a mean over workers (sync); `unit` is then what all of them add together
     bound:    how many clocks a pull may lie behind a live worker; None: any number
+    late:     there is a quorum: a worker's last step may be in a later update than the one that it waits for
     """
 
     shape: Shape
     averaged: bool
     unit: int
     bound: int | None
+    late: bool = False
 
     @classmethod
     def of(cls, mode: str, workers: int, shape: Shape) -> Rules:
         """Those of a mode, with at most so many workers: every mean of theirs is then a whole number."""
         if mode == "sync":
             return cls(shape, True, math.lcm(*range(1, workers + 1)), 0)
+        if mode.startswith("sync "):
+            return cls(shape, False, 1, None, late=True)
         return cls(shape, False, 1, int(mode.partition(":")[2]) if mode.startswith("ssp") else None)
 
 
@@ -82,8 +93,10 @@ class Cells(nn.Module):
         size = shape.rows, 1 + shape.columns
         self.buckets = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(shape.buckets))
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """SGD with lr 1."""
+    def optimizer(self, signs: bool = False) -> torch.optim.Optimizer:
+        """SGD with lr 1. signs: what steps by 1 against the sign of each gradient"""
+        if signs:
+            return torch.optim.RMSprop(self.parameters(), **SIGNS)
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
     def view(self) -> torch.Tensor:
@@ -102,6 +115,7 @@ class Witness:
         self.row = row
         self._before: torch.Tensor | None = None  # the last view, if nothing happened since that it cannot explain
         self._number = 0
+        self._late: list[bool | None] = []  # by bucket, whether the last view was without the own last step
 
     def column(self, number: int) -> int:
         """Where a step marks: `number` is the life's step, or in sync the clock."""
@@ -121,11 +135,11 @@ class Witness:
 
     def lost_track(self) -> None:
         """Something happened between two steps (a new place in the job, a restored shard): the next view is a first."""
-        self._before = None
+        self._before, self._late = None, []
 
     def check(self, view: torch.Tensor, number: int) -> list[Violation]:
         """What is wrong with a view, [buckets, rows, 1 + columns], taken when step `number` had been acknowledged."""
-        found = [*whole(view, self.rules), *self._own_update(view, number)]
+        found = [*whole(view, self.rules), *(self._own_update(view, number) if not self.rules.late else ())]
         if self._before is not None and number == self._number + 1:
             found += self._since(view, view - self._before, number)
         self._before, self._number = view, number
@@ -144,7 +158,9 @@ class Witness:
     def _since(self, view: torch.Tensor, grown: torch.Tensor, number: int) -> list[Violation]:
         """What one more step of this worker may have changed."""
         column = self.column(number)
-        found = []
+        found: list[Violation] = []
+        if self.rules.late:
+            return self._since_late(grown, number)
         if self.rules.averaged:
             # Exactly one update: the marks of who is in the mean, all equal, together UNIT, in this clock's column.
             for bucket, change in enumerate(grown):
@@ -168,6 +184,24 @@ class Witness:
             if bool((change < 0).any()):
                 said = f"an older state than the one before: {_changes(change)}"
                 found.append(Violation("went back", said, self._place(bucket, number)))
+        return found
+
+    def _since_late(self, grown: torch.Tensor, number: int) -> list[Violation]:
+        """With a quorum, the step before is in by now, if it was not yet, and the last may be."""
+        found, late = [], self._late or [None] * len(grown)
+        for bucket, change in enumerate(grown):
+            own = change[self.row]
+            last, before = int(own[self.column(number)]), int(own[self.column(number - 1)])
+            allowed = (0, 1) if late[bucket] is None else (int(late[bucket] or 0),)
+            if last not in (0, 1) or before not in allowed or own.abs().sum() != 2 * (last + before):
+                said = f"own row changed by {_changes(own[None])} in one step, and {allowed} of the step before"
+                kind = "doubled" if last > 1 or before > max(allowed) else "lost"
+                found.append(Violation(kind, said, self._place(bucket, number)))
+            if bool((change < 0).any()):
+                said = f"an older state than the one before: {_changes(change)}"
+                found.append(Violation("went back", said, self._place(bucket, number)))
+            late[bucket] = not last
+        self._late = late
         return found
 
     def _place(self, bucket: int, number: int) -> dict[str, int]:

@@ -35,7 +35,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "transport"),
-    cases([("sync", "tcp"), ("ssp:2", "grpc")], [("sync", "shm"), ("async", "grpc")]),
+    cases(
+        [("sync", "tcp"), ("ssp:2", "grpc"), ("sync quorum 1", "shm")],
+        [("sync", "shm"), ("async", "grpc"), ("sync quorum 1", "tcp")],
+    ),
 )
 def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
@@ -52,7 +55,9 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "transport"), [("sync", "grpc"), ("sync", "tcp"), ("async", "shm")])
+@pytest.mark.parametrize(
+    ("mode", "transport"), [("sync", "grpc"), ("sync", "tcp"), ("async", "shm"), ("sync quorum 1", "tcp")]
+)
 def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str
 ) -> None:

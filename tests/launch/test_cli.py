@@ -166,7 +166,8 @@ def test_status_tells_of_every_process_what_programs_need(
             assert held["optimizer_bytes"] >= 2 * held["parameter_bytes"] - 2 * 64
         assert (worker["rank"], worker["metrics_address"]) == (0, session.metrics_address)
         assert 0 < worker["lease_duration"] <= shared.coordinator.lease
-        assert known["consistency"] == {"max_staleness": 2, "aggregate": False}
+        rule = {"max_staleness": 2, "aggregate": False, "quorum": None, "quorum_grace": 0.0}
+        assert known["consistency"] == rule
         assert (known["world_size"], known["bucket_count"], known["last_checkpoint"]) == (1, 7, None)
 
         assert main(monkeypatch, "ps-server", "status", "--server", shared.address) == 0

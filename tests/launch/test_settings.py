@@ -31,6 +31,8 @@ REFUSED_SECONDS = ("nan", "-1", "0", "inf", "soon")
 TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     "server": ([("h:1", "h:1"), ("[::1]:50051", "[::1]:50051")], ("nowhere", "http://h:1", "h:0", "h:65536", ":1")),
     "mode": ([("sync", "sync"), ("ssp:4", "ssp:4"), ("ddp", "ddp")], ("bsp", "ssp", "SYNC")),
+    "quorum": ([], ("0", "all", "most", "all-0")),  # a part of the rule, see below
+    "quorum_grace": ([], REFUSED_SECONDS),
     "job": ([("mine", "mine")], ()),
     "world_size": ([("3", 3)], (*REFUSED_NUMBERS, "0")),
     "elastic": (
@@ -73,6 +75,19 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
     assert {*names, "rank"} - keywords == {"start_timeout", "wire", "log_level", "log_format"}
+
+
+def test_a_quorum_is_a_part_of_the_rule_as_flag_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Consistency(0, True, -1, 0.5)
+    given = {"server": "h:1", "rank": 0, "world_size": 4}
+    assert resolve(**given, quorum="all-1", quorum_grace=0.5).consistency == rule
+    assert resolve(**given, quorum=3).consistency == Consistency(0, True, 3)
+    flags = ["--server=h:1", "--workers=4", "--quorum=all-1", "--quorum-grace=0.5"]
+    assert launched(monkeypatch, flags, {}).consistency == rule
+    assert launched(monkeypatch, flags[:2], {"PS_QUORUM": "all-1", "PS_QUORUM_GRACE": "0.5"}).consistency == rule
+    for refused in (["--mode=async"], ["--workers=1"], ["--quorum=all-4"], ["--quorum=4"]):
+        with pytest.raises(InvalidRequest, match="quorum"):
+            launched(monkeypatch, [*flags, *refused], {})
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, flags: list[str], variables: dict[str, str]) -> WorkerConfig:

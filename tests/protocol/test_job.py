@@ -33,6 +33,7 @@ WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)
 COUNTER = ParameterSpec("norm.num_batches_tracked", (), "int64", None)
 
+QUORUMS = ((), (-1,), (1, 0.25))  # that go with any number of workers from 2 on, and with an elastic job
 JOB = JobSpec(
     name="my-job_1.0",
     parameters=(WEIGHT, BIAS, COUNTER),
@@ -123,6 +124,10 @@ def test_a_learning_rate_that_a_scheduler_moved_makes_no_other_job() -> None:
         ),
         (replace(JOB, parameters=(BIAS, WEIGHT, COUNTER)), "registered in another order"),
         (replace(JOB, consistency=Consistency(None)), "the mode is ssp:4 in the registered job and async in this one"),
+        (
+            replace(JOB, consistency=Consistency(0, True, -1)),
+            "the mode is ssp:4 in the registered job and sync, quorum all-1 in this one",
+        ),
         (replace(JOB, optimizer="Adam"), "the optimizer is AdamW in the registered job and Adam in this one"),
         (replace(JOB, groups=JOB.groups[:1]), "the number of optimizer groups is 2 in the registered job and 1"),
         (replace(JOB, bucket_bytes=2048), "the bucket_bytes is 1024 in the registered job and 2048 in this one"),
@@ -165,7 +170,7 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         ),
         optimizer=draw(NAMES),
         groups=tuple(draw(st.lists(HYPER_PARAMETERS, max_size=3))),
-        consistency=Consistency(draw(staleness), aggregate),
+        consistency=Consistency(draw(staleness), aggregate, *(draw(st.sampled_from(QUORUMS)) if aggregate else ())),
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(st.sampled_from(list(NonFinite))),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.modes import MAX_STALENESS, Consistency, parse_mode
+from ps_protocol.modes import MAX_GRACE, MAX_QUORUM, MAX_STALENESS, Consistency, parse_mode, parse_quorum, with_quorum
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,57 @@ def test_a_bound_that_no_job_can_use_is_refused(bound: str) -> None:
 def test_a_negative_bound_or_one_that_would_deadlock_is_refused(bound: int | None, aggregate: bool, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         Consistency(max_staleness=bound, aggregate=aggregate)
+
+
+# -- quorums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "of_four", "of_one"),
+    [("1", 1, 1), ("3", 3, 1), ("7", 4, 1), ("all-1", 3, 1), ("all-3", 1, 1), ("all-9", 1, 1)],
+)
+def test_a_quorum_says_how_many_of_the_live_workers_an_update_waits_for(text: str, of_four: int, of_one: int) -> None:
+    rule = Consistency(0, True, quorum=parse_quorum(text))
+    assert (rule.needed(4), rule.needed(1), rule.needed(0)) == (of_four, of_one, 0)
+    assert rule.quorum_text == text
+    assert str(rule) == f"sync, quorum {text}"
+    assert str(Consistency(0, True, rule.quorum, 1.5)) == f"sync, quorum {text}, grace 1.5 s"
+    assert not rule.one_clock
+    assert Consistency(0, True).one_clock
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "all", "all-", "all-0", "all--1", "all-1.5", "1.5", "3 ", "²", "Q", "9" * 40, str(MAX_QUORUM + 1)],
+)
+def test_any_other_quorum_is_refused_with_what_was_expected_and_what_came(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="quorum must be a number of workers from 1 on, or all-N") as refused:
+        parse_quorum(text)
+    assert repr(text) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"max_staleness": 4, "quorum": 2}, "a quorum is for sync, where an update has .*; not ssp:4"),
+        ({"max_staleness": None, "quorum": -1}, "a quorum is for sync"),
+        ({"quorum": 0}, "a quorum is from 1 to"),
+        ({"quorum": MAX_QUORUM + 1}, "a quorum is from 1 to"),
+        ({"quorum": 2, "quorum_grace": -0.5}, "the grace of a quorum is from 0 to 3600 seconds, got -0.5"),
+        ({"quorum": 2, "quorum_grace": float("nan")}, "the grace of a quorum is from 0 to"),
+        ({"quorum": 2, "quorum_grace": MAX_GRACE + 1}, "the grace of a quorum is from 0 to"),
+        ({"quorum_grace": 1.0}, "a grace of 1 seconds needs a quorum"),
+    ],
+)
+def test_a_quorum_that_no_rule_can_have_is_refused(rule: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Consistency(**{"max_staleness": 0, "aggregate": rule.get("max_staleness", 0) == 0, **rule})
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "ssp:2", "async"])
+def test_a_mode_other_than_sync_has_no_quorum(mode: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"--quorum is for sync, .* mode is {mode}"):
+        with_quorum(mode, parse_mode(mode), 2, 0.0)
+    with pytest.raises(InvalidRequest, match=f"--quorum-grace is for sync, .* mode is {mode}"):
+        with_quorum(mode, parse_mode(mode), None, 1.0)
+    assert with_quorum(mode, parse_mode(mode), None, 0.0) == parse_mode(mode)

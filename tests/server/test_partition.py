@@ -267,7 +267,7 @@ def test_sizes_are_counted_in_bytes() -> None:
 
 # -- simulated clusters ----------------------------------------------------------------------------------------------
 
-MODES = ["sync", "ssp:0", "ssp:2", "async"]
+MODES = ["sync", "ssp:0", "ssp:2", "async", "sync quorum 2", "sync quorum all-1"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,14 +7,14 @@ import logging
 import sys
 import time
 
-from tests.simulation.cluster import MODES, Cluster
+from tests.simulation.cluster import MODES, QUORUM_MODES, Cluster
 from tests.simulation.world import Log
 
 
 def main() -> None:
     """Runs seeds, and prints what the first one that fails breaks."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--mode", choices=MODES, help="only this one (all)")
+    parser.add_argument("--mode", choices=(*MODES, *QUORUM_MODES), help="only this one (all)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--first", type=int, default=0, help="from this one on (%(default)s)")
     parser.add_argument("--seeds", type=int, default=200, help="so many (%(default)s)")
@@ -28,7 +28,7 @@ def main() -> None:
     seeds = seeds if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
     failed, began = 0, time.monotonic()
     for seed in seeds:
-        for mode in [arguments.mode] if arguments.mode else MODES:
+        for mode in [arguments.mode] if arguments.mode else (*MODES, *QUORUM_MODES):
             cluster = Cluster(mode, seed, arguments.trace, tables=arguments.tables)
             handler = Log(cluster.world)
             if arguments.trace:

@@ -34,6 +34,7 @@ from tests.simulation.world import World
 from tests.tools.one_thread import one_thread
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")
+QUORUM_MODES = ("sync quorum all-1", "sync quorum 2", "sync quorum all-1 grace 0.3")  # jobs without tables
 LEASE = 3.0
 FAULTY_SECONDS, SETTLE_SECONDS = 14.0, 120.0
 AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all hold
@@ -61,7 +62,8 @@ class Cluster:
         tables: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        self.lease, self.job = LEASE, job_under_test(mode, draw_tables(mode, seed, tables))
+        drawn = () if mode in QUORUM_MODES else draw_tables(mode, seed, tables)
+        self.lease, self.job = LEASE, job_under_test(mode, drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
         self.runs: list[Run] = []
@@ -384,13 +386,20 @@ class Cluster:
         return hashlib.sha256(repr((lives, round(self.world.now, 9))).encode()).hexdigest()
 
     def view(self, run: Run) -> torch.Tensor:
-        """Returns the weights as the shards have them: [buckets, rows, 1 + columns]."""
+        """Returns the weights as the shards have them: [buckets, rows, 1 + columns].
+
+        With a quorum, as they are when what is staged has been applied: it may wait for workers that hold.
+        """
         shape = run.job.shape
         view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
         for process in self.servers.shards:
             job = process.hosted().get(run.name)
             for bucket in job.buckets.values() if job is not None else ():
-                view[bucket.spec.index] = bucket.weights.flat[: view[0].numel()].view(view[0].shape)
+                flat = bucket.weights.flat
+                if run.rules.late:
+                    staged = [add.contribution.values for add in bucket.rule.waiting.values()]
+                    flat = flat - sum(each for each in [bucket.weights._open.total, *staged] if each is not None)
+                view[bucket.spec.index] = flat[: view[0].numel()].view(view[0].shape)
         return view
 
 

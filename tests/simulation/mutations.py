@@ -25,11 +25,12 @@ from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.commands import Staged, StageRows
-from ps_server.core.consistency import ADMITTED, Admission, UpdateRule
+from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
+from ps_server.core.quorum import QuorumRule
 from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
@@ -155,7 +156,23 @@ def answers_no_pull_that_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pulls, "release", forgetful)
 
 
+def drops_what_is_late(patch: pytest.MonkeyPatch) -> None:
+    """With a quorum, a contribution that comes after its update is acknowledged, and left out."""
+    following = QuorumRule.next
+
+    def dropping(self: QuorumRule[Any]) -> Add[Any] | Step | None:
+        work = following(self)
+        while isinstance(work, Add) and self.weights_of.get(work.rank, self.version) < self.version:
+            del self.waiting[work.rank]
+            self._clear(work.rank, work.clock)
+            work = following(self)
+        return work
+
+    patch.setattr(QuorumRule, "next", dropping)
+
+
 RULES = (
+    Mutation(drops_what_is_late, ("sync quorum all-1",), frozenset({"lost"})),
     Mutation(takes_repeats_for_new, ("async",), frozenset({"doubled"})),
     Mutation(acknowledges_and_forgets, ("async",), frozenset({"lost", "own update missing", "stuck", "gave up"})),
     Mutation(admits_everybody, ("ssp:0",), frozenset({"too stale", "own update missing"})),

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
-from ps_protocol.modes import parse_mode
-from tests.chaos.oracle import Life, Rules, Shape, Violation, judge, too_stale
+from ps_protocol.optimizers import hyper_parameters
+from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
 from tests.simulation.supervision import SHARDS
+from tests.tools.modes import consistency
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -51,15 +53,21 @@ class Job:
     @functools.cache  # noqa: B019 (there are a few jobs)
     def spec(self) -> JobSpec:
         """Returns it as its workers register it."""
-        consistency, shape = parse_mode(self.mode), self.shape
-        assert consistency is not None
+        shape = self.shape
         size = shape.rows, 1 + shape.columns
         parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
         tables = tuple(table.registered() for table in self.tables)
-        how = "SGD", ({"lr": 1.0},), consistency, shape.bucket_bytes, self.workers
+        optimizer = ("RMSprop", with_signs()) if self.rules().late else ("SGD", {"lr": 1.0})
+        how = optimizer[0], (optimizer[1],), consistency(self.mode), shape.bucket_bytes, self.workers
         spec = JobSpec(self.name, parameters, *how, tables=tables)
         assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
         return spec
+
+
+def with_signs() -> HyperParameters:
+    """Returns the hyper-parameters of the optimizer that counts pushes, however many are in an update."""
+    [group] = Cells(Shape(1, 1, 1)).optimizer(signs=True).param_groups
+    return hyper_parameters("RMSprop", group)
 
 
 def job_under_test(mode: str, tables: tuple[Table, ...]) -> Job:
@@ -131,7 +139,8 @@ class Run:
     def all_hold(self) -> bool:
         """Whether all its workers are at the target, and none was set back behind it since."""
         staying, target = self.staying(), self.target
-        holds = all(worker.holds and worker.host.alive for worker in staying)
+        # With a quorum a worker may be in a step that others, which hold, do not end.
+        holds = all((worker.holds or self.rules.late) and worker.host.alive for worker in staying)
         is_there = target is not None and all(worker.clock >= target for worker in staying)
         return len(self.workers) == self.job.workers and holds and is_there
 

@@ -85,7 +85,8 @@ class Simulation:
         self.pace |= {"die": self.random.choice([1, 4]), "join": self.random.choice([1, 4])}
         self.parts = PARTS if seed % 2 else TRAINED
         self.spec = replace(job_spec(mode), tables=(ROWS,) if seed % 2 else ())
-        self.bound = self.spec.consistency.max_staleness
+        self.has_quorum = self.spec.consistency.quorum is not None
+        self.bound = None if self.has_quorum else self.spec.consistency.max_staleness
         room = self.random.choice([1, 128, 256, None])  # the most that may be staged on a shard; a push has 128 bytes
         self.shards = [
             JobPartition(self.spec, buckets, room, place=Place(shard, 2, ROOM))
@@ -203,9 +204,12 @@ class Simulation:
         return True
 
     def check_pulled(self, worker: Worker, index: int, shard: JobPartition) -> None:
-        """What the data says: the worker's own steps are in, and those of all live workers up to the bound."""
+        """What the data says: the worker's own steps are in, and those of all live workers up to the bound.
+
+        With a quorum its last step may be late.
+        """
         cells = self.weights(index)
-        needed = {worker.incarnation: worker.clock - worker.start}
+        needed = {worker.incarnation: worker.clock - worker.start - self.has_quorum}
         if self.bound is not None:
             for other in self.live.values():
                 if other is not worker:
@@ -284,7 +288,11 @@ class Simulation:
             self.join(self.random.randrange(RANKS))
 
     def settle(self) -> None:
-        """Nobody dies any more, the dead are retired: whoever lives must get on, to the same clock and for ever."""
+        """Nobody dies any more, the dead are retired: whoever lives must get on, to the same clock and for ever.
+
+        With a quorum each counts its own steps, and a worker that stopped would be missing: all go on until each has
+        made some, and then all are taken off, which has everything applied.
+        """
         while self.coordinate():
             pass
         if 0 not in self.live:
@@ -293,6 +301,18 @@ class Simulation:
             self.retire(worker)
         while self.coordinate():
             pass
+        if self.has_quorum:
+            targets = {rank: worker.clock + 3 for rank, worker in self.live.items()}
+            while any(worker.clock < targets[rank] for rank, worker in self.live.items()):
+                moved = [self.apply(index) for index in self.parts]
+                moved += [self.advance(worker) for worker in self.live.values()]
+                assert any(moved), f"stuck: {[self.rule(index) for index in self.parts]}"
+            for worker in self.live.values():
+                self.retire(worker)
+            while self.coordinate() or any(map(self.apply, self.parts)):
+                pass
+            self.check_counts()
+            return
         target = max(worker.clock for worker in self.live.values()) + 3
         while any(worker.clock < target or worker.to_pull for worker in self.live.values()):
             moved = [self.apply(index) for index in self.parts]
@@ -302,3 +322,11 @@ class Simulation:
                 if worker.clock < target or worker.to_push or worker.to_pull
             ]
             assert any(moved), f"stuck: {[self.rule(index) for index in self.parts]}"
+
+    def check_counts(self) -> None:
+        """All that was staged is in, once."""
+        for worker in [*self.dead, *self.live.values()]:
+            for index in self.parts:
+                clocks = [one.clock for part, one in worker.sent if part == index]
+                whole = {clock for clock in clocks if clocks.count(clock) == 1 + (index in ON_SHARDS)}
+                assert self.counts.get((index, worker.incarnation), 0) == len(whole)

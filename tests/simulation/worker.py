@@ -284,7 +284,9 @@ class Worker:
             self.cluster.ended(self, error)
 
     def _is_to_hold(self) -> bool:
-        target = self.run.target
+        target, run = self.run.target, self.run
+        if run.rules.late and not all(worker.clock >= (target or 0) for worker in run.staying()):
+            return False  # the others would have no quorum
         return target is not None and self.clock >= target and self.error is None
 
     def _begin(self) -> None:

@@ -33,6 +33,7 @@ launching.py            Commands as processes, to their end or while they run; s
 kubernetes.py           The files of deploy/kubernetes, as they stand and as kubectl renders them
 pods.py                 Runs the pods of Kubernetes objects: on loopback, or where a place says
 container_place.py      Containers for those pods: a network namespace each, another user, a read-only root
+modes.py                Modes as tests name them, with a quorum and its grace
 network.py              A real network of network namespaces on a switch
 prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts`
 slurm.py                A real Slurm of two nodes on this machine

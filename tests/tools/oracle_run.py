@@ -30,12 +30,15 @@ AHEAD_SECONDS = 2.0
 class Model(Cells):
     """The oracle's cells, and a tensor that has random gradients and a momentum."""
 
-    def __init__(self, averaged: bool) -> None:
+    def __init__(self, rules: Rules) -> None:
         super().__init__(SHAPE)
-        if averaged:
+        self._signs = rules.late
+        if rules.averaged:
             self.noise = nn.Parameter(torch.zeros(SHAPE.rows, 1 + SHAPE.columns))
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self, signs: bool = False) -> torch.optim.Optimizer:
+        if self._signs or signs:
+            return super().optimizer(signs=True)
         groups: list[dict[str, Any]] = [{"params": [*self.buckets]}]
         if hasattr(self, "noise"):
             groups.append({"params": [self.noise], "lr": 0.1, "momentum": 0.9})
@@ -104,8 +107,10 @@ class Run:
         elastic = {"rank": None, "world_size": None, "elastic": True} if self._late else {"rank": rank}
         transport = self._transports[rank % len(self._transports)]
         where: dict[str, Any] = {"world_size": WORKERS, **elastic, "transport": transport, "connect_timeout": 60}
-        with ps_worker.connect(self._address, self._mode, "default", **where) as session:
-            model = Model(self._rules.averaged)
+        mode, *quorum = self._mode.split(" quorum ")
+        where |= {"quorum": quorum[0]} if quorum else {}
+        with ps_worker.connect(self._address, mode, "default", **where) as session:
+            model = Model(self._rules)
             model, optimizer = session.prepare(model, model.optimizer(), bucket_bytes=SHAPE.bucket_bytes)
             self._train(session, model, optimizer, rank)
             self._barrier.wait()  # then everybody's last step is in

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
-from ps_protocol.modes import parse_mode
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import AddWorker
 from ps_server.core.consistency import Add
@@ -18,6 +17,7 @@ from ps_server.core.requests import Push, PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
+from tests.tools.modes import consistency
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -26,8 +26,6 @@ TRAINED, FROZEN = (0, 1), 2
 
 def job_spec(mode: str = "sync", *, bucket_bytes: int = 128, non_finite: NonFinite = NonFinite.REFUSE) -> JobSpec:
     """Two trained tensors of 32 in a bucket each, and a buffer in a third; SGD with lr 1."""
-    consistency = parse_mode(mode)
-    assert consistency is not None
     return JobSpec(
         name="sums",
         parameters=(
@@ -37,7 +35,7 @@ def job_spec(mode: str = "sync", *, bucket_bytes: int = 128, non_finite: NonFini
         ),
         optimizer="SGD",
         groups=({"lr": 1.0},),
-        consistency=consistency,
+        consistency=consistency(mode),
         bucket_bytes=bucket_bytes,
         world_size=0,
         non_finite=non_finite,

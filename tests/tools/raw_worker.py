@@ -16,7 +16,6 @@ from ps_protocol.convert import hyper_messages, job_spec_message
 from ps_protocol.errors import Backlogged, TryLater
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import Layout, ParameterSpec, bucket_layout
-from ps_protocol.modes import parse_mode
 from ps_protocol.v1 import data_pb2, job_pb2, jobs_pb2, leases_pb2, membership_pb2, types_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
@@ -25,6 +24,7 @@ from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.status import error_from
+from tests.tools.modes import consistency
 
 CALL_SECONDS = 20.0
 
@@ -36,12 +36,10 @@ def vector_job(
 
     frozen: cells of a second vector, which no optimizer steps.
     """
-    rule = parse_mode(mode)
-    assert rule is not None
     parameters = [ParameterSpec("cells", (cells,), "float32", 0)]
     if frozen:
         parameters.append(ParameterSpec("frozen", (frozen,), "float32", None))
-    return JobSpec(name, tuple(parameters), "SGD", ({"lr": 1.0},), rule, 64, world_size, non_finite)
+    return JobSpec(name, tuple(parameters), "SGD", ({"lr": 1.0},), consistency(mode), 64, world_size, non_finite)
 
 
 class RawWorker:

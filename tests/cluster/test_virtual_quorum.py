@@ -1,0 +1,18 @@
+"""Clusters in virtual time keep their promises under every seed, where updates wait for a quorum of workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.cluster import QUORUM_MODES, Cluster
+from tests.tools.cases import cases
+
+SEEDS = 20
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", cases([QUORUM_MODES[0]], QUORUM_MODES[1:]))
+def test_no_seed_breaks_a_promise(mode: str) -> None:
+    for seed in range(SEEDS):
+        found = Cluster(mode, seed).run()
+        assert found == [], f"replay: make simulate SEED={seed} MODE='{mode}'"
