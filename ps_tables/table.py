@@ -273,6 +273,7 @@ class Table:
         self._removed = RemovedIds(self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
+        """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""
         kept = self._optimizer.state.items()
         return {"weights": self._weights, **{f"state.{self._name}.{name}": each for name, each in kept}}
 
