@@ -118,10 +118,10 @@ def validate(spec: JobSpec) -> None:
 
 
 def _validate_wires(spec: JobSpec) -> None:
-    if spec.weight_wire in BLOCK_WIRES:
+    if spec.weight_wire in BLOCK_WIRES and not spec.consistency.aggregate:
         raise InvalidRequest(
-            f"weights travel as float32, bfloat16 or float16, got {spec.weight_wire}, which is for gradients: write "
-            f"--wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
+            f"weights travel as {spec.weight_wire} in sync only, where all workers have the same, and the mode is "
+            f"{spec.consistency}: write --wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
         )
 
 

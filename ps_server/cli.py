@@ -170,7 +170,7 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
         "--link", type=magnitude, metavar="BITS", help="bits a second of each link, as in 10G [default: one machine]"
     )
     plan.add_argument(
-        "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16 or float16 [default float32]"
+        "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4 [default float32]"
     )
     plan.add_argument("--step-seconds", type=seconds, metavar="S", help="of a worker's forward and backward pass")
     plan.add_argument("--straggler", type=amount, default=1.0, metavar="F", help="the slowest takes F times as long")

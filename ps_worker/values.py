@@ -144,6 +144,7 @@ class PulledBucket:
     checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
     wire_format: of the payload's elements; empty: the bucket's own type
     times:       where they were asked for
+    version:     updates that are in it
     """
 
     bucket: int
@@ -153,6 +154,7 @@ class PulledBucket:
     checkpoint: bool = False
     wire_format: str = ""
     times: ShardTimes | None = None
+    version: int = 0
 
     def without_payload(self) -> PulledBucket:
         """Returns all but the payload."""

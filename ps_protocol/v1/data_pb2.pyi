@@ -85,20 +85,22 @@ class PushResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted")
+    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted", "whole_buckets")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
     in_segment: InSegment
     notify_bytes: int
     times_wanted: bool
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ...) -> None: ...
+    whole_buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BucketTimes(_message.Message):
     __slots__ = ("staged_microseconds", "applied_microseconds", "admitted_microseconds")
@@ -153,20 +155,22 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[_Union[PulledBucket, _Mapping]]] = ..., waiting: _Optional[_Union[WaitNotice, _Mapping]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., clock_microseconds: _Optional[int] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("push", "buckets", "notify_bytes", "in_segment", "payload", "times_wanted")
+    __slots__ = ("push", "buckets", "notify_bytes", "in_segment", "payload", "times_wanted", "whole_buckets")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     push: PushHeader
     buckets: _containers.RepeatedScalarFieldContainer[int]
     notify_bytes: int
     in_segment: InSegment
     payload: bytes
     times_wanted: bool
-    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., notify_bytes: _Optional[int] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., times_wanted: _Optional[bool] = ...) -> None: ...
+    whole_buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., notify_bytes: _Optional[int] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., payload: _Optional[bytes] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("header", "buckets", "waiting", "in_segment", "payload", "staged_duration", "clock_microseconds")

@@ -24,6 +24,7 @@ requests.py      What workers push and pull, as it came over the wire: nothing i
 room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 row_cursor.py    Where a reader of a table's feed is: a cursor, which it keeps and does not understand
+sent.py          What every worker has of one bucket, where weights travel in blocks
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 tables.py        One job's tables on one shard: rule, rows and pending pushes of each

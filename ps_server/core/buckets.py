@@ -60,12 +60,13 @@ class Bucket:
             self.weights.copy_state(),
             self.weights.groups(),
             committed or {},
+            None if self.weights.sent is None else self.weights.sent.flat.clone(),
         )
 
     def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
         """Becomes what a snapshot is. owned: its tensors are this bucket's to keep."""
         self.pending.clear()
-        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups, owned)
+        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups, owned, snapshot.sent)
         self.rule.restore(snapshot.version, snapshot.clocks)
 
 

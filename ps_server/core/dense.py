@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ps_protocol.codecs import Blocks, weight_codec
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
 
 
@@ -200,10 +202,14 @@ class DenseBucket:
         self._divides = _is_fused(self._name, bucket)
         self._quorum = spec.consistency.quorum is not None
         self._open = OpenUpdate(bucket, scratch, self._quorum)
+        codec = weight_codec(spec, bucket)
+        self.sent = SentWeights(codec, bucket.numel) if isinstance(codec, Blocks) else None
 
     def load(self, values: torch.Tensor) -> None:
-        """Sets the weights: [numel] in the bucket's dtype."""
+        """Sets the weights: [numel] in the bucket's dtype. Workers get them as they are."""
         self.flat.copy_(values)
+        if self.sent is not None:
+            self.sent.begin(values)
 
     def add(self, gradient: Gradient) -> None:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
@@ -238,6 +244,8 @@ class DenseBucket:
             if self._divides:
                 self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         update.close()
+        if self.sent is not None:
+            self.sent.advance(self.flat, whole=update.assignment is not None and bool(update.assignment.weights))
 
     def assign(self, assignment: Assignment) -> None:
         """Sets weights and optimizer state."""
@@ -319,13 +327,17 @@ class DenseBucket:
         state: OptimizerState,
         groups: Mapping[int, HyperParameters],
         owned: bool = False,
+        sent: torch.Tensor | None = None,
     ) -> None:
         """Sets weights, optimizer state and hyper-parameters to those of a snapshot.
 
         owned: the state is this bucket's to keep; otherwise it is copied. `weights` may be `flat` itself.
+        sent:  what workers have; None: the weights
         """
         if weights is not self.flat:
-            self.load(weights)
+            self.flat.copy_(weights)
+        if self.sent is not None:
+            self.sent.begin(weights if sent is None else sent)
         if self._optimizer is None:
             return
         for position in range(len(self._slices)):

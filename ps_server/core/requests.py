@@ -171,6 +171,7 @@ class PullCall:
     notify_bytes: it is told of them once they make so many bytes, or all are there; 0: only then
     run:          of the job that the caller belongs to; empty: any
     times_wanted: it records a timeline: see PushTimes in ps_server/shard/times.py
+    whole:        of the buckets, those of which it has not the version before, where weights travel in blocks
     """
 
     job: str
@@ -183,3 +184,4 @@ class PullCall:
     notify_bytes: int = 0
     run: str = ""
     times_wanted: bool = False
+    whole: frozenset[int] = frozenset()

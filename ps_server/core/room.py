@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ps_protocol.codecs import Blocks, weight_codec
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import tensors_kept
@@ -18,7 +19,7 @@ BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
 class Room:
     """The bytes that a job comes to take on a shard: all of them, long after it was admitted.
 
-    weights:   of its buckets there
+    weights:   of its buckets there, and what workers have of them where they travel in blocks
     optimizer: what its optimizer keeps of them once it has stepped
     staged:    what may wait there for others
     objects:   what its buckets, parameters and groups cost besides
@@ -55,4 +56,5 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
         staged += derived_limit(0, 0, max(0, spec.world_size - 1), len(spec.tables))
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
+    weights += sum(bucket.nbytes for bucket in buckets if isinstance(weight_codec(spec, bucket), Blocks))
     return Room(weights, optimizer, staged, objects)

@@ -31,6 +31,7 @@ class BucketSnapshot:
     state:   of the optimizer, by slice; empty for a frozen bucket
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
+    sent:    what workers have, where weights travel in blocks: [numel] float32; None: what they have are the weights
     """
 
     index: int
@@ -40,12 +41,13 @@ class BucketSnapshot:
     state: OptimizerState = field(default_factory=dict)
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
+    sent: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         states = sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
-        return self.weights.nbytes + states
+        return self.weights.nbytes + states + (0 if self.sent is None else self.sent.nbytes)
 
 
 @dataclass(frozen=True)

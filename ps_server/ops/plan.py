@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ps_protocol.codecs import WIRE_FORMATS
+from ps_protocol.codecs import PLAIN, WIRE_FORMATS, Blocks
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
@@ -180,7 +180,9 @@ def plan(question: Question, spec: JobSpec, shards: int, limits: Limits = DEFAUL
     worker_bytes, shard_bytes = codec.size(sum(loads)), codec.size(loads[fullest]) * question.workers
     times: list[float | None] = [None, None]
     if question.link is not None:
-        ring = 2 * (question.workers - 1) / question.workers * worker_bytes
+        # DDP has hooks for half types, and none for blocks.
+        in_ring = PLAIN["float32"].size(sum(loads)) if isinstance(codec, Blocks) else worker_bytes
+        ring = 2 * (question.workers - 1) / question.workers * in_ring
         times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
     return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], times[1])
 

@@ -124,8 +124,10 @@ def _pull(
     in_segment: bool,
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
-    buckets, notify = tuple(request.buckets), request.notify_bytes
-    return PullCall(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted)
+    buckets, notify, whole = tuple(request.buckets), request.notify_bytes, frozenset(request.whole_buckets)
+    return PullCall(
+        *(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted, whole)
+    )
 
 
 def open_request(data: bytes) -> tuple[str, int, int, bytes, str]:

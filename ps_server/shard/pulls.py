@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ps_protocol.codecs import weight_codec
+from ps_protocol.codecs import Codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
@@ -72,6 +72,9 @@ class Pulls:
             raise InvalidRequest("a pull names each bucket at most once")
         for index in indices:
             (job.state.checker.trained if shared else job.state.checker.bucket)(index)
+        stray = call.whole.difference(indices)
+        if stray:
+            raise InvalidRequest(f"a pull wants bucket {min(stray)} whole, and does not ask for it")
         if incarnation != READER:
             with job.lock:
                 job.state.check_worker(rank, incarnation, call.key)
@@ -88,6 +91,7 @@ class Pulls:
             notify_bytes=call.notify_bytes,
             principal=principal,
             times_wanted=call.times_wanted and incarnation != READER,
+            whole=call.whole,
         )
 
     def ask_rows(self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str) -> None:
@@ -188,12 +192,17 @@ class Pulls:
     ) -> Iterator[Lent]:
         """Lends a bucket in the wire format of the job's weights, as it is now."""
         spec = bucket.spec
-        codec = weight_codec(job.state.spec, spec)
+        codec: Codec = weight_codec(job.state.spec, spec)
         with contextlib.ExitStack() as until_sent:
             loan = None
             with bucket.tensors:
                 values, version = bucket.weights.flat, bucket.rule.version
-                if codec.keeps(spec):
+                sent = bucket.weights.sent
+                if sent is not None:
+                    # The codes lead to this version from the one before, which a worker has that has come to it.
+                    codes = sent.codes if version == pull.clock and spec.index not in pull.whole else None
+                    codec, values = (plain_codec(spec), sent.flat.clone()) if codes is None else (codec, codes)
+                elif codec.keeps(spec):
                     loan = until_sent.enter_context(bucket.loans.lend())
                 else:
                     values = job.narrowed.get(spec.index, version, values, codec)

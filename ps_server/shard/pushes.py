@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_protocol.errors import InvalidRequest, NotShared, PSError, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
@@ -107,6 +108,9 @@ class Pushes:
 
         Raises NotShared if it cannot be had, TryLater while it is being had: a worker keeps one thread waiting at most.
         """
+        in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
+        if in_blocks and not offer.row_bytes:
+            raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
         with job.lock:
             job.state.check_worker(rank, incarnation, key)
             if rank in job.of_workers.attaching:

@@ -180,7 +180,7 @@ class Pull:
     number:       tells it from all others
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     principal:    whose it is
-    times_wanted: see PullCall
+    times_wanted, whole: see PullCall
     wanted:       what it asks for of a table; None: it asks for buckets
     rows:         where its rows are written; None: they go over the network
     """
@@ -199,6 +199,7 @@ class Pull:
     with_pushes: bool = False
     principal: str = ""
     times_wanted: bool = False
+    whole: frozenset[int] = frozenset()
     wanted: Ids | TablePull | None = None
     rows: torch.Tensor | None = None
     number: int = field(default_factory=itertools.count().__next__)

@@ -22,6 +22,7 @@ _STATE_NAME = re.compile(r"[a-z_]{1,64}")
 # In the names of a table's tensors: of all its rows, or of those that changed. An earlier version knows no changes, and
 # must not take them for all.
 _ROWS, _CHANGES = "rows", "changes"
+_SENT = "sent"  # in the name of what workers have of a bucket, where that is not its weights
 
 
 def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -41,6 +42,7 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             continue
         described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
         tensors[f"{bucket.index}/weights"] = bucket.weights
+        tensors |= {} if bucket.sent is None else {f"{bucket.index}/{_SENT}": bucket.sent}
         for position, state in bucket.state.items():
             tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
     return tensors, {"format": str(WITHOUT_BASES), "buckets": json.dumps(buckets)}
@@ -56,6 +58,7 @@ def read_snapshots(
     """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
+    sent: dict[int, torch.Tensor] = {}
     states: dict[int, dict[int, dict[str, torch.Tensor]]] = {index: {} for index in wanted}
     tables: dict[int, dict[str, torch.Tensor]] = {index: {} for index in wanted_tables if str(index) in described}
 
@@ -75,10 +78,15 @@ def read_snapshots(
             tables[int(index)][rest[1]] = tensor
         elif rest == ["weights"]:
             weights[int(index)] = tensor
+        elif rest == [_SENT]:
+            sent[int(index)] = tensor
         else:
             states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
     return (
-        {index: _snapshot(index, described[str(index)], weights[index], state) for index, state in states.items()},
+        {
+            index: _snapshot(index, described[str(index)], weights[index], state, sent.get(index))
+            for index, state in states.items()
+        },
         {table: _table(table, described[str(table)], read) for table, read in tables.items()},
     )
 
@@ -86,7 +94,7 @@ def read_snapshots(
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
     """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
     _, *rest = entry.name.split("/")
-    if rest == ["weights"]:
+    if rest in (["weights"], [_SENT]):
         if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
             present = f"{entry.shape} {entry.dtype}"
             raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
@@ -99,11 +107,15 @@ def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
 
 
 def _snapshot(
-    index: int, described: Mapping[str, Any], weights: torch.Tensor, state: Mapping[int, Mapping[str, torch.Tensor]]
+    index: int,
+    described: Mapping[str, Any],
+    weights: torch.Tensor,
+    state: Mapping[int, Mapping[str, torch.Tensor]],
+    sent: torch.Tensor | None,
 ) -> BucketSnapshot:
     version, clocks = _reached(index, described)
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})))
+    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})), sent)
 
 
 def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:

@@ -114,11 +114,18 @@ def shared_exchange(
 
 
 def commit_exchange(
-    worker: Identity, clock: int, commit: Sequence[BucketPush], buckets: Sequence[int], times: bool = False
+    worker: Identity,
+    clock: int,
+    commit: Sequence[BucketPush],
+    buckets: Sequence[int],
+    times: bool = False,
+    whole: Sequence[int] = (),
 ) -> bytes:
     """Commits a step (pushes that left as drafts, and empty ones), and asks for buckets at that clock."""
     header = _push_header(worker, clock, commit, data_pb2.PUSH_KIND_COMMIT)
-    return data_pb2.ExchangeRequest(push=header, buckets=buckets, times_wanted=times).SerializeToString()
+    return data_pb2.ExchangeRequest(
+        push=header, buckets=buckets, times_wanted=times, whole_buckets=whole
+    ).SerializeToString()
 
 
 def _push_header(
@@ -153,12 +160,18 @@ def _push_header(
 
 
 def pull_request(
-    worker: Identity, clock: int, buckets: Sequence[int], notify_bytes: int | None = None, times: bool = False
+    worker: Identity,
+    clock: int,
+    buckets: Sequence[int],
+    notify_bytes: int | None = None,
+    times: bool = False,
+    whole: Sequence[int] = (),
 ) -> bytes:
     """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     times:        each is to bring its times; with no bucket, the answer is the shard's clock
+    whole:        those of which this worker has not the version before
     """
     return data_pb2.PullRequest(
         worker=identity(worker),
@@ -167,6 +180,7 @@ def pull_request(
         in_segment=None if notify_bytes is None else data_pb2.InSegment(),
         notify_bytes=notify_bytes,
         times_wanted=times,
+        whole_buckets=whole,
     ).SerializeToString()
 
 
@@ -184,11 +198,11 @@ def state_chunk(fields: bytes, payload: memoryview | None) -> StateChunk:
 
 
 def pulled(
-    fields: bytes, payload: memoryview | None, size: Callable[[int], int], exchange: bool = False
+    fields: bytes, payload: memoryview | None, size: Callable[[int, str], int], exchange: bool = False
 ) -> list[PulledBucket]:
     """Reads one message of the answer to a pull, or to an exchange; payloads are views into its payload.
 
-    size: bytes of a bucket's weights, by index
+    size: bytes of a bucket's weights, by index and wire format
     """
     response = (data_pb2.ExchangeResponse if exchange else data_pb2.PullResponse).FromString(fields)
     return _buckets(response, payload, size)
@@ -211,7 +225,7 @@ def shared_exchanged(fields: bytes) -> tuple[list[PulledBucket], float | None]:
 def _buckets(
     response: data_pb2.PullResponse | data_pb2.ExchangeResponse,
     payload: memoryview | None = None,
-    size: Callable[[int], int] = lambda _: 0,
+    size: Callable[[int, str], int] = lambda *_: 0,
 ) -> list[PulledBucket]:
     if response.HasField("waiting"):
         notice = response.waiting
@@ -220,13 +234,14 @@ def _buckets(
     buckets, position, alone = [], 0, len(response.buckets) == 1
     for bucket in response.buckets:
         elements = _NOTHING
+        encoded = wire_format(bucket.wire_format) if bucket.wire_format else ""
         if payload is not None:
-            end = len(payload) if alone else position + size(bucket.bucket)
+            end = len(payload) if alone else position + size(bucket.bucket, encoded)
             elements, position = payload[position:end], end
         waited = seconds(bucket.wait_duration) if bucket.HasField("wait_duration") else 0.0
-        encoded = wire_format(bucket.wire_format) if bucket.wire_format else ""
         times = _times(bucket.times) if bucket.HasField("times") else None
-        buckets.append(PulledBucket(bucket.bucket, waited, elements, None, bucket.state_wanted, encoded, times))
+        told = bucket.state_wanted, encoded, times, bucket.version
+        buckets.append(PulledBucket(bucket.bucket, waited, elements, None, *told))
     return buckets
 
 

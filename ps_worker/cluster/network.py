@@ -149,27 +149,28 @@ class NetworkTransport:
         """Fetches buckets in one stream. `commit`: pushes that count first, which makes the pull an exchange."""
 
         def land(bucket: BucketSpec, pulled: PulledBucket) -> int:
-            self._flat.land(bucket, pulled.payload, pulled.wire_format)
+            self._flat.land(bucket, pulled)
             step.landed(self._calls.index, pulled)
             return len(pulled.payload)
 
         def request(missing: list[int]) -> bytes:
             step.sent(push.bucket.index for push in commit if push.empty)
+            whole = [index for index in missing if not self._flat.has_before(index, clock)]
             if commit:
-                return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded)
-            return convert.pull_request(self._worker, clock, missing, times=step.recorded)
+                return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded, whole)
+            return convert.pull_request(self._worker, clock, missing, times=step.recorded, whole=whole)
 
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
             return convert.pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
 
         def place(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
-            return self._flat.landing_place(bucket, pulled.wire_format, size)
+            return self._flat.landing_place(bucket, pulled, size)
 
         method = "Exchange" if commit else "Pull"
         return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._puller)
 
-    def _weight_bytes(self, index: int) -> int:
-        return self._flat.weight_bytes(self._flat.layout.buckets[index])
+    def _weight_bytes(self, index: int, wire_format: str) -> int:
+        return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)
 
     def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[StateChunk], None]) -> Future[None]:
         """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ps_protocol.codecs import Blocks, gradient_codec, plain_codec, weight_codec
+from ps_protocol.codecs import Blocks, Codec, gradient_codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
@@ -23,6 +23,7 @@ from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
 from ps_worker.model.weights import Weights
+from ps_worker.values import PulledBucket
 
 
 class FlatModel:
@@ -47,6 +48,7 @@ class FlatModel:
         narrowed = [b for b in layout.buckets if not b.frozen and isinstance(gradient_codec(spec, b), Blocks)]
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
+        self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:
@@ -54,6 +56,7 @@ class FlatModel:
 
         Nothing may be under way, and the shards have let go of the segment before.
         """
+        self._versions.clear()
         before = dict(self._buffers.gradient_views)
         self.gradients.forget()
         if self._staging is not None:
@@ -150,41 +153,74 @@ class FlatModel:
         """Returns the weights of a bucket that trains as they are, in its own type."""
         return bytes_of(self._buffers.weights(bucket).cpu())
 
-    def weight_bytes(self, bucket: BucketSpec) -> int:
-        """Returns the bytes of a bucket's weights in their wire format; frozen ones travel as they are."""
-        return weight_codec(self.spec, bucket).size(bucket.numel)
+    def weight_bytes(self, bucket: BucketSpec, wire_format: str) -> int:
+        """Returns the bytes of a bucket's weights as they have come."""
+        return self._came_as(bucket, wire_format).size(bucket.numel)
+
+    def changed_weights(self) -> set[int]:
+        """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
+        InvalidRequest if the model cannot be trained as it is.
+        """
+        changed = self.weights.changed()
+        if changed and self._versions:
+            for bucket in self.layout.buckets:
+                if any(part.parameter in changed for part in bucket.slices):
+                    self._versions.pop(bucket.index, None)
+        return changed
+
+    def has_before(self, index: int, clock: int) -> bool:
+        """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was
+        added to that."""
+        bucket = self.layout.buckets[index]
+        return not isinstance(weight_codec(self.spec, bucket), Blocks) or self._versions.get(index) == clock - 1
 
     def begin_pull(self) -> None:
         """Lets weights land from here on. The kernels of backward are queued."""
         if self._staging is not None:
             self._staging.begin()
 
-    def land(self, bucket: BucketSpec, payload: memoryview, wire_format: str) -> None:
-        """Writes a pulled bucket into the model. Raises InvalidRequest if its size or format is not the bucket's."""
-        self._check_payload(bucket, wire_format, len(payload))
-        values = weight_codec(self.spec, bucket).decode(payload, bucket.numel)
+    def land(self, bucket: BucketSpec, pulled: PulledBucket) -> None:
+        """Writes a pulled bucket into the model.
+
+        Raises InvalidRequest if its size or format is not the bucket's, or it is to be added to what is not here.
+        """
+        codec = self._checked(bucket, pulled, len(pulled.payload))
+        values = codec.decode(pulled.payload, bucket.numel)
         if bucket.frozen:
             self._land_frozen(bucket, values)
-        else:
-            self._write(bucket, values, shared=False)
+            return
+        self._write(bucket, values, shared=False, add=isinstance(codec, Blocks))
+        self._versions[bucket.index] = pulled.version
 
-    def landing_place(self, bucket: BucketSpec, wire_format: str, size: int) -> memoryview | None:
+    def landing_place(self, bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
         """Returns the memory of the model in which a bucket may arrive, to be landed from there; None: it has to be
         converted, or to go to another device.
 
         Raises InvalidRequest as `land`.
         """
-        codec = weight_codec(self.spec, bucket)
-        self._check_payload(bucket, wire_format, size)
+        codec = self._checked(bucket, pulled, size)
         if bucket.frozen or not codec.keeps(bucket) or self._buffers.device.type != "cpu":
             return None
+        self._versions.pop(bucket.index, None)  # until all of it is here
         return bytes_of(self._buffers.weights(bucket))
 
-    def _check_payload(self, bucket: BucketSpec, wire_format: str, size: int) -> None:
+    def _came_as(self, bucket: BucketSpec, wire_format: str) -> Codec:
+        """Returns the codec of weights that have come. Where they travel in blocks, they may come whole instead."""
         codec = weight_codec(self.spec, bucket)
+        if isinstance(codec, Blocks) and wire_format != codec.name:
+            codec = plain_codec(bucket)
         codec.check_format(bucket, wire_format)
+        return codec
+
+    def _checked(self, bucket: BucketSpec, pulled: PulledBucket, size: int) -> Codec:
+        codec, has = self._came_as(bucket, pulled.wire_format), self._versions.get(bucket.index)
         if size != codec.size(bucket.numel):
             raise InvalidRequest(f"bucket {bucket.index}: expected {codec.size(bucket.numel)} bytes, got {size}")
+        if isinstance(codec, Blocks) and has != pulled.version - 1:
+            raise InvalidRequest(
+                f"bucket {bucket.index}: expected what leads on from version {has}, got what leads to {pulled.version}"
+            )
+        return codec
 
     def land_shared(self, bucket: BucketSpec, wire_format: str) -> None:
         """Takes a bucket that a shard has written into the segment, unless the model lies there."""
@@ -198,10 +234,13 @@ class FlatModel:
             self._staging.finish()
         self.weights.landed()
 
-    def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool) -> None:
+    def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool, add: bool = False) -> None:
+        """add: the values are added to the weights"""
         weights = self._buffers.weights(bucket)
         if self._staging is not None:
-            self._staging.land(bucket.index, weights, values, pinned=shared)
+            self._staging.land(bucket.index, weights, values, pinned=shared, add=add)
+        elif add:
+            weights += values
         elif values.data_ptr() != weights.data_ptr():
             weights.copy_(values)
 

@@ -67,8 +67,11 @@ class GpuStaging:
         """Begins a pull: weights that land from here on wait for the kernels queued on the current stream."""
         self._up.wait_event(self.mark())
 
-    def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool) -> None:
-        """Queues the copy of host values to the GPU, by way of pinned memory unless they lie in such and stay there."""
+    def land(self, bucket: int, target: torch.Tensor, values: torch.Tensor, pinned: bool, add: bool = False) -> None:
+        """Queues the copy of host values to the GPU, by way of pinned memory unless they lie in such and stay there.
+
+        add: they are added to what is there
+        """
         if not pinned:
             staged, landed = self._landing.get(bucket, (None, None))
             if landed is not None:
@@ -77,7 +80,10 @@ class GpuStaging:
                 staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = staged.copy_(values)
         with torch.cuda.stream(self._up):
-            target.copy_(values, non_blocking=True)
+            if add:
+                target += values.to(target.device, non_blocking=True)
+            else:
+                target.copy_(values, non_blocking=True)
             landed = torch.cuda.Event()
             landed.record(self._up)
         if not pinned:

@@ -43,7 +43,7 @@ class Assignments:
 
     def find_weights(self) -> None:
         """Finds weights that the script has changed. Raises InvalidRequest if the model cannot be trained as it is."""
-        self._weights |= self._model.weights.changed()
+        self._weights |= self._model.changed_weights()
 
     def lost_step(self) -> None:
         """Drops changed weights with the step that they would have gone with."""

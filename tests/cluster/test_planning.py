@@ -82,8 +82,8 @@ def test_the_mode_that_pays_follows_from_the_straggler(straggler: float, stalls:
 def test_a_job_that_servers_would_refuse_is_refused_here() -> None:
     with pytest.raises(InvalidRequest, match=r"expected an optimizer out of SGD, .*, got 'lion'"):
         advise(replace(QUESTION, optimizer="lion"))
-    with pytest.raises(InvalidRequest, match="float32, bfloat16, float16 on the wire, got 'int4'"):
-        advise(replace(QUESTION, wire="int4"))
+    with pytest.raises(InvalidRequest, match="float16, int8, int4 on the wire, got 'int2'"):
+        advise(replace(QUESTION, wire="int2"))
     with pytest.raises(LimitExceeded):
         advise(replace(QUESTION, parameters=10**13))
 

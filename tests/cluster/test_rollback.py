@@ -30,10 +30,17 @@ class Workers:
     """The processes of one job; ended with the `with`."""
 
     def __init__(
-        self, nursery: Nursery, address: str, directory: Path, holds: Sequence[int] = (), transport: str = "auto"
+        self,
+        nursery: Nursery,
+        address: str,
+        directory: Path,
+        holds: Sequence[int] = (),
+        transport: str = "auto",
+        wire: str = "float32",
     ) -> None:
         self.directory = directory
         variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS), "PS_TRANSPORT": transport}
+        variables["PS_WIRE"] = wire
         self.processes = [
             nursery.run(SCRIPT, [directory, *holds], directory / f"log-{rank}", PS_RANK=str(rank), **variables)
             for rank in range(WORKERS)
@@ -134,6 +141,26 @@ def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
         workers.let_go(held)
         assert same(workers.ended(), undisturbed)
     assert cluster.coordinator.jobs() == {}
+
+
+@pytest.mark.long
+def test_what_was_rounded_off_on_the_wire_is_rolled_back_too(
+    make_cluster: MakeCluster, nursery: Nursery, shared: Cluster, tmp_path: Path, undisturbed: Found
+) -> None:
+    """In int4, the bits of a step depend on what workers and shards have rounded off in all steps before."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "job").mkdir()
+    with Workers(nursery, shared.address, tmp_path / "alone", wire="int4") as workers:
+        expected = workers.ended()
+    assert not same(expected, undisturbed)
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="10steps", lease=LEASE)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with Workers(nursery, cluster.address, tmp_path / "job", holds(12, 10), wire="int4") as workers:
+        workers.reach(12, 10, cluster)
+        until(lambda: last(store) == 10, "the last checkpoint is complete")
+        cluster.start_again(1)
+        workers.let_go(12)
+        assert same(workers.ended(), expected)
 
 
 @pytest.mark.long

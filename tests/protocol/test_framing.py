@@ -232,7 +232,7 @@ def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_cla
 def test_payloads_of_several_buckets_follow_each_other() -> None:
     buckets = [data_pb2.PulledBucket(bucket=index) for index in (5, 3)]
     message = data_pb2.PullResponse(buckets=buckets, payload=b"fiverest")
-    found = worker_messages.pulled(*split_message(message.SerializeToString()), lambda index: {5: 4, 3: 4}[index])
+    found = worker_messages.pulled(*split_message(message.SerializeToString()), lambda index, _: {5: 4, 3: 4}[index])
     assert [(bucket.bucket, bytes(bucket.payload)) for bucket in found] == [(5, b"five"), (3, b"rest")]
 
 

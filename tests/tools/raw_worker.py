@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -186,9 +186,9 @@ class RawWorker:
                     raise
                 threading.Event().wait(0.01)
 
-    def ask(self, clock: int, buckets: list[int], shard: int | None = None) -> Any:
-        """Starts a Pull call and returns it; iterating over it waits for the answers."""
-        request = data_pb2.PullRequest(worker=self.identity(), clock=clock, buckets=buckets)
+    def ask(self, clock: int, buckets: list[int], shard: int | None = None, whole: Sequence[int] = ()) -> Any:
+        """Starts a Pull call and returns it; iterating over it waits for the answers. whole: of which buckets"""
+        request = data_pb2.PullRequest(worker=self.identity(), clock=clock, buckets=buckets, whole_buckets=whole)
         where = shard if shard is not None else self.shard_of[buckets[0]]
         return self._data[where].Pull(request, timeout=CALL_SECONDS)
 
