@@ -441,7 +441,7 @@ in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 
 ROWS = (
     in_rows(adds_a_message_twice, ("sync", "async"), known=("async", 4)),
-    in_rows(counts_a_repeated_push_twice, ("async",), known=("async", 25)),
+    in_rows(counts_a_repeated_push_twice, ("async",), known=("async", 113)),
     in_rows(stages_the_first_message, ("async",), known=("async", 0)),
     in_rows(leaves_rows_out_of_checkpoints, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
     in_rows(copies_tables_at_once, ("sync",), faults=(SHARD_DIES,), known=("sync", 2)),
