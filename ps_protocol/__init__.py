@@ -12,6 +12,7 @@ hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        Who a worker is: what every message of one names
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
+local.py           Local steps: the mode `local:H`, its rounds, and its outer optimizer
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 row_ids.py         Ids of rows: how they are mixed, and which shard has a row

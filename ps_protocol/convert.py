@@ -14,6 +14,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
+from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import figures_pb2, job_pb2, types_pb2
@@ -53,6 +54,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         more_optimizers=tuple(message.optimizers[1:]),
         group_optimizers=tuple(of_group) if any(of_group) else (),
         tables=tuple(_table(table) for table in message.tables),
+        local=_local(message.local) if message.HasField("local") else None,
     )
 
 
@@ -85,6 +87,22 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         gradient_wire=_WIRE_FORMAT_NUMBERS[spec.gradient_wire],
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
         tables=[_table_message(table) for table in spec.tables],
+        local=None if spec.local is None else _local_message(spec.local),
+    )
+
+
+def _local(message: job_pb2.Local) -> Local:
+    outer = message.outer_learning_rate, message.outer_momentum, message.nesterov
+    return Local(message.steps, message.warm_up_steps, *outer)
+
+
+def _local_message(local: Local) -> job_pb2.Local:
+    return job_pb2.Local(
+        steps=local.steps,
+        warm_up_steps=local.warm_up,
+        outer_learning_rate=local.lr,
+        outer_momentum=local.momentum,
+        nesterov=local.nesterov,
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_PUSH_RANGES = 1_024  # of leased data that one push names
+
 
 @dataclass(frozen=True)
 class DataRange:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
+from ps_protocol.local import OUTER_OPTIMIZER, Local
 from ps_protocol.modes import Consistency, check_quorum
 from ps_protocol.tables import JobTable, validate_table
 
@@ -23,6 +25,9 @@ MAX_OPTIMIZERS = 64
 MAX_DIMENSIONS = 64
 MAX_TABLES = 1_024
 MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
+
+# What a setting is called, and its values in the registered job and in the other.
+Setting = tuple[str, object, object]
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -54,6 +59,7 @@ class JobSpec:
     more_optimizers:  of a script with several optimizers, the names of the others
     group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
     tables:       of rows, beside the parameters
+    local:        how workers step by themselves; None in all modes but `local:H`
     """
 
     name: str
@@ -69,6 +75,12 @@ class JobSpec:
     more_optimizers: tuple[str, ...] = ()
     group_optimizers: tuple[int, ...] = ()
     tables: tuple[JobTable, ...] = ()
+    local: Local | None = None
+
+    @property
+    def mode(self) -> str:
+        """The name of its mode."""
+        return str(self.consistency) if self.local is None else f"local:{self.local.steps}"
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -113,6 +125,7 @@ def validate(spec: JobSpec) -> None:
     buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
     if buckets > MAX_BUCKETS:
         raise LimitExceeded(f"a job may have up to {MAX_BUCKETS} buckets, got {buckets}: use larger bucket_bytes")
+    _validate_local(spec)
     if not spec.tables and all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
 
@@ -123,6 +136,25 @@ def _validate_wires(spec: JobSpec) -> None:
             f"weights travel as {spec.weight_wire} in sync only, where all workers have the same, and the mode is "
             f"{spec.consistency}: write --wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
         )
+
+
+def _validate_local(spec: JobSpec) -> None:
+    if spec.local is None:
+        return
+    if not spec.consistency.aggregate:
+        raise InvalidRequest(f"local:H needs the consistency of sync, got {spec.consistency}")
+    if spec.consistency.quorum is not None:
+        raise InvalidRequest("local:H takes no quorum: its rounds have the differences of all live workers")
+    if spec.weight_wire in BLOCK_WIRES:
+        raise InvalidRequest(
+            f"in local:H weights travel as float32, bfloat16 or float16, got {spec.weight_wire}: write "
+            f"--wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
+        )
+    if spec.optimizers != (OUTER_OPTIMIZER,):
+        got = ", ".join(spec.optimizers)
+        raise InvalidRequest(f"the servers' optimizer is one {OUTER_OPTIMIZER} in local:H, got {got}")
+    if spec.tables:
+        raise InvalidRequest(f"a job of local:H has no tables of rows, got {len(spec.tables)}")
 
 
 def _validate_tables(spec: JobSpec, names: set[str]) -> None:
@@ -158,8 +190,31 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
         raise LimitExceeded(f"{parameter.name}: a parameter may have {MAX_ELEMENTS} elements, got {parameter.numel}")
 
 
+def _first_unlike(settings: Sequence[Setting]) -> str | None:
+    for what, ours, theirs in settings:
+        if ours != theirs:
+            return f"the {what} is {ours} in the registered job and {theirs} in this one"
+    return None
+
+
+def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
+    left, right = registered.local, offered.local
+    if left is None or right is None:
+        return []  # their modes differ
+    return [
+        ("warm-up", left.warm_up, right.warm_up),
+        ("outer optimizer's lr", left.lr, right.lr),
+        ("outer optimizer's momentum", left.momentum, right.momentum),
+        ("outer optimizer's nesterov", left.nesterov, right.nesterov),
+    ]
+
+
 def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     """Returns the first difference between two jobs in words, or None when they are the same job."""
+    # The mode first: in local:H parameters have other groups, and the optimizer is another.
+    differs = _first_unlike([("mode", registered.mode, offered.mode), *_local_settings(registered, offered)])
+    if differs is not None:
+        return differs
     expected = {parameter.name: parameter for parameter in registered.parameters}
     got = {parameter.name: parameter for parameter in offered.parameters}
     for name in expected:
@@ -179,8 +234,7 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
                 return f"parameter {name!r} has {what} {a} in the registered job and {b} in this one"
     if tuple(expected) != tuple(got):
         return "the parameters are registered in another order"
-    for what, a, b in (
-        ("mode", str(registered.consistency), str(offered.consistency)),
+    settings: list[Setting] = [
         ("optimizer", ", ".join(registered.optimizers), ", ".join(offered.optimizers)),
         ("number of optimizer groups", len(registered.groups), len(offered.groups)),
         ("optimizer of each group", registered.group_optimizers, offered.group_optimizers),
@@ -190,9 +244,10 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         ("wire format of gradients", registered.gradient_wire, offered.gradient_wire),
         ("wire format of weights", registered.weight_wire, offered.weight_wire),
         ("number of tables", len(registered.tables), len(offered.tables)),
-    ):
-        if a != b:
-            return f"the {what} is {a} in the registered job and {b} in this one"
+    ]
+    differs = _first_unlike(settings)
+    if differs is not None:
+        return differs
     for table, other in zip(registered.tables, offered.tables, strict=True):
         differs = table.difference(other)
         if differs is not None:

@@ -1,8 +1,9 @@
-"""The modes of training, and the one rule behind three of them.
+"""The modes of training, and the one rule behind four of them.
 
-`sync`, `ssp:K` and `async` are settings of `Consistency`; `single` and `ddp` need no server. Bounded staleness is the
-rule of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. A
-quorum is that of Chen et al., "Revisiting Distributed Synchronous SGD", 2016, but that late gradients count.
+`sync`, `ssp:K` and `async` are settings of `Consistency`, and `local:H` has that of `sync`: it differs in what workers
+push (local.py). `single` and `ddp` need no server. Bounded staleness is the rule of Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. A quorum is that of Chen et al.,
+"Revisiting Distributed Synchronous SGD", 2016, but that late gradients count.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.local import Local
 
 # A larger bound than any job can use is a typing error, and would not fit the wire's uint32.
 MAX_STALENESS = 1_000_000
@@ -83,18 +85,27 @@ class Consistency:
 def parse_mode(text: str) -> Consistency | None:
     """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
 
-    Raises InvalidRequest for anything but single, ddp, sync, ssp:K (K a whole number from 0) and async.
+    Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), ssp:K (K a whole number
+    from 0) and async.
     """
     if text in ("single", "ddp"):
         return None
-    if text == "sync":
+    if text == "sync" or local_steps(text) is not None:
         return Consistency(max_staleness=0, aggregate=True)
     if text == "async":
         return Consistency(max_staleness=None)
-    name, _, bound = text.partition(":")
-    if name == "ssp" and bound.isascii() and bound.isdigit() and len(bound) < 20:  # int() refuses a text of thousands
-        return Consistency(max_staleness=int(bound))
-    raise InvalidRequest(f"mode must be single, ddp, sync, ssp:K (such as ssp:4) or async, got {text[:100]!r}")
+    bound = _number_after("ssp", text)
+    if bound is not None:
+        return Consistency(max_staleness=bound)
+    raise InvalidRequest(
+        f"mode must be single, ddp, sync, local:H (such as local:8), ssp:K (such as ssp:4) or async, got {text[:100]!r}"
+    )
+
+
+def local_steps(text: str) -> int | None:
+    """Returns the H of a mode `local:H`; None for another mode. Raises InvalidRequest for an H that is none."""
+    steps = _number_after("local", text)
+    return None if steps is None else Local(steps).steps
 
 
 def parse_quorum(text: str) -> int:
@@ -133,3 +144,9 @@ def check_quorum(rule: Consistency, world_size: int) -> None:
             f"a quorum of {rule.quorum_text} makes no sense among {world_size} workers: an update waits for 1 to "
             f"{world_size - 1} of them" + ("" if world_size > 1 else ", and there are no others")
         )
+
+
+def _number_after(name: str, text: str) -> int | None:
+    before, _, number = text.partition(":")
+    is_number = number.isascii() and number.isdigit() and len(number) < 20  # int() refuses a text of thousands
+    return int(number) if before == name and is_number else None

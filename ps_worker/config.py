@@ -31,7 +31,7 @@ TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 
 
 def mode_name(text: str) -> str:
-    """Reads single, ddp, sync, ssp:K or async."""
+    """Reads single, ddp, sync, ssp:K, async or local:H."""
     try:
         parse_mode(text)
     except InvalidRequest as error:
@@ -69,7 +69,7 @@ def new_file(text: str) -> Path:
 # logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
-    Setting("mode", "single, ddp, sync, ssp:K or async; sync where there is a server", mode_name),
+    Setting("mode", "single, ddp, sync, ssp:K, async or local:H; sync where there is a server", mode_name),
     Setting("quorum", "in sync, how many live workers an update waits for: Q, or all-N", quorum_text, metavar="Q"),
     Setting("quorum_grace", "seconds that it then waits for the others; 0 if not given", seconds, metavar="S"),
     Setting("job", "the job's name", default="default", metavar="NAME"),
@@ -106,7 +106,7 @@ OWN_SETTINGS = (
 class WorkerConfig(JobOptions):
     """All that a worker was told: its part in a job, and what is its own.
 
-    mode:             single, ddp, sync, ssp:K or async
+    mode:             single, ddp, sync, ssp:K, async or local:H
     mode_given:       by an argument or PS_MODE; otherwise it follows from the rest
     wire:             how gradients and how weights travel where the script does not say
     metrics_insecure: metrics may be served beyond this machine without TLS

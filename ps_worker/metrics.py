@@ -36,6 +36,8 @@ COUNTERS = {
     "it has no data.",
     "ps_worker_rejoins_total": "Times that the worker lost its place and took another.",
     "ps_worker_lost_steps_total": "Steps whose gradient was lost with the place.",
+    "ps_worker_fresh_inner_state_total": "Times that this worker's own optimizers began without a state in a job of "
+    "local:H that was under way.",
 }
 
 
@@ -235,6 +237,10 @@ class WorkerMetrics:
             self._observe(stepped())
 
         self._hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
+        self.watch_gradients(optimizer)
+
+    def watch_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Times backward, whose gradients an optimizer takes."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
@@ -285,6 +291,18 @@ class WorkerMetrics:
         self.timer.stepped()
         self._counters["ps_worker_rejoins_total"].inc()
         self._counters["ps_worker_lost_steps_total"].inc(lost)
+        self._clock.set(clock)
+
+    def fresh_inner_state(self) -> None:
+        """Counts that the script's own optimizers begin without a state in a job that is under way."""
+        self._counters["ps_worker_fresh_inner_state_total"].inc()
+
+    def stepped_alone(self, clock: int) -> None:
+        """Counts a step that was made on this worker alone."""
+        self._observe(clock)
+
+    def at(self, clock: int) -> None:
+        """Sets how many steps are finished."""
         self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:

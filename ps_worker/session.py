@@ -34,10 +34,13 @@ from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.local_round import local_settings
 from ps_worker.model.no_sync import lend
+from ps_worker.model.weights import with_values
 from ps_worker.state.ending import end_by_signal
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
+from ps_worker.strategies.local import LocalSteps
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
@@ -81,8 +84,8 @@ def connect(
     What is not given comes from PS_* variables, then from a launcher's variables, then from defaults.
 
     server:          HOST:PORT of the coordinator (PS_SERVER)
-    mode:            single, ddp, sync, ssp:K or async (PS_MODE); by default sync with a server, otherwise ddp under a
-                     launcher of several processes, otherwise single
+    mode:            single, ddp, sync, ssp:K, async or local:H (PS_MODE); by default sync with a server, otherwise
+                     ddp under a launcher of several processes, otherwise single
     job:             the job's name (PS_JOB), "default"
     rank:            from 0 (PS_RANK, or the launcher's: torchrun, srun, mpirun, an Indexed Job of Kubernetes)
     world_size:      how many workers the job has (PS_WORLD_SIZE, or the launcher's)
@@ -124,7 +127,7 @@ def connect(
 class Session:
     """One worker's part in one job, from `connect` to `close`; also a context manager.
 
-    mode:            single, ddp, sync, ssp:K or async
+    mode:            single, ddp, sync, ssp:K, async or local:H
     device:          where models and batches go: a GPU of this worker's own if torch sees one, otherwise the CPU
     metrics_address: HOST:PORT at which this worker serves /metrics
     """
@@ -132,12 +135,12 @@ class Session:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._prepared = False
+        self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
-        self._serve_metrics(config)
+        _serve_metrics(self._metrics, config)
         self.metrics_address = self._metrics.address
         self._timeline = Timeline()
         self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device, self._timeline)
@@ -146,17 +149,6 @@ class Session:
         _close_at_exit(self)
         with _opening:
             _open.append(self)
-
-    def _serve_metrics(self, config: WorkerConfig) -> None:
-        """Serves /metrics where the servers' side can reach it, if allowed; otherwise for this machine alone."""
-        tls = config.access.tls if config.access.tls and config.access.tls.cert else None
-        host, known = config.metrics_host, True
-        if host is None:
-            host = own_address(config.server)
-            known = tls is not None or config.metrics_insecure or is_loopback(host)
-            host = host if known else "127.0.0.1"
-        require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
-        self._metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
 
     def __repr__(self) -> str:
         config = self._config
@@ -187,6 +179,14 @@ class Session:
         """
         return self._strategy.clock
 
+    @property
+    def round(self) -> int:
+        """How many updates of the weights this worker has taken part in, counted from the job's beginning.
+
+        In local:H it counts rounds, each of which ends with an update. In all other modes it is the clock.
+        """
+        return self._strategy.round
+
     def prepare(
         self,
         *things: Any,
@@ -197,6 +197,7 @@ class Session:
         overlap: bool | None = None,
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
+        outer: Mapping[str, Any] | None = None,
     ) -> Any:
         """Makes models, their optimizers, loaders and schedulers ready to train; returns them in the order given.
 
@@ -220,6 +221,9 @@ class Session:
         seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job
                       with a world size
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
+        outer:        in mode local:H, settings of the job: "lr" (0.8), "momentum" (0.7) and "nesterov" (True) of the
+                      servers' optimizer, and "warm_up" (64), the rounds of one step that the job begins with, in
+                      which it averages
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
@@ -236,6 +240,7 @@ class Session:
                 weight_wire=_wire_format(weight_wire or self._config.wire[1]),
                 overlap=overlap,
                 ddp=ddp_options or {},
+                local=local_settings(self.mode, outer or {}),
             )
             prepared |= self._prepare_models(given.models, given.optimizers, options)
         for loader in given.loaders:
@@ -248,7 +253,7 @@ class Session:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> dict[int, Any]:
         """Returns the prepared models and optimizers, by the id of the script's own."""
-        if self._prepared:
+        if self._models:
             raise InvalidRequest(
                 "this session has its models already: hand all models and optimizers to one call of prepare; "
                 "to begin anew (a notebook's cell run again), call connect again"
@@ -257,7 +262,7 @@ class Session:
             if len({tensor.device for tensor in model.parameters()}) <= 1:  # others are spread over devices on purpose
                 model.to(self.device)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
-        self._prepared = True
+        self._models = list(models)
         speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
@@ -364,6 +369,23 @@ class Session:
         with self._strategy.no_sync():
             yield
 
+    def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
+
+        In local:H each worker has weights of its own within a round. Then these are the ones that the round began
+        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In all other modes they are
+        the model's own. It calls no server.
+
+        model: the one of several; may be left out where there is one
+        """
+        models = self._models
+        if model is None and len(models) != 1:
+            raise InvalidRequest(f"session.global_weights() has {len(models)} models to choose from: hand one over")
+        own = models[0] if model is None else self.unwrap(model)
+        if not any(own is each for each in models):
+            raise InvalidRequest("session.global_weights(model) takes a model that was handed to prepare")
+        return with_values(own, self._strategy.global_values())
+
     @staticmethod
     def unwrap(model: nn.Module) -> nn.Module:
         """Returns the user's own module, whatever `prepare` returned: for state_dict and for saving."""
@@ -391,11 +413,6 @@ class Session:
     ) -> None:
         self.close()
 
-    def _is_at(self, config: WorkerConfig) -> bool:
-        """Whether this is a session of this process for the same place."""
-        own, other = ((each.server, each.job, each.rank, each.launch.name) for each in (self._config, config))
-        return own == other and self._pid == os.getpid()
-
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
@@ -404,13 +421,14 @@ def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.devi
     return ParameterServer(config, metrics, device, report_started, timeline)
 
 
-# By mode, without the bound of `ssp:K`.
+# By mode, without the number in `ssp:K` and `local:H`.
 STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Timeline], Strategy]] = {
     "single": lambda config, metrics, device, _: Single(metrics, device, config.mode_given),
     "ddp": lambda config, metrics, device, _: Ddp(config.rank or 0, config.world_size, metrics, device),
     "sync": _on_servers,
     "ssp": _on_servers,
     "async": _on_servers,
+    "local": lambda config, metrics, device, timeline: LocalSteps(config, metrics, device, report_started, timeline),
 }
 
 # -- what prepare takes ------------------------------------------------------------------------------------------------
@@ -496,13 +514,31 @@ def _close_earlier(config: WorkerConfig) -> None:
     if config.consistency is None or config.rank is None:
         return
     with _opening:
-        earlier = [session for session in _open if session._is_at(config)]
+        earlier = [session for session in _open if _is_at(session, config)]
     for session in earlier:
         log.warning(
             "an earlier session of this process was worker %d of job %s at %s: it is closed, and a new one begins",
             *(config.rank, config.job, config.server),
         )
         session.close()
+
+
+def _serve_metrics(metrics: WorkerMetrics, config: WorkerConfig) -> None:
+    """Serves /metrics where the servers' side can reach it, if allowed; otherwise for this machine alone."""
+    tls = config.access.tls if config.access.tls and config.access.tls.cert else None
+    host, known = config.metrics_host, True
+    if host is None:
+        host = own_address(config.server)
+        known = tls is not None or config.metrics_insecure or is_loopback(host)
+        host = host if known else "127.0.0.1"
+    require_encryption(host, tls is not None, config.metrics_insecure, "metrics", "--metrics-insecure")
+    metrics.serve(host, config.metrics_port and config.metrics_port + config.local_rank, tls, known)
+
+
+def _is_at(session: Session, config: WorkerConfig) -> bool:
+    """Whether a session is one of this process for the same place."""
+    own, other = ((each.server, each.job, each.rank, each.launch.name) for each in (session._config, config))
+    return own == other and session._pid == os.getpid()
 
 
 def close_open_sessions() -> None:

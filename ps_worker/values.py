@@ -11,6 +11,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
+from ps_protocol.local import Local
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class PrepareOptions:
     bucket_bytes: of a full bucket; None: what the job has, or the server chooses
     overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
     ddp:          arguments for DistributedDataParallel
+    local:        how workers step by themselves; None in all modes but local:H
     """
 
     bucket_bytes: int | None = None
@@ -28,6 +30,7 @@ class PrepareOptions:
     weight_wire: str = "float32"
     overlap: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)
+    local: Local | None = None
 
 
 @dataclass(frozen=True)

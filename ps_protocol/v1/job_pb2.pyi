@@ -31,7 +31,7 @@ NON_FINITE_POLICY_SKIP: NonFinitePolicy
 NON_FINITE_POLICY_ALLOW: NonFinitePolicy
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "tables")
+    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "tables", "local")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class JobSpec(_message.Message):
     GRADIENT_WIRE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_WIRE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
@@ -54,7 +55,22 @@ class JobSpec(_message.Message):
     gradient_wire: _types_pb2.WireFormat
     weight_wire: _types_pb2.WireFormat
     tables: _containers.RepeatedCompositeFieldContainer[TableSpec]
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ...) -> None: ...
+    local: Local
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ..., local: _Optional[_Union[Local, _Mapping]] = ...) -> None: ...
+
+class Local(_message.Message):
+    __slots__ = ("steps", "warm_up_steps", "outer_learning_rate", "outer_momentum", "nesterov")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    WARM_UP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    OUTER_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    OUTER_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    NESTEROV_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    warm_up_steps: int
+    outer_learning_rate: float
+    outer_momentum: float
+    nesterov: bool
+    def __init__(self, steps: _Optional[int] = ..., warm_up_steps: _Optional[int] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., nesterov: _Optional[bool] = ...) -> None: ...
 
 class TableSpec(_message.Message):
     __slots__ = ("name", "dim", "initializer", "admit_after", "expire_after", "max_rows", "optimizer", "hyper_parameters")

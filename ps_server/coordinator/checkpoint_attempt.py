@@ -515,7 +515,7 @@ class CheckpointAttempt:
             name=self._name,
             job=job_spec_data(self._spec),
             run=self._job.placed.run,
-            mode=str(self._spec.consistency),
+            mode=self._spec.mode,
             clock=reached.version_max if self._one_clock else max(reached.clocks.values(), default=0),
             placement=self._job.placed.placement,
             shards={index: snapshot.part for index, snapshot in sorted(self._parts.items())},

@@ -243,8 +243,8 @@ class Coordinator:
         finally:
             self._new_jobs.done(spec.name)
         size, buckets = job.placed.nbytes, counted(len(job.placed.placement), "bucket")
-        log.info("job %s: %s, %d bytes in %s", spec.name, spec.consistency, size, buckets)
-        self.events.note("started", spec.name, f"the job begins: {spec.consistency}, {size} bytes in {buckets}")
+        log.info("job %s: %s, %d bytes in %s", spec.name, spec.mode, size, buckets)
+        self.events.note("started", spec.name, f"the job begins: {spec.mode}, {size} bytes in {buckets}")
         return job, True
 
     def _resume_jobs(self) -> None:

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_protocol.data import DataRange
+from ps_protocol.data import MAX_PUSH_RANGES, DataRange
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_server.core.intervals import Intervals, Span
 
 MAX_LOADERS = 64
-MAX_RANGES = 1_024  # of one push
 MAX_FRAGMENTS = 65_536  # that the committed part of a pass may be in
 
 # By loader, the latest pass and what is committed of it, ascending: plain data, for a snapshot.
@@ -161,8 +160,8 @@ def in_all(parts: Sequence[Committed]) -> Committed:
 
 def check_ranges(ranges: Sequence[DataRange]) -> None:
     """Raises InvalidRequest naming the first thing wrong with the ranges of a push."""
-    if len(ranges) > MAX_RANGES:
-        raise InvalidRequest(f"a push has at most {MAX_RANGES} ranges of data, got {len(ranges)}")
+    if len(ranges) > MAX_PUSH_RANGES:
+        raise InvalidRequest(f"a push has at most {MAX_PUSH_RANGES} ranges of data, got {len(ranges)}")
     for used in ranges:
         if used.loader >= MAX_LOADERS:
             raise InvalidRequest(f"expected a loader below {MAX_LOADERS}, got {used.loader}")

@@ -123,6 +123,7 @@ class JobStatistics:
     checkpoints:  None where no checkpoints are made
     run:          tells the job from earlier ones of its name
     figures:      what live workers have measured, by rank and incarnation
+    local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     """
 
     name: str
@@ -143,6 +144,7 @@ class JobStatistics:
     run: str = ""
     figures: Mapping[tuple[int, int], WorkerFigures] = field(default_factory=dict)
     rolling_back: bool = False
+    local_steps: int = 0
 
 
 @dataclass(frozen=True)

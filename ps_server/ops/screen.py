@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from ps_protocol.errors import PSError
-from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
-from ps_server.ops.status import printable, table
+from ps_server.ops.status import mode_text, printable, table
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
 
@@ -96,7 +95,7 @@ def screen(view: dict[str, Any]) -> list[str]:
 
 
 def _job(job: dict[str, Any], view: dict[str, Any]) -> Iterator[str]:
-    parts = [job["name"], str(Consistency(**job["consistency"])), view["state"]]
+    parts = [job["name"], mode_text(job), view["state"]]
     parts.append(f"{view['steps_per_second']:.1f} steps/s")
     if view["checkpoint_age_duration"] is not None:
         parts.append(f"checkpoint {view['checkpoint_age_duration']:.0f} s ago")

@@ -115,6 +115,11 @@ def _wait(waits: list[dict[str, Any]]) -> str:
     return f"{awaited} ({waits[0]['reason']})"
 
 
+def mode_text(job: dict[str, Any]) -> str:
+    """Returns a job's mode, as scripts call it."""
+    return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
+
+
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
@@ -124,7 +129,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
         rejoining = ", ".join(map(str, job["rejoining_ranks"]))
         waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
     return [
-        f"job {job['name']}: {Consistency(**job['consistency'])}, {workers}{waiting}; "
+        f"job {job['name']}: {mode_text(job)}, {workers}{waiting}; "
         f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "
         f"imbalance {job['imbalance']:.2f}{_history(job)}",
         *(

@@ -109,7 +109,8 @@ function takeSamples(history) {
 
 // -- the head ---------------------------------------------------------------------------------------------------------
 
-function mode(consistency) {
+function mode({ consistency, local_steps: localSteps }) {
+  if (localSteps) return `local:${localSteps}`;
   const quorum = consistency.quorum ?? null;
   if (quorum !== null) return `sync, quorum ${quorum > 0 ? quorum : `all${quorum}`}`;
   if (consistency.aggregate) return "sync";
@@ -117,7 +118,7 @@ function mode(consistency) {
 }
 
 function drawHead(job, view) {
-  $("title").textContent = `${job.name} · ${mode(job.consistency)} · ${view.state}`;
+  $("title").textContent = `${job.name} · ${mode(job)} · ${view.state}`;
   $("title").className = view.state === "training" ? "" : "bad";
   $("diagnosis").textContent = view.diagnosis;
   document.title = `${job.name}: ${view.state}`;
@@ -188,7 +189,7 @@ function drawRace(job, views) {
   $("race-note").textContent =
     wall === null
       ? "Clocks, slowest to fastest. In async no worker waits for another. Arrows: who waits for whom."
-      : `Clocks. The band is what ${mode(job.consistency)} allows: up to ${bound + 1} ahead of the slowest. Arrows: who waits for whom.`;
+      : `Clocks. The band is what ${mode(job)} allows: up to ${bound + 1} ahead of the slowest. Arrows: who waits for whom.`;
 }
 
 function arrow(from, to) {

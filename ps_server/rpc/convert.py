@@ -286,6 +286,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         name=job.name,
         run=job.run,
         consistency=consistency_message(job.consistency),
+        local_steps=job.local_steps,
         world_size=job.world_size,
         started=job.started,
         parameter_bytes=job.parameter_bytes,

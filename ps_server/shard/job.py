@@ -196,7 +196,7 @@ class HostedJob:
     @property
     def mode(self) -> str:
         """The job's mode, for metrics."""
-        return str(self.state.spec.consistency)
+        return self.state.spec.mode
 
     @property
     def tables(self) -> dict[int, HostedTable]:

@@ -113,7 +113,7 @@ class StepData:
         self._using = None
 
     def rollback(self) -> None:
-        """Forgets all batches, as the job was rolled back to a checkpoint."""
+        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew."""
         self.rollbacks += 1
         self._using, self._taken = None, []
         for account in self.accounts.values():
@@ -122,6 +122,11 @@ class StepData:
     def held(self, loader: int) -> list[DataRange]:
         """Returns the batches taken of one loader."""
         return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
+
+    @property
+    def taken(self) -> int:
+        """How many batches the script has taken since the last push."""
+        return len(self._taken)
 
     @property
     def pending(self) -> bool:

@@ -1,10 +1,12 @@
 """A model as flat buffers, its job, and its step.
 
+base.py             The base of a round of local steps: the weights that it begins with
 buffers.py          The flat buffers that a model lies in: one tensor for the weights and one for the gradients
 flat.py             A model as flat buffers, so that pushing packs nothing and a pull lands in place
 gpu.py              Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU
 gradients.py        The gradients as views into flat buffers: which are there, which were changed, which are not finite
 job_spec.py         Models and their optimizers as a job: what is trained, in which groups, with what
+local_round.py      A round of local steps, as it is pushed: what they took from the weights that it began with
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
 optimizer_state.py  Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards

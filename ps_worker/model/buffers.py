@@ -91,6 +91,17 @@ class FlatBuffers:
         """Returns a bucket's gradients: (numel,)."""
         return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
+    def copy_weights(self, back: bool) -> None:
+        """Copies all weights to where the gradients are, or back from there."""
+        for space, flat in self._weights.items():
+            source, target = (self._gradients[space], flat) if back else (flat, self._gradients[space])
+            target.copy_(source)
+
+    def take_weights(self) -> None:
+        """Takes all weights from what lies where the gradients are, in place."""
+        for space, flat in self._weights.items():
+            self._gradients[space].sub_(flat)
+
     def gradient_versions(self, spaces: Iterable[str]) -> list[int]:
         """Returns how often the gradients of each of these spaces were written in place, as torch counts it."""
         return [self._gradients[space]._version for space in spaces]

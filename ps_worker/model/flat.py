@@ -2,7 +2,7 @@
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
 weights     the parameters as views into them, and which of them a script has changed (weights.py)
-gradients   likewise; which are ready, changed, not finite (gradients.py)
+gradients   likewise; which are ready, changed, not finite (gradients.py). In local:H the base lies there (base.py)
 here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
 
@@ -18,6 +18,7 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_worker.model.base import Base
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
@@ -49,6 +50,7 @@ class FlatModel:
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
+        self.base = Base(self._buffers, self.weights)
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:
@@ -68,7 +70,8 @@ class FlatModel:
             self._staging = GpuStaging(self._buffers.device, segment)
         if not before:
             self.weights.watch()
-            self.gradients.watch()
+            if self.spec.local is None:  # otherwise gradients are the script's own
+                self.gradients.watch()
         self.weights.mark()
 
     def release(self) -> None:

@@ -39,8 +39,15 @@ def describe(
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         _refuse_lazy(model)
-        _refuse_sparse(model)
+        _refuse_wrapped(model)
+        if options.local is None:
+            _refuse_sparse(model)
     tables = named_tables(models)
+    if tables and options.local is not None:
+        raise Unsupported(
+            f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
+            "async, or make it a torch.nn.Embedding"
+        )
     groups = _groups(optimizers)
     for table in tables.values():  # a handle: the rows are in no bucket
         groups.pop(id(table.weight), None)
@@ -64,6 +71,7 @@ def describe(
         more_optimizers=tuple(classes[1:]),
         group_optimizers=tuple(of_group) if len(classes) > 1 else (),
         tables=described_tables(tables, optimizers),
+        local=options.local,
     )
     validate(spec)
     return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
@@ -117,7 +125,9 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
             _refuse_dtype(key, tensor)
 
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
-    checks += [partial(check, model) for model in models for check in (_refuse_lazy, _refuse_sparse, dtypes)]
+    checks += [
+        partial(check, model) for model in models for check in (_refuse_lazy, _refuse_wrapped, _refuse_sparse, dtypes)
+    ]
     refused = []
     for check in checks:
         try:
@@ -151,6 +161,10 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 def _refuse_sparse(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise Unsupported(f"{key} makes sparse gradients; use sparse=False")
+            raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
+from ps_worker.model.job_spec import has_stepped
 from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -44,6 +45,21 @@ def check_states(spec: JobSpec, states: States) -> None:
             raise Unsupported(
                 f"the optimizer state of {parameter.name} lacks {', '.join(sorted(missing))}, which {name} needs"
             )
+
+
+def states_before(
+    spec: JobSpec, tensors: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> States:
+    """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    states = {
+        indices[id(parameter)]: tensors_of(state)
+        for optimizer in optimizers
+        if has_stepped(optimizer)
+        for parameter, state in optimizer.state.items()
+    }
+    check_states(spec, states)
+    return states
 
 
 def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[Assignment]:

@@ -9,12 +9,29 @@ that are not contiguous (channels_last), and those on another device than most (
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
 from ps_protocol.errors import Unsupported
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
+
+
+def with_values(model: nn.Module, values_by_id: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    """Returns a copy of a model's state_dict, in which some parameters have other values, by their id."""
+    found = {
+        name: values_by_id[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in values_by_id
+    }
+    return {
+        name: found.get(name, value).detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+    }
 
 
 class Weights:
@@ -30,7 +47,9 @@ class Weights:
         """Notices changes by way of `.data` from here on."""
         for index, tensor in self._buffers.trained.items():
             assert isinstance(tensor, nn.Parameter)
-            watch(tensor, self._on_touch(index, tensor))
+            # Where the script's own optimizers step, all weights change in each step.
+            ignored = self._buffers.spec.local is not None
+            watch(tensor, _ignore if ignored else self._on_touch(index, tensor))
 
     def _on_touch(self, index: int, tensor: nn.Parameter) -> Touched:
         return lambda given_out: self._touches.touched(index, tensor, given_out)
@@ -55,11 +74,7 @@ class Weights:
 
         Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
         """
-        if self._buffers.segment is not None and self._buffers.were_moved:
-            raise Unsupported(
-                "the model's memory was moved as a whole (share_memory()), away from the memory that the shards write: "
-                "do that before prepare, or use transport grpc"
-            )
+        self._check_place()
         before, now, trained = self._marks, self._marks_now(), self._buffers.trained
         if now == before and not self._touches.before:
             return set()
@@ -73,6 +88,22 @@ class Weights:
             self._take_in(index)
         self.mark()
         return changed
+
+    def gather(self) -> None:
+        """Brings all parameters' values into the buffers. Raises InvalidRequest as `changed`."""
+        self._check_place()
+        for index in self._buffers.trained:
+            self._buffers.check_form(index)
+        for index, tensor in self._buffers.trained.items():
+            if index in self._apart or tensor.data_ptr() != self._buffers.weight_views[index].data_ptr():
+                self._take_in(index)
+
+    def _check_place(self) -> None:
+        if self._buffers.segment is not None and self._buffers.were_moved:
+            raise Unsupported(
+                "the model's memory was moved as a whole (share_memory()), away from the memory that the shards write: "
+                "do that before prepare, or use transport grpc"
+            )
 
     def landed(self) -> None:
         """Copies new weights to the parameters with memory of their own. Changes by the script count from here on."""
@@ -103,3 +134,7 @@ class Weights:
         if before is None:
             return tensor._version != version
         return not torch.equal(values(tensor).to(before.device), before)
+
+
+def _ignore(_: torch.Tensor | None) -> None:
+    """Notes nothing of a parameter that changes in each step."""

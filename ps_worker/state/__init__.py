@@ -5,5 +5,6 @@ model_state.py      What of a model is a worker's own: frozen tensors, and what 
 loader_position.py  How far a script's loops over one loader are, and how they go somewhere else
 encoding.py         The state of a worker besides the weights, as values and as bytes
 ending.py           Whether a script comes to its end, or is cut short; and where no signal may cut it
+inner.py            The state of optimizers that step on the worker, at the rounds that checkpoints keep
 sender.py           Sends each captured state to the coordinator, beside training
 """

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import PSError, Unsupported
+from ps_protocol.local import Local
 from ps_runtime.troubles import Troubles
 from ps_worker.data.look_ahead import LookAhead, straight
 from ps_worker.state.encoding import (
@@ -34,6 +35,7 @@ from ps_worker.state.encoding import (
     decode,
     encode,
 )
+from ps_worker.state.inner import Inner, InnerStates, NoInner
 from ps_worker.state.loader_position import LoaderPosition
 from ps_worker.state.model_state import ModelState
 
@@ -56,7 +58,10 @@ class WorkerCheckpoint:
     device: the one whose random state counts
     save:   takes a clock and the bytes of its state; returns at once
     steps:  made by this process, whatever the clock
+    inner:  the state of optimizers that step on this worker
     """
+
+    inner: Inner = NoInner()
 
     def __init__(self, device: torch.device, save: Save) -> None:
         self.device = device
@@ -180,6 +185,7 @@ class WorkerCheckpoint:
             feeding=self._fed if loader is None else loader,
             per_step=self._step.batches,
             own=self._model.copy(clock),
+            inner=self.inner.captured(clock),
         )
         try:
             self._save(clock, encode(state))
@@ -204,10 +210,8 @@ class WorkerCheckpoint:
         if feeding is not None:
             position, is_last = self.loaders[feeding], feeding == self._fed
             loaders[feeding] = _rewound(position.state_within() if cut_short and is_last else position.state(), back)
-        state = WorkerState(
-            clock, replace(script, loaders=loaders), feeding, self._step.batches, self._model.copy(clock)
-        )
-        return encode(state)
+        inner, own = self.inner.now(), self._model.copy(clock)
+        return encode(WorkerState(clock, replace(script, loaders=loaders), feeding, self._step.batches, own, inner))
 
     def script_state(self) -> ScriptState:
         """Returns what the script has set, and where all its loops are."""
@@ -290,6 +294,7 @@ class WorkerCheckpoint:
         self._target = None
         self.set_settings(settings)
         self._model.put(state.own, state.clock)
+        self.inner.restore(state.clock, state.inner)
         log.info("this worker's own state is that of clock %d", state.clock)
 
 
@@ -310,3 +315,20 @@ class BesideCheckpoint(WorkerCheckpoint):
 
     def set_settings(self, settings: Settings) -> None:
         """Sets nothing: the other job's state does."""
+
+
+class LocalCheckpoint(WorkerCheckpoint):
+    """The state of a worker whose own optimizers step (mode local:H): theirs belongs to it, and clocks count rounds."""
+
+    def __init__(self, device: torch.device, save: Save, local: Local, inner: InnerStates) -> None:
+        super().__init__(device, save)
+        self._local = local
+        self.inner = inner
+
+    def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
+        """Has the worker go on after `clock` rounds. Rounds that it has missed have as many steps as the job says."""
+        super().rollback(state, clock, saved_at)
+        assert self._target is not None
+        saved = self._target.clock if saved_at is None else saved_at
+        steps = self._local.clock(clock) - self._local.clock(saved)
+        self._leave_out = max(0, steps) * max(1, self._target.per_step // self._local.steps_of(saved))

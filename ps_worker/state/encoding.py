@@ -138,6 +138,7 @@ class WorkerState:
     feeding:  the index of the loader that fed the step; None where there is no loader
     per_step: batches taken for one step
     own:      of the model
+    inner:    the state of optimizers that step on the worker (inner.py); None where there is none, or it is too large
     """
 
     clock: int
@@ -145,6 +146,7 @@ class WorkerState:
     feeding: int | None
     per_step: int
     own: OwnTensors = field(default_factory=OwnTensors)
+    inner: list[dict[int, dict[str, Any]]] | None = None
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -165,6 +167,7 @@ def encode(state: WorkerState) -> bytes:
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
         "residual": None if state.own.residual is None else sorted(state.own.residual),
+        "inner": plain(state.inner, tensors, "the optimizer's state"),
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
@@ -240,6 +243,7 @@ def decode(data: bytes) -> WorkerState:
                 {_whole(index): tensors[f"{FROZEN}{index}"] for index in document["held"]},
                 _residual_of(document.get("residual", []), tensor),
             ),
+            inner=_inner_of(read(document.get("inner"))),  # earlier versions have none
         )
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
@@ -295,6 +299,17 @@ def _groups_of(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         raise ValueError("its groups are no groups")
     return value
+
+
+def _inner_of(value: Any) -> list[dict[int, dict[str, Any]]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(states, dict) for states in value):
+        raise ValueError("its optimizers' state is none")
+    return [
+        {_whole(position): {str(key): item for key, item in dict(state).items()} for position, state in states.items()}
+        for states in value
+    ]
 
 
 def _random_of(value: Any) -> RandomState:

@@ -45,6 +45,10 @@ class Assignments:
         """Finds weights that the script has changed. Raises InvalidRequest if the model cannot be trained as it is."""
         self._weights |= self._model.changed_weights()
 
+    def set_all(self) -> None:
+        """Takes all weights that an optimizer steps for changed."""
+        self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
+
     def lost_step(self) -> None:
         """Drops changed weights with the step that they would have gone with."""
         self._weights = set()

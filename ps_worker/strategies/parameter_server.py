@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, UnknownWorker, Unsupported
-from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation, PlaceLost
@@ -43,10 +42,11 @@ from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.model.job_spec import describe, has_stepped
+from ps_worker.model.job_spec import describe
+from ps_worker.model.local_round import LocalRound
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
-from ps_worker.model.optimizer_state import StateCollector, States, check_states, tensors_of
-from ps_worker.model.step import StepMaker
+from ps_worker.model.optimizer_state import StateCollector, States, states_before
+from ps_worker.model.step import EndedStep, StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
@@ -113,15 +113,34 @@ class ParameterServer:
         """Steps finished, counted from the job's beginning."""
         return self._training.clock if self._training else 0
 
+    @property
+    def round(self) -> int:
+        """The same."""
+        return self.clock
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns none: the model has the weights that were pulled last."""
+        return {}
+
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
+        training = self._join(models, optimizers, options)
+        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+
+    def _join(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: PrepareOptions,
+        make: Callable[..., JobTraining] | None = None,
+    ) -> JobTraining:
         figures, metrics_address = self._metrics.figures, self._metrics.announced
         self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
-        training = join(self._joining, options, models, optimizers, self._metrics, self._device)
+        training = join(self._joining, options, models, optimizers, self._metrics, self._device, make=make)
         self._training, self._rounds = training, Rounds(self._joining, training)
-        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        return training
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         """Returns a loader of this worker's share; in an elastic job, of batches that the coordinator leases to it."""
@@ -183,10 +202,13 @@ def join(
     metrics: WorkerMetrics,
     device: torch.device,
     beside: bool = False,
+    make: Callable[..., JobTraining] | None = None,
 ) -> JobTraining:
     """Joins a job; the models have its weights when this returns. Raises PSError; the worker has left again then.
 
+    optimizers: those that step on the servers
     beside: the job goes beside another of this worker, to which all of the script's state belongs but the weights
+    make:   what trains in it; takes what JobTraining does
     """
     job, world_size = participation.options, participation.options.world_size
     assert job.consistency is not None
@@ -196,14 +218,14 @@ def join(
             models, optimizers, options, name=job.job, consistency=job.consistency, world_size=world_size
         )
         check_transport(described, job.transport)
-        states = _states_before(described, tensors, optimizers)
+        states = states_before(described, tensors, optimizers)
         spec = participation.join(described)
         optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         timeline = participation.timeline
         timeline.describe(layout)
-        steps = StepMaker(
+        steps = (StepMaker if spec.local is None else LocalRound)(
             *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
             timeline=timeline,
@@ -218,7 +240,7 @@ def join(
             return join(added, options, [module], [optimizer], WorkerMetrics(), device, beside=True)
 
         groups = AddedGroups(spec, tensors, optimizers_named, begin)
-        training = JobTraining(participation, steps, tensors, groups, metrics, device, beside)
+        training = (make or JobTraining)(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
         tables.connect(training.row_reads(), participation.connection.shards)
         metrics.watch_lookups(tables.looked_up)
@@ -228,21 +250,6 @@ def join(
         training.begin(optimizers, frozen, checkpoint_wanted)
         undo.pop_all()
         return training
-
-
-def _states_before(
-    spec: JobSpec, tensors: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
-) -> States:
-    """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
-    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-    states = {
-        indices[id(parameter)]: tensors_of(state)
-        for optimizer in optimizers
-        if has_stepped(optimizer)
-        for parameter, state in optimizer.state.items()
-    }
-    check_states(spec, states)
-    return states
 
 
 class JobTraining:
@@ -412,12 +419,7 @@ class JobTraining:
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
-        participation, connection = self.participation, self.participation.connection
-        self._assignments.find_weights()
-        step = self._steps.end_empty() if index is None else self._steps.end(index)
-        began_late = participation.came_late and not self.stepped
-        if self._assignments.send(connection, participation.ranks, began_late, self.checkpoint.at_pass_begin):
-            participation.settle()
+        connection, step = self.participation.connection, self._ended(index)
         self._model.begin_pull()
         ranges = self.data.use()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
@@ -429,6 +431,18 @@ class JobTraining:
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
         self.data.pushed()
+
+    def _ended(self, index: int | None) -> EndedStep:
+        """Ends the step at hand, and sends what the script has set before it."""
+        participation = self.participation
+        self._assignments.find_weights()
+        step = self._steps.end_empty() if index is None else self._steps.end(index)
+        began_late = participation.came_late and not self.stepped
+        if self._assignments.send(
+            participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
+        ):
+            participation.settle()
+        return step
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""

@@ -6,7 +6,7 @@ It is a dry run, too: what the modes with servers would refuse is in the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,15 @@ class Single:
         self._device = device
         self._level = logging.WARNING if wanted else logging.INFO
         self._refused: set[str] = set()  # what the log has
+
+    @property
+    def round(self) -> int:
+        """Steps finished."""
+        return self.clock
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns none: the model's own are all there are."""
+        return {}
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions

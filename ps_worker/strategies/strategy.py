@@ -12,7 +12,7 @@ close      leaves; the models stay as they are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -54,6 +54,13 @@ class Strategy(Protocol):
     @property
     def clock(self) -> int:
         """Steps finished."""
+
+    @property
+    def round(self) -> int:
+        """Updates of the weights that this worker has taken part in: steps, but for local:H."""
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns the servers' weights by the id of the parameter, of those where the model's own may differ."""
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions

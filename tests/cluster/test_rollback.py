@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from ps_protocol.local import Local
 from ps_server.storage.checkpoints import CheckpointStore
+from tests.scripts.train_with_state import OUTER
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.forkserver import ROOT, Nursery
 
@@ -24,6 +26,7 @@ WAIT_SECONDS = 90
 LEASE = 30.0  # a worker loses its place because a shard was restored, and for no other reason
 
 Found = list[dict[str, torch.Tensor]]
+StepsOf = Callable[[int], int]
 
 
 class Workers:
@@ -37,9 +40,10 @@ class Workers:
         holds: Sequence[int] = (),
         transport: str = "auto",
         wire: str = "float32",
+        mode: str = "sync",
     ) -> None:
         self.directory = directory
-        variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS), "PS_TRANSPORT": transport}
+        variables = {"PS_SERVER": address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS), "PS_TRANSPORT": transport}
         variables["PS_WIRE"] = wire
         self.processes = [
             nursery.run(SCRIPT, [directory, *holds], directory / f"log-{rank}", PS_RANK=str(rank), **variables)
@@ -60,15 +64,16 @@ class Workers:
     def let_go(self, clock: int) -> None:
         (self.directory / f"go-{clock}").touch()
 
-    def reach(self, clock: int, every: int, cluster: Cluster) -> None:
+    def reach(self, clock: int, every: int, cluster: Cluster, steps_of: StepsOf = int) -> None:
         """Until they stand at a clock, with a checkpoint behind them at 1 and at each multiple of `every`.
 
-        Each was begun in time, because they were held a step before it.
+        Each was begun in time, because they were held a step before it, or a round. steps_of: as of `holds`
         """
-        for multiple in checkpoints(clock, every):
-            until(lambda: self.are_held(multiple - 1), "the step before a checkpoint")  # noqa: B023
+        for multiple in checkpoints(clock, every, steps_of):
+            before = steps_of(multiple - 1)
+            until(lambda: self.are_held(before), "the step before a checkpoint")  # noqa: B023
             until(lambda: begun(cluster) == {multiple}, "the beginning of the checkpoint")  # noqa: B023
-            self.let_go(multiple - 1)
+            self.let_go(before)
         until(lambda: self.are_held(clock), "the clock to be held at")
 
     def ended(self) -> Found:
@@ -83,14 +88,14 @@ def begun(cluster: Cluster) -> set[int | None]:
     return {capture.clock if capture is not None else None for capture in captures}
 
 
-def holds(clock: int, every: int) -> list[int]:
-    """Where `reach` wants workers to be held."""
-    return [*(multiple - 1 for multiple in checkpoints(clock, every)), clock]
+def holds(clock: int, every: int, steps_of: StepsOf = int) -> list[int]:
+    """Where `reach` wants workers to be held. steps_of: the steps that a clock of the servers is"""
+    return [*(steps_of(multiple - 1) for multiple in checkpoints(clock, every, steps_of)), clock]
 
 
-def checkpoints(clock: int, every: int) -> list[int]:
-    """The clocks below this one at which there is a checkpoint: the first is as soon as it can be."""
-    return [1, *range(every, clock, every)]
+def checkpoints(clock: int, every: int, steps_of: StepsOf = int) -> list[int]:
+    """The servers' clocks below this one at which there is a checkpoint: the first is as soon as it can be."""
+    return [1, *(multiple for multiple in range(every, clock, every) if steps_of(multiple) < clock)]
 
 
 def last(store: CheckpointStore) -> int:
@@ -177,6 +182,62 @@ def test_a_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
     with Workers(nursery, second.address, tmp_path) as workers:
         assert same(workers.ended(), undisturbed)
+
+
+LOCAL = Local(4, warm_up=OUTER["warm_up"])  # rounds end at the clocks 1, 2, 3, 4, 8, 12 and so on
+
+
+@pytest.fixture(scope="module")
+def undisturbed_rounds(nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What an undisturbed run of local:4 ends with."""
+    directory = tmp_path_factory.mktemp("undisturbed-rounds")
+    with Workers(nursery, shared.address, directory, mode="local:4") as workers:
+        return workers.ended()
+
+
+@pytest.mark.parametrize(
+    ("which", "held", "transport"),
+    [
+        (1, 26, "tcp"),  # within round 10
+        pytest.param(0, 8, "grpc", marks=pytest.mark.long),  # with the coordinator; at the end of a round
+        pytest.param(1, 37, "shm", marks=pytest.mark.long),  # over two ends of passes
+    ],
+)
+def test_a_local_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
+    make_cluster: MakeCluster,
+    nursery: Nursery,
+    tmp_path: Path,
+    undisturbed_rounds: Found,
+    which: int,
+    held: int,
+    transport: str,
+) -> None:
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="3steps", lease=LEASE)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    held_at = holds(held, 3, LOCAL.clock)
+    with Workers(nursery, cluster.address, tmp_path, held_at, transport, mode="local:4") as workers:
+        workers.reach(held, 3, cluster, LOCAL.clock)
+        kept = checkpoints(held, 3, LOCAL.clock)[-1]
+        until(lambda: last(store) == kept, "the last checkpoint is complete")
+        cluster.start_again(which)
+        workers.let_go(held)
+        assert same(workers.ended(), undisturbed_rounds)
+
+
+@pytest.mark.long
+def test_a_local_job_whose_processes_all_ended_goes_on_to_the_same_weights(
+    make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed_rounds: Found
+) -> None:
+    kept = tmp_path / "checkpoints"
+    first = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    with Workers(nursery, first.address, tmp_path, holds(26, 3, LOCAL.clock), mode="local:4") as workers:
+        workers.reach(26, 3, first, LOCAL.clock)
+        until(lambda: last(store) == 9, "the last checkpoint is complete")
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
+    with Workers(nursery, second.address, tmp_path, mode="local:4") as workers:
+        assert same(workers.ended(), undisturbed_rounds), "the inner optimizer's state is small: checkpoints have it"
 
 
 @pytest.mark.parametrize("mode", ["ssp:1", "async"])

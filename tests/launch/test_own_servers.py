@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ps_server.ops import status
 from tests.tools.cluster import until
@@ -78,6 +80,15 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
         host, _, port = address.rpartition(":")
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind((host, int(port)))
+
+
+def test_local_steps_train_in_processes(start: Start, tmp_path: Path) -> None:
+    command = start("--shards", "2", "--workers", "2", "--mode", "local:8", str(SCRIPT), str(tmp_path), "5")
+    assert command.process.wait(START_SECONDS) == 0, command.err
+    for rank in range(2):
+        assert f"worker {rank} of 2: local:8 Everything AdamW\n" in command.out
+    first, second = (load_file(tmp_path / f"local:8-{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first), "in the warm-up each step is averaged"
 
 
 @pytest.mark.long

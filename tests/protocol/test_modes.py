@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.modes import MAX_GRACE, MAX_QUORUM, MAX_STALENESS, Consistency, parse_mode, parse_quorum, with_quorum
+from ps_protocol.local import MAX_STEPS, Local
+from ps_protocol.modes import (
+    MAX_GRACE,
+    MAX_QUORUM,
+    MAX_STALENESS,
+    Consistency,
+    local_steps,
+    parse_mode,
+    parse_quorum,
+    with_quorum,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,13 +39,38 @@ def test_a_mode_is_a_setting_of_the_one_rule_and_says_its_name(name: str, rule: 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "Sync", "ssp", "ssp:", "ssp:-1", "ssp:1.5", "ssp: 4", "ssp:4:4", "ssp:²", "sync:0", "async:1", "bsp", "ssp:x"],
+    [
+        *("", "Sync", "ssp", "ssp:", "ssp:-1", "ssp:1.5", "ssp: 4", "ssp:4:4", "ssp:²", "sync:0", "async:1", "bsp"),
+        *("ssp:x", "local", "local:", "local:-1", "local:1.5", "local:8/4", "local:8:1"),
+    ],
 )
 def test_any_other_name_is_refused_with_what_was_expected_and_what_came(name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_mode(name)
-    assert "single, ddp, sync, ssp:K (such as ssp:4) or async" in refused.value.message
+    assert "single, ddp, sync, local:H (such as local:8), ssp:K (such as ssp:4) or async" in refused.value.message
     assert repr(name) in refused.value.message
+
+
+@pytest.mark.parametrize("steps", [1, 8, MAX_STEPS])
+def test_local_steps_are_sync_to_the_servers(steps: int) -> None:
+    assert parse_mode(f"local:{steps}") == Consistency(max_staleness=0, aggregate=True)
+    assert local_steps(f"local:{steps}") == steps
+    assert all(local_steps(mode) is None for mode in ("single", "ddp", "sync", "ssp:4", "async"))
+
+
+@pytest.mark.parametrize("steps", ["0", str(MAX_STEPS + 1)])
+def test_a_number_of_local_steps_that_no_job_can_use_is_refused(steps: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"an H from 1 to {MAX_STEPS}, got {steps}"):
+        parse_mode(f"local:{steps}")
+
+
+def test_a_round_of_the_warm_up_has_one_step_and_averages() -> None:
+    local = Local(8, warm_up=3)
+    assert [local.steps_of(number) for number in range(1, 6)] == [1, 1, 1, 8, 8]
+    assert [local.clock(rounds) for rounds in range(6)] == [0, 1, 2, 3, 11, 19]
+    assert [local.averages(number) for number in (3, 4)] == [True, False]
+    assert [local.outer(3)[name] for name in ("lr", "momentum", "nesterov")] == [1.0, 0.0, False]
+    assert [local.outer(4)[name] for name in ("lr", "momentum", "nesterov")] == [0.8, 0.7, True]
 
 
 @pytest.mark.parametrize("bound", [str(MAX_STALENESS + 1), "9" * 5000])

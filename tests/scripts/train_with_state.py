@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ps_worker
 
 SAMPLES, BATCH, PASSES = 32, 2, 6
+OUTER = {"warm_up": 4}  # in mode local:4, 4 rounds of one step, and 11 more to the end
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -52,7 +53,7 @@ def main() -> None:
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=steps + 1)
         decay = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8)
         model, optimizer, loader, cycle, decay = session.prepare(
-            model, optimizer, DataLoader(Noisy(), BATCH, shuffle=True), cycle, decay, bucket_bytes=128
+            model, optimizer, DataLoader(Noisy(), BATCH, shuffle=True), cycle, decay, bucket_bytes=128, outer=OUTER
         )
         if 0 in holds:
             hold(directory, session.rank, 0)

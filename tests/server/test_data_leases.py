@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.data import BatchLease, DataRange, LeaseReport, LoaderSpec
+from ps_protocol.data import MAX_PUSH_RANGES, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.data_commits import MAX_RANGES, Committed, DataCommits, common
+from ps_server.core.data_commits import Committed, DataCommits, common
 from ps_server.core.data_leases import DataLeases
 from ps_server.core.intervals import Intervals
 from ps_server.core.requests import PushKind
@@ -115,7 +115,7 @@ def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind
         ([one(4, 4)], "ends after it starts"),
         ([one(0, 4, loader=64)], "a loader below 64"),
         ([one(0, 4)] * 2, "at most once"),
-        ([one(i, i + 1) for i in range(MAX_RANGES + 1)], f"at most {MAX_RANGES} ranges"),
+        ([one(i, i + 1) for i in range(MAX_PUSH_RANGES + 1)], f"at most {MAX_PUSH_RANGES} ranges"),
     ],
 )
 def test_odd_ranges_are_refused_and_change_nothing(ranges: list[DataRange], expected: str) -> None:

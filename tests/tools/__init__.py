@@ -24,6 +24,7 @@ table_model.py          A model with two tables and a layer, and how it is train
 table_shards.py         A job with one table on one of several shards, trained without a server around it
 table_worker.py         A job with one table in servers of one process, and a worker that pushes rows to it
 unfinished.py           Calls whose request never ends
+counted_rounds.py       The counting oracle for local steps: each sample adds 1, and each round leaves a mark
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way

@@ -1,0 +1,74 @@
+"""Local steps: the mode `local:H`, in which workers step by themselves and the servers step with what they did.
+
+A round is H steps that each worker makes with the script's own optimizer, from weights that are the same on all: the
+base. Then each worker pushes what its steps took from the base, and the servers step with the mean of these, as they
+would with a gradient: their optimizer, SGD with momentum, is the outer one. To a shard that is `sync`, whose clock
+counts rounds. It is DiLoCo (Douillard et al., 2023); an outer step with lr 1 and no momentum is plain averaging.
+
+Workers that step apart from the first step on end worse than those that begin together. So a job begins with rounds of
+one step, which average: the warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.hyper_parameters import HyperParameters
+
+MAX_STEPS = 1_000_000
+MAX_WARM_UP = 1_000_000_000
+OUTER_OPTIMIZER = "SGD"
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a job of mode `local:H` trains. Rounds have numbers from 1.
+
+    steps:    of a worker in a round after the warm-up: H
+    warm_up:  rounds of one step that the job begins with
+    lr, momentum, nesterov: of the outer optimizer after the warm-up, in which it has lr 1 and no momentum
+    """
+
+    steps: int
+    warm_up: int = 64
+    lr: float = 0.8
+    momentum: float = 0.7
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise InvalidRequest(f"local:H takes an H from 1 to {MAX_STEPS}, got {self.steps}")
+        if not 0 <= self.warm_up <= MAX_WARM_UP:
+            raise InvalidRequest(f"the warm-up of local:H has 0 to {MAX_WARM_UP} steps, got {self.warm_up}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise InvalidRequest(f"the outer optimizer's lr must be a number above 0, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise InvalidRequest(f"the outer optimizer's momentum must be from 0 to below 1, got {self.momentum}")
+
+    def steps_of(self, round_number: int) -> int:
+        """Returns how many steps a round has."""
+        return 1 if round_number <= self.warm_up else self.steps
+
+    def clock(self, rounds: int) -> int:
+        """Returns how many steps so many rounds are, counted from the job's beginning."""
+        warm = min(rounds, self.warm_up)
+        return warm + (rounds - warm) * self.steps
+
+    def averages(self, round_number: int) -> bool:
+        """Whether the weights after a round are the mean of the workers' own."""
+        return round_number <= self.warm_up or (self.lr == 1 and not self.momentum)
+
+    def outer(self, round_number: int) -> HyperParameters:
+        """Returns the outer optimizer's hyper-parameters in a round."""
+        warm = round_number <= self.warm_up
+        momentum = 0.0 if warm else self.momentum
+        return {
+            "lr": 1.0 if warm else self.lr,
+            "momentum": momentum,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": self.nesterov and momentum > 0,  # torch takes it with a momentum alone
+            "maximize": False,
+        }

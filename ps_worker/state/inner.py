@@ -1,0 +1,167 @@
+"""The state of optimizers that step on the worker (mode `local:H`), at the rounds that checkpoints keep.
+
+It may be twice as large as the weights, too much to be sent to the servers again and again. So a worker keeps copies of
+the last two that were asked for in its own memory: if the job is rolled back to one of these, the worker goes on from
+there, to the bit. A new process has no copy. It gets the state from the checkpoint if that was small enough to be part
+of it, and otherwise begins with none, as an optimizer does; then the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ps_protocol.errors import Unsupported
+from ps_protocol.tensors import is_finite
+from ps_runtime.troubles import Troubles
+from ps_worker.state.encoding import copied
+
+log = logging.getLogger("ps_worker")
+
+MOST_BYTES = 2**20  # of a state that is part of checkpoints
+COPIES = 2  # of the last checkpoint that was asked for, which may fail, and of the one before
+
+# Of each optimizer, by the position of a parameter, its state.
+States = list[dict[int, dict[str, Any]]]
+
+
+class Inner(Protocol):
+    """What a worker's part of a checkpoint asks of this state."""
+
+    def captured(self, clock: int) -> States | None:
+        """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
+
+    def now(self) -> States | None:
+        """Returns a copy of the state as it is, if it is small."""
+
+    def restore(self, clock: int, saved: States | None) -> None:
+        """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
+
+
+class NoInner:
+    """No optimizer steps on the worker."""
+
+    def captured(self, clock: int) -> None:
+        """Keeps nothing."""
+
+    def now(self) -> None:
+        """Returns nothing."""
+
+    def restore(self, clock: int, saved: States | None) -> None:
+        """Does nothing."""
+
+
+class InnerStates:
+    """The state of the script's own optimizers. For the training thread.
+
+    fresh: called when they begin without a state in a job that is under way
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], fresh: Callable[[], None]) -> None:
+        self._optimizers = optimizers
+        self._fresh = fresh
+        self._kept: dict[int, States] = {}  # by round
+        self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
+
+    def captured(self, clock: int) -> States | None:
+        """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
+        try:
+            states = self._copied()
+        except Unsupported as error:
+            self._troubles.met("copy", "the state of this worker's optimizer cannot be kept: %s", error)
+            return None
+        self._troubles.over("copy")
+        self._kept.pop(clock, None)
+        self._kept[clock] = states
+        while len(self._kept) > COPIES:
+            del self._kept[next(iter(self._kept))]
+        return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
+
+    def now(self) -> States | None:
+        """Returns a copy of the state as it is, if it is small."""
+        try:
+            states = self._copied()
+        except Unsupported:
+            return None
+        return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
+
+    def restore(self, clock: int, saved: States | None) -> None:
+        """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
+        states = self._kept.get(clock, saved)
+        if states is None or not self._fits(states):
+            self.begin_anew()
+            return
+        for optimizer, parameters, state in zip(self._optimizers, self._parameters(), states, strict=True):
+            optimizer.state.clear()
+            for position, values in state.items():
+                parameter, group = parameters[position]
+                optimizer.state[parameter] = {
+                    key: _placed(key, value, parameter, group) for key, value in values.items()
+                }
+
+    def begin_anew(self) -> None:
+        """Takes away all state, in a job that is under way."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        log.warning("this worker's own optimizer begins without its state (moments), in a job that is under way")
+        self._fresh()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no optimizer has any state."""
+        return not any(optimizer.state for optimizer in self._optimizers)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it holds no infinity and no NaN."""
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        return all(is_finite(tensor) for tensor in _tensors(states) if tensor.is_floating_point())
+
+    def _copied(self) -> States:
+        return [
+            {
+                position: copied(dict(optimizer.state[parameter]), "the optimizer's state")
+                for position, (parameter, _) in enumerate(parameters)
+                if parameter in optimizer.state
+            }
+            for optimizer, parameters in zip(self._optimizers, self._parameters(), strict=True)
+        ]
+
+    def _parameters(self) -> list[list[tuple[torch.Tensor, Mapping[str, Any]]]]:
+        """Returns of each optimizer its parameters, each with its group."""
+        return [
+            [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in self._optimizers
+        ]
+
+    def _fits(self, states: States) -> bool:
+        counts = [len(parameters) for parameters in self._parameters()]
+        return len(states) == len(counts) and all(
+            position < count for state, count in zip(states, counts, strict=True) for position in state
+        )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Returns a copy of state where torch keeps it: on its parameter's device, but for the number of steps."""
+    if isinstance(value, torch.Tensor):
+        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+        return value.to("cpu" if on_host else parameter.device, copy=True)
+    if isinstance(value, Mapping):
+        return {name: _placed(name, item, parameter, group) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(key, item, parameter, group) for item in value)
+    return value

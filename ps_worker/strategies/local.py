@@ -1,0 +1,214 @@
+"""Local steps: the mode `local:H`.
+
+prepare  The models join a job whose optimizer, on the servers, is the outer one. The script keeps its own optimizers,
+         whatever they are: their hooks count its steps.
+step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
+         its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
+early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
+         round that is broken off, by a place that is lost or at the end, nothing is pushed.
+lost     As in parameter_server.py, in rounds. All batches that the worker had leased are leased anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from ps_protocol.data import MAX_PUSH_RANGES
+from ps_protocol.errors import Unsupported
+from ps_worker.data.leased import LeasedLoader
+from ps_worker.data.loaders import PreparedLoader
+from ps_worker.model.local_round import LocalRound, outer_optimizer
+from ps_worker.model.step import EndedStep
+from ps_worker.state.checkpoint import LocalCheckpoint
+from ps_worker.state.inner import InnerStates
+from ps_worker.strategies.parameter_server import JobTraining, ParameterServer
+from ps_worker.strategies.strategy import Prepared
+from ps_worker.values import PrepareOptions, SavedState
+
+
+class LocalSteps(ParameterServer):
+    """The strategy of local:H, for one job."""
+
+    _local: LocalTraining | None = None  # from the end of `prepare` on
+
+    @property
+    def clock(self) -> int:
+        """The script's steps, counted from the job's beginning."""
+        return self._local.steps if self._local else 0
+
+    @property
+    def round(self) -> int:
+        """Rounds finished, counted from the job's beginning."""
+        return self._local.clock if self._local else 0
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns the base of the round, by the id of the parameter."""
+        return self._local.base() if self._local else {}
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
+    ) -> Prepared:
+        """Joins the job; returns the models with rank 0's weights, and the optimizers as they are, watched."""
+        assert options.local is not None
+        held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
+        outer = outer_optimizer(options.local, list(held.values()))
+        training = self._join(models, [outer], options, partial(LocalTraining, optimizers=optimizers))
+        assert isinstance(training, LocalTraining)
+        self._local = training
+        return models, optimizers
+
+    def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
+        """Returns a loader as in sync. Raises Unsupported where a round would use more batches than a push names."""
+        prepared = super().prepare_loader(loader, seed)
+        steps = self._local.steps_of_a_round if self._local else 0
+        if isinstance(prepared, LeasedLoader) and steps > MAX_PUSH_RANGES:
+            raise Unsupported(
+                f"a round of an elastic job uses up to {MAX_PUSH_RANGES} leased batches, and one of local:{steps} has "
+                f"{steps} steps: use local:{MAX_PUSH_RANGES} at most, or a job with a world size"
+            )
+        return prepared
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: gradients stay on the worker."""
+        return nullcontext()
+
+
+class LocalTraining(JobTraining):
+    """Trains models in one job of local:H. Its clock counts rounds.
+
+    optimizers: the script's own
+    """
+
+    def __init__(self, *arguments: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(*arguments)
+        assert isinstance(self._steps, LocalRound)
+        self._round: LocalRound = self._steps
+        spec = self._model.spec
+        assert spec.local is not None
+        self._local = spec.local
+        self._own = optimizers
+        self._groups = [len(optimizer.param_groups) for optimizer in optimizers]
+        self._inner = InnerStates(optimizers, self._metrics.fresh_inner_state)
+        self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        frozen: Mapping[int, torch.Tensor],
+        checkpoint_wanted: bool,
+    ) -> None:
+        """Begins at the round of the first place, and counts the steps of the script's own optimizers from here on."""
+        super().begin(self._own, frozen, checkpoint_wanted)
+        self._begin_round()
+        if self.clock and self.participation.connection.place.state is None and self._inner.is_empty:
+            self._inner.begin_anew()
+        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
+        for optimizer in self._own:
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_: self._stepping()),
+                optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            ]
+            self._metrics.watch_gradients(optimizer)
+
+    def close(self) -> None:
+        """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps of the script, counted from the job's beginning."""
+        return self._round.steps
+
+    @property
+    def steps_of_a_round(self) -> int:
+        """Steps of a round after the warm-up."""
+        return self._local.steps
+
+    def base(self) -> Mapping[int, torch.Tensor]:
+        """Returns the weights that this round began with, by the id of the parameter."""
+        return self._model.base.values()
+
+    def _begin_round(self) -> None:
+        self._round.begin(self.clock)
+        self._metrics.at(self.steps)
+
+    def _stepping(self) -> None:
+        """Begins a step of one of the script's optimizers."""
+        for optimizer, count in zip(self._own, self._groups, strict=True):
+            if len(optimizer.param_groups) != count:
+                raise Unsupported(
+                    f"{type(optimizer).__name__} had {count} parameter groups at prepare and has "
+                    f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
+                    "all of them before prepare, and set requires_grad=False on those that do not train yet"
+                )
+        self.checkpoint.stepping()
+        self._metrics.timer.stepping()
+
+    def _stepped(self) -> None:
+        """Ends a step of one of the script's optimizers, and with the last step of a round the round."""
+        if self._rolled_back and self.checkpoint.waits_for_loader:
+            # One of the remaining steps of a batch: the job was rolled back to before its first.
+            self._round.begin_anew()
+            return
+        self._round.made += 1
+        made, taken = self._round.made, self.data.taken
+        # A push names so many leased batches: where a step uses several, the next one may be too many.
+        if self._round.is_full or taken * (made + 1) > MAX_PUSH_RANGES * made:
+            self.step(0)
+        else:
+            self._metrics.stepped_alone(self.steps)
+
+    def empty_step(self) -> None:
+        """Ends the round at hand, where others wait for it: with the steps that it has, or as an empty one."""
+        if self._round.made:
+            self.step(0)
+        else:
+            super().empty_step()
+
+    def _ended(self, index: int | None) -> EndedStep:
+        participation = self.participation
+        alone = participation.options.world_size == 1 and self._local.averages(self._round.number)
+        if index is None or not alone:
+            return self._round.end_empty() if index is None else self._round.end(index)
+        if self._round.end_alone():
+            self._assignments.set_all()
+            self._assignments.send(participation.connection, participation.ranks, False, False)
+            participation.settle()
+        return self._round.end_empty()
+
+    def _finish(self, *sent: Any) -> None:
+        super()._finish(*sent)
+        self._begin_round()
+        if self._round.left_out and not self._inner.is_finite:
+            self._inner.begin_anew()
+
+    def _roll_back(self, saved: SavedState | None) -> None:
+        super()._roll_back(saved)
+        if saved is None:
+            self._inner.restore(self.clock, None)
+
+    def come_back(self) -> bool:
+        """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
+        staged = super().come_back()
+        # What this worker had leased may be another's by now. A batch that both have used would take the others of its
+        # round along: a difference is whole, or left out.
+        self.data.rollback()
+        for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
+            for tensor in tensors:
+                if tensor.grad is not None:  # of batches that come again
+                    tensor.grad.zero_()
+        self._begin_round()
+        return staged
