@@ -131,7 +131,7 @@ def validate(spec: JobSpec) -> None:
 
 
 def _validate_wires(spec: JobSpec) -> None:
-    if spec.weight_wire in BLOCK_WIRES and not spec.consistency.aggregate:
+    if spec.weight_wire in BLOCK_WIRES and not spec.consistency.one_clock:
         raise InvalidRequest(
             f"weights travel as {spec.weight_wire} in sync only, where all workers have the same, and the mode is "
             f"{spec.consistency}: write --wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"

@@ -74,6 +74,16 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (replace(JOB, parameters=(WEIGHT, BIAS, WEIGHT)), InvalidRequest, "unique, got 'layer.weight' twice"),
         (replace(JOB, parameters=(WEIGHT,) * (MAX_PARAMETERS + 1)), LimitExceeded, "up to 100000 parameters"),
         (replace(JOB, world_size=MAX_WORLD_SIZE + 1), LimitExceeded, "up to 65536 workers"),
+        (
+            replace(JOB, consistency=Consistency(0, True, 1), weight_wire="int4"),
+            InvalidRequest,
+            "weights travel as int4 in sync only, where all workers have the same, and the mode is sync, quorum 1",
+        ),
+        (
+            replace(JOB, consistency=Consistency(0, True, 2)),
+            InvalidRequest,
+            "a quorum of 2 makes no sense among 2 workers",
+        ),
         (replace(JOB, bucket_bytes=0), InvalidRequest, "positive multiple of 64, got 0"),
         (replace(JOB, bucket_bytes=100), InvalidRequest, "positive multiple of 64, got 100"),
         (replace(JOB, bucket_bytes=2 * MAX_BUCKET_BYTES), LimitExceeded, f"up to {MAX_BUCKET_BYTES} on this server"),
