@@ -112,6 +112,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                     job = f"{scenario}-{mode}-{turn}".replace(":", "-").replace(" ", "-")
                     name, _, quorum = mode.partition(" ")
                     task = replace(plain, mode=name, quorum=quorum or None, job=job)
+                    if quorum:  # who has made its last step of a warm-up would be missing for the others' quorum
+                        task = replace(task, warmup=0)
                     if mode != "ddp":
                         task = replace(task, server=cluster.address)
                     seen.append(_rate(task, pauses, arguments.seconds))
