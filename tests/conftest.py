@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from ps_server.core.limits import DEFAULTS
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import Commands
@@ -64,8 +66,11 @@ def _no_surprises(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Cluster]:
-    """Two shards that tests share, each with a job of its own (see `job`); stopped after the last."""
-    running = Cluster()
+    """Two shards that tests share, each with a job of its own (see `job`); stopped after the last.
+
+    Some tests register jobs that no worker joins: there may be more of them than a server takes by default.
+    """
+    running = Cluster(limits=replace(DEFAULTS, jobs=1024))
     yield running
     running.stop()
 

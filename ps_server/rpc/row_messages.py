@@ -81,9 +81,10 @@ def exchange(data: Request) -> tuple[RowsPush, RowsPull]:
             f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"
         )
     wanted = rows_pb2.PullRowsRequest(worker=request.push.worker, table=push.table, clock=push.clock)
-    for name in ("ids_in_segment", "rows_in_segment"):
-        if request.HasField(name):
-            getattr(wanted, name).CopyFrom(getattr(request, name))
+    if request.HasField("ids_in_segment"):
+        wanted.ids_in_segment.CopyFrom(request.ids_in_segment)
+    if request.HasField("rows_in_segment"):
+        wanted.rows_in_segment.CopyFrom(request.rows_in_segment)
     wanted.row_count = request.row_count
     return push, _pull(wanted, None)
 

@@ -14,7 +14,7 @@ from ps_worker.values import SavedState
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 
-SHORT = {"lease_key", "nonce", "cursor"}  # bytes, of which there are few
+SHORT = {"lease_key", "nonce", "cursor", "base_sha256"}  # bytes, of which there are few
 
 
 def identity_of(worker: RawWorker) -> Identity:
