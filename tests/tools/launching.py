@@ -42,15 +42,17 @@ def environment(**variables: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
-def python(*words: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` in a folder, to its end."""
+def python(
+    *words: str, folder: Path | None = None, seconds: float = 140, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in a folder, to its end, which comes within so many seconds."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=seconds,
         check=False,
     )
 
