@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                     job = f"{scenario}-{mode}-{turn}".replace(":", "-").replace(" ", "-")
                     name, _, quorum = mode.partition(" ")
                     task = replace(plain, mode=name, quorum=quorum or None, job=job)
-                    if quorum:  # who has made its last step of a warm-up would be missing for the others' quorum
+                    if quorum:  # a worker that has stopped after a warm-up would be missing for the others' quorum
                         task = replace(task, warmup=0)
                     if mode != "ddp":
                         task = replace(task, server=cluster.address)
