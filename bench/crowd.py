@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                     shards=arguments.shards,
                     size=arguments.mib * MIB,
                     ms=answer["ms"],
-                    ratios={"CPU of the fewest": cost / fewest},
+                    ratios={"CPU of the fewest": cost / fewest} if fewest else {},  # a clock tick is 10 ms
                     shards_cpu_ms=round(cost, 3),
                 )
             )
