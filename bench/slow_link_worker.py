@@ -94,8 +94,9 @@ class Training:
     def _wires(self) -> dict[str, str]:
         if self._order.server is None:
             return {}
-        both = self._order.mode == "sync" or self._order.mode.startswith("local:") or self._order.wire in HALF_TYPES
-        return {"gradient_wire": self._order.wire, "weight_wire": self._order.wire if both else "float32"}
+        wire = self._order.wire
+        both = self._order.mode == "sync" or wire in HALF_TYPES  # weights in blocks are for sync alone
+        return {"gradient_wire": wire, "weight_wire": wire if both else "bfloat16"}
 
     def _rate(self, step: int) -> float:
         rising = min(1.0, (step + 1) / RISING_STEPS)
