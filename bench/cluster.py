@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shlex
@@ -51,17 +52,31 @@ class Host:
 HERE = Host()
 
 
-def hosts(addresses: str, template: str, python: str, directory: str, variables: Sequence[str]) -> list[Host]:
-    """A host for each address, comma-separated; in the template {host} is its address, {number} its number from 1."""
+def host_flags(parser: argparse.ArgumentParser, required: bool) -> None:
+    """The flags that say which hosts there are, and how a command is run on them."""
+    parser.add_argument(
+        "--addresses", default="", required=required, help="the hosts', separated by commas: workers, then shards"
+    )
+    parser.add_argument("--exec", dest="template", default="", help="what runs a command on a host")
+    parser.add_argument("--interface", default="", help="the hosts' network interface, if gloo would pick another")
+    parser.add_argument("--port", type=int, default=29500, help="where DDP's processes meet (%(default)s)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
+    parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
+    parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
+
+
+def hosts(arguments: argparse.Namespace) -> list[Host]:
+    """A host for each address that was given; in --exec {host} is its address, {number} its number from 1."""
+    interface = (f"GLOO_SOCKET_IFNAME={arguments.interface}",) if arguments.interface else ()
     return [
         Host(
             address,
-            tuple(shlex.split(template.format(host=address, number=number))),
-            python,
-            directory,
-            tuple(variables),
+            tuple(shlex.split(arguments.template.format(host=address, number=number))),
+            arguments.python,
+            arguments.directory,
+            interface,
         )
-        for number, address in enumerate(addresses.split(","), start=1)
+        for number, address in enumerate(arguments.addresses.split(","), start=1)
     ]
 
 

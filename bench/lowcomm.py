@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import options
-from bench.cluster import HERE, ROOT, Group, Host, hosts, servers
+from bench.cluster import HERE, Group, Host, host_flags, hosts, servers
 from bench.pictures import Curve, curves
 from bench.results import Result, result
 from bench.slow_link_worker import Order
@@ -43,13 +43,7 @@ SHORT = {"samples": 1024, "layers": 1, "width": 64, "seeds": 1, "systems": "sync
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench lowcomm`."""
-    parser.add_argument("--addresses", default="", help="the hosts', separated by commas: workers, then shards")
-    parser.add_argument("--exec", dest="template", default="", help="what runs a command on a host")
-    parser.add_argument("--interface", default="", help="the hosts' network interface, if gloo would pick another")
-    parser.add_argument("--port", type=int, default=29500, help="where DDP's processes meet (%(default)s)")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
-    parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
-    parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
+    host_flags(parser, required=False)
     parser.add_argument("--seconds", type=float, default=240.0, help="that each system trains on hosts (%(default)s)")
     parser.add_argument("--samples", type=int, default=20480, help="that each system trains without (%(default)s)")
     parser.add_argument("--start-steps", type=int, default=100, help="without hosts: of the common start (%(default)s)")
@@ -124,8 +118,7 @@ def _weight_bytes(arguments: argparse.Namespace) -> int:
 
 
 def _on_hosts(arguments: argparse.Namespace) -> list[Result]:
-    interface = [f"GLOO_SOCKET_IFNAME={arguments.interface}"] if arguments.interface else []
-    places = hosts(arguments.addresses, arguments.template, arguments.python, arguments.directory, interface)
+    places = hosts(arguments)
     workers, shards = places[: len(places) // 2], places[len(places) // 2 :]
     if not workers:
         raise SystemExit("slow links need at least one host for a worker and one for a shard")

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from bench import options
-from bench.cluster import ROOT, hosts, servers, take_turns, trainers
+from bench.cluster import host_flags, hosts, servers, take_turns, trainers
 from bench.pictures import Bar, bars
 from bench.results import Result, label, result, step_ms
 from bench.training import Task
@@ -30,22 +29,15 @@ SHORT = {"parameters": 2_000_000, "turns": 3, "steps": 4}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench network`."""
-    parser.add_argument("--addresses", required=True, help="the hosts', separated by commas: workers, then shards")
-    parser.add_argument("--exec", dest="template", default="", help="what runs a command on a host")
+    host_flags(parser, required=True)
     parser.add_argument("--workers", type=int, help="how many of the hosts are workers (half)")
-    parser.add_argument("--interface", default="", help="the hosts' network interface, if gloo would pick another")
-    parser.add_argument("--port", type=int, default=29500, help="where DDP's processes meet (%(default)s)")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter there (the same as here)")
-    parser.add_argument("--directory", default=str(ROOT), help="where this project is there (the same as here)")
-    parser.add_argument("--link-mbit", type=float, default=0.0, help="what a host's link carries in each direction")
     parser.add_argument("--parameters", type=int, default=8_000_000, help="of the model (%(default)s)")
     options.add(parser, wire="float32,bfloat16", bucket_kib=None, turns=3, steps=5)
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each system."""
-    interface = [f"GLOO_SOCKET_IFNAME={arguments.interface}"] if arguments.interface else []
-    places = hosts(arguments.addresses, arguments.template, arguments.python, arguments.directory, interface)
+    places = hosts(arguments)
     count = arguments.workers or len(places) // 2
     workers, shards = places[:count], places[count:]
     if not workers or not shards:

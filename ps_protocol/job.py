@@ -33,7 +33,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 # How float32 gradients and weights may travel: codecs.py has a codec for each. In those of blocks, what is rounded off
-# is sent later, by whoever rounds.
+# is sent later, by the end that rounds.
 BLOCK_WIRES = ("int8", "int4")
 WIRES = ("float32", "bfloat16", "float16", *BLOCK_WIRES)
 

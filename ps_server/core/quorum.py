@@ -1,7 +1,7 @@
 """One bucket's protocol in sync with a quorum: an update waits for some of the live workers, and the late count next.
 
-next    adds what is staged in order of arrival, and steps once enough live workers are in the open update. What comes
-        later is the first in the next one. A worker is in an update once: what it pushes for its next clock, while its
+next    adds what is staged in order of arrival, and steps once enough live workers are in the open update. A late
+        push is the first in the next one. A worker is in an update once: what it pushes for its next clock, while its
         last contribution is in the open update, waits for the one after
 admits  answers a pull when an update has been made since the weights that its worker's gradient was taken at: the
         worker's own, or, for one that came late, one without it. So each step of a worker meets newer weights, and none
