@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from ps_server.core.limits import DEFAULTS
-from tests.tools.cluster import Cluster
+from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import Nursery
 from tests.tools.launching import Commands
 
@@ -62,6 +63,18 @@ def _no_surprises(request: pytest.FixtureRequest) -> Iterator[None]:
     for logger in loggers:
         logger.removeHandler(handler)
     assert not found or "caplog" in request.fixturenames, "\n".join(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_session_left() -> Iterator[None]:
+    """Fails a test that leaves a session open: its threads would go on calling servers beside all later tests."""
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name in ("heartbeat", "watch")}
+
+    before = threads()
+    yield
+    until(lambda: threads() <= before, "the end of all sessions of this test")
 
 
 @pytest.fixture(scope="session")

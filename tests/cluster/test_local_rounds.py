@@ -278,6 +278,7 @@ def test_a_new_process_has_the_state_of_its_optimizer_if_that_was_small(
     session = first.connect(MODE, transport="tcp")
     with pytest.raises(Killed):
         run(session, Once(tmp_path, end))
+    session.close()  # reaches nobody
     second = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
     with second.connect(MODE, transport="tcp") as again:
         found = run(again)

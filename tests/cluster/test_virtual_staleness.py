@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.cluster import Cluster
 
-SEEDS = 50
+SEEDS = 40
 
 
 @pytest.mark.timeout(600)

@@ -94,7 +94,7 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
 
 # -- results ---------------------------------------------------------------------------------------------------------
 
-DATA = torch.randn(64, WORKERS, 16, 8, generator=torch.Generator().manual_seed(5))
+DATA = torch.randn(40, WORKERS, 16, 8, generator=torch.Generator().manual_seed(5))
 
 
 def trained(
@@ -111,7 +111,7 @@ def trained(
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
             push, _, pull = wire.partition(",")
             model, optimizer = session.prepare(
-                *(model, optimizer), bucket_bytes=2048, gradient_wire=push, weight_wire=pull or push, **options
+                *(model, optimizer), bucket_bytes=8192, gradient_wire=push, weight_wire=pull or push, **options
             )
             for batch in DATA:
                 optimizer.zero_grad()

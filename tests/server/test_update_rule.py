@@ -616,7 +616,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=300, stateful_step_count=60)
+TestInterleavings.settings = settings(max_examples=200, stateful_step_count=60)
 
 
 class QuorumInterleavings(Interleavings):
@@ -626,4 +626,4 @@ class QuorumInterleavings(Interleavings):
 
 
 TestQuorumInterleavings = QuorumInterleavings.TestCase
-TestQuorumInterleavings.settings = settings(max_examples=300, stateful_step_count=60)
+TestQuorumInterleavings.settings = settings(max_examples=150, stateful_step_count=60)
