@@ -170,11 +170,13 @@ KILL = f"push-staged@1={LATER}"
     ("points", "who"),
     cases(
         [
-            (f"update-stepped@0={LATER // 2}", ["shard 0"]),
             (f"pull-half-sent@1={LATER}", ["shard 1"]),
             (f"{KILL},restore-read@0", ["shard 1", "shard 0"]),
         ],
-        [(f"{KILL},restore-half-read@0", ["shard 1", "shard 0"])],
+        [
+            (f"update-stepped@0={LATER // 2}", ["shard 0"]),
+            (f"{KILL},restore-half-read@0", ["shard 1", "shard 0"]),
+        ],
     ),
 )
 def test_a_sync_job_ends_with_the_weights_of_the_undisturbed_run_wherever_a_server_dies(
@@ -190,10 +192,7 @@ def test_a_sync_job_ends_with_the_weights_of_the_undisturbed_run_wherever_a_serv
 
 @pytest.mark.parametrize(
     ("point", "shard"),
-    [
-        ("shard-file-half-written", 1),
-        ("manifest-half-written", 0),
-    ],
+    cases([("shard-file-half-written", 1)], [("manifest-half-written", 0)]),
 )
 def test_a_checkpoint_whose_writing_is_cut_short_is_left_for_the_one_before_it(
     start: Start, undisturbed: dict[str, torch.Tensor], point: str, shard: int
@@ -243,10 +242,10 @@ def test_a_coordinator_that_dies_while_it_stops_leaves_the_last_checkpoint_there
 
 @pytest.mark.parametrize(
     "points",
-    [
-        "worker-half-added=6",  # the second worker, by the first round
-        "coordinator-file-unnamed=5",
-    ],
+    cases(
+        ["worker-half-added=6"],  # the second worker, by the first round
+        ["coordinator-file-unnamed=5"],
+    ),
 )
 def test_a_coordinator_that_dies_over_a_join_comes_back_and_the_worker_joins(
     start: Start, undisturbed: dict[str, torch.Tensor], points: str
@@ -268,11 +267,11 @@ def test_a_coordinator_that_dies_over_a_join_holds_up_nobody_who_trains(start: S
 @pytest.mark.parametrize(
     ("mode", "points", "who"),
     cases(
+        [("ssp:2", f"contribution-added@1={LATER}", ["shard 1"])],
         [
-            ("ssp:2", f"contribution-added@1={LATER}", ["shard 1"]),
             ("async", f"{KILL},restore-half-done@0", ["shard 1", "shard 0"]),
+            ("async", "manifest-unnamed@0=2", ["shard 0"]),
         ],
-        [("async", "manifest-unnamed@0=2", ["shard 0"])],
     ),
 )
 def test_without_a_common_clock_what_is_missing_is_what_is_counted_as_lost(

@@ -19,6 +19,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.state import inner
 from tests.tools import counted_rounds
+from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counted_rounds import MODE, Use, train, wrong
 from tests.tools.forkserver import Nursery
@@ -141,7 +142,7 @@ def test_a_worker_that_loses_its_place_in_mid_round_goes_on_and_its_batches_come
     assert not found, found
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["grpc", "shm"]))
 def test_with_calls_lost_unheard_and_repeated_every_round_counts_once(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:

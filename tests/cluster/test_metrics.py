@@ -38,6 +38,7 @@ from ps_server.server import Server
 from ps_server.shard.metrics import STALENESS_BUCKETS
 from ps_worker import Session
 from ps_worker.metrics import StepTimer
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.documented_metrics import documented
 from tests.tools.raw_worker import RawWorker, joined, vector_job
@@ -137,7 +138,7 @@ def page(address: str, path: str) -> str:
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
 def test_pushes_pulls_and_updates_are_counted(cluster: Cluster, transport: str) -> None:
     steps, workers = 5, 2
     sessions = [cluster.connect("sync", rank, workers, job="j", transport=transport) for rank in range(workers)]

@@ -161,6 +161,7 @@ def test_the_view_is_json_that_brings_what_is_new(cluster: Cluster) -> None:
 # -- ps-server page ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ps_server_page_shows_a_cluster_that_asks_for_certificates(tmp_path: Path, commands: Commands) -> None:
     certs = tmp_path / "certs"
     write(certs, ["127.0.0.1"])
@@ -195,6 +196,7 @@ def test_ps_server_page_shows_a_cluster_that_asks_for_certificates(tmp_path: Pat
     assert page.process.wait(30) == 130
 
 
+@pytest.mark.long
 def test_ps_server_page_in_a_container_answers_only_where_it_is_called_loopback(
     shared: Cluster, commands: Commands
 ) -> None:

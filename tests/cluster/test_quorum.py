@@ -19,6 +19,7 @@ from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_server.ops import status
 from ps_worker import Session
 from tests.chaos.oracle import SIGNS
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import RawWorker, joined, vector_job
 from tests.tools.rollbacks import QUICK
@@ -175,7 +176,7 @@ def test_after_its_quorum_an_update_waits_for_the_grace_and_no_longer(shared: Cl
         assert one.pull().tolist() == [1.0] * 16, "the shard's timer ends it, though the other never comes"
 
 
-@pytest.mark.parametrize("way", ["stop", "lost"])
+@pytest.mark.parametrize("way", cases(["lost"], ["stop"]))
 def test_a_job_comes_back_from_its_checkpoint_bucket_by_bucket(
     make_cluster: Callable[..., Cluster], tmp_path: Path, way: str
 ) -> None:

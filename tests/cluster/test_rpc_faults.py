@@ -36,8 +36,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mode", "transport"),
     cases(
-        [("sync", "tcp"), ("ssp:2", "grpc"), ("sync quorum 1", "shm")],
-        [("sync", "shm"), ("async", "grpc"), ("sync quorum 1", "tcp")],
+        [("sync", "tcp"), ("sync quorum 1", "shm")],
+        [("sync", "shm"), ("ssp:2", "grpc"), ("async", "grpc"), ("sync quorum 1", "tcp")],
     ),
 )
 def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(

@@ -131,6 +131,7 @@ def test_ctrl_c_ends_workers_and_takes_them_off_the_job(up: tuple[Command, str],
     assert is_serving(address), "the cluster is there for the next job"
 
 
+@pytest.mark.long
 def test_a_cluster_that_is_killed_leaves_no_process_behind(start: Start) -> None:
     command, _ = start_up(start)
     assert command.end(signal.SIGKILL) == -signal.SIGKILL

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 
 LEASE = 300.0  # longer than any test: a worker that is gone before has said so
@@ -38,7 +39,7 @@ def start(cluster: Cluster, world_size: int, *arguments: str) -> subprocess.Pope
     return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1)])
+@pytest.mark.parametrize(("how", "code"), cases([("raise", 1)], [("end", 0)]))
 def test_a_script_that_ends_or_fails_leaves_the_job(make_cluster: Callable[..., Cluster], how: str, code: int) -> None:
     cluster = make_cluster(lease=LEASE)
     assert start(cluster, 1, "3", how).wait(60) == code

@@ -95,6 +95,7 @@ def test_a_worker_that_fails_before_all_have_joined_ends_the_launch(shared: Clus
     until(lambda: job not in shared.coordinator.jobs(), "the job's end: rank 0 was asked to leave")
 
 
+@pytest.mark.long
 def test_two_different_models_end_the_launch_with_the_difference(job: str, launch: Launch) -> None:
     done = launch("width = lambda rank: 4 + rank")
     assert done.returncode == 1
@@ -150,6 +151,7 @@ def test_an_error_under_the_launcher_shows_the_users_own_line_before_one_message
     assert "ps_worker/" not in done.stderr.replace(str(tmp_path), ""), "no frame of the package's own"
 
 
+@pytest.mark.long
 def test_without_the_launcher_an_error_has_its_usual_traceback(shared: Cluster, job: str, tmp_path: Path) -> None:
     command = [sys.executable, training(tmp_path, NOT_FINITE)]
     said = subprocess.run(command, env=environment(PS_SERVER=shared.address, PS_JOB=job), **CAPTURED).stderr

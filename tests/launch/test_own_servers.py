@@ -82,6 +82,7 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
         free.bind((host, int(port)))
 
 
+@pytest.mark.long
 def test_local_steps_train_in_processes(start: Start, tmp_path: Path) -> None:
     command = start("--shards", "2", "--workers", "2", "--mode", "local:8", str(SCRIPT), str(tmp_path), "5")
     assert command.process.wait(START_SECONDS) == 0, command.err

@@ -279,7 +279,7 @@ def test_a_checkpoint_directory_that_cannot_be_made_ends_up_at_once(up: Start, t
     assert command.process.wait(PROMPT_SECONDS) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM], [signal.SIGINT]))
 def test_a_signal_during_the_start_ends_up_at_once(up: Start, number: int) -> None:
     """Shard 1 waits to be told where the coordinator is, and the coordinator stands still."""
     command = up("--shards=2")

@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from tests.chaos.cluster import free_ports
+from tests.tools.cases import cases
 from tests.tools.launching import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +252,10 @@ def help_of(script: str) -> str:
     return python(script, "--help", folder=ROOT).stdout
 
 
-@pytest.mark.parametrize(("file", "name"), [*((COMPOSE, name) for name in WORKERS), (GPU, "worker")])
+@pytest.mark.parametrize(
+    ("file", "name"),
+    cases([(COMPOSE, "worker")], [*((COMPOSE, name) for name in WORKERS if name != "worker"), (GPU, "worker")]),
+)
 def test_the_workers_command_is_ours(file: str, name: str) -> None:
     from ps_worker.cli import parser
 

@@ -82,6 +82,7 @@ def slow_uploads(cluster: Cluster, count: int) -> Iterator[None]:
             release.set()
 
 
+@pytest.mark.long
 def test_a_hundred_requests_that_never_arrive_delay_nobody(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     alone = worst_step(cluster, "alone")

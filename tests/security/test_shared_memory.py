@@ -98,6 +98,7 @@ def test_processes_that_have_only_a_directory_in_common_share_memory(process: Ap
     assert list(process.directory.iterdir()) == own
 
 
+@pytest.mark.long
 @root_only
 def test_containers_that_have_only_a_directory_in_common_share_memory(tmp_path: Path, job: str) -> None:
     with server(tmp_path, "-c", IN_NAMESPACES) as container:

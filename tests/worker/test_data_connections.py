@@ -25,6 +25,7 @@ from ps_server.ops import status
 from ps_worker import Session
 from ps_worker.cluster import calls, data_connection, data_link
 from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, OneAnswer
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 
 
@@ -149,7 +150,7 @@ def test_connections_that_break_between_steps_are_opened_again(
         assert not set(map(id, seen)) & set(map(id, connections(session)))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm"]))
 def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
