@@ -15,7 +15,7 @@ A contribution once staged is never dropped: if its worker dies before the updat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -71,6 +71,12 @@ class Admission:
 
 ADMITTED = Admission(True)
 NOT_INITIALISED = Admission(False, (0,), "rank 0 has not sent the initial weights yet")
+OWN_PUSH_APPLIED = Admission(False, (), "its own push is being applied")
+
+
+def own_push_missing(rank: int, clock: int) -> Admission:
+    """Returns the admission of a pull at a clock whose push has not come."""
+    return Admission(False, (rank,), f"its own push of clock {clock} has not come")
 
 
 @dataclass
@@ -193,24 +199,46 @@ class UpdateRule(Generic[T]):
         Its own updates up to `clock` must be in, and those of every other live worker up to clock - max_staleness
         (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
         """
+        return self.admit_all([(rank, clock)])[0]
+
+    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns what `admits` says of several pulls, each a rank and a clock.
+
+        What the pulls of one clock have in common is found out once: otherwise a push would cost as much as there are
+        workers, squared.
+        """
         if not self.initialised:
-            return NOT_INITIALISED
+            return [NOT_INITIALISED for _ in pulls]
+        of_clock: dict[int, tuple[set[int], Admission]] = {}
+        found = []
+        for rank, clock in pulls:
+            if clock not in of_clock:
+                late = self._late(clock)
+                of_clock[clock] = late, self._waits(clock, late)
+            late, waits = of_clock[clock]
+            is_applied = self.applied.get(rank, 0) >= clock
+            if not is_applied and self.staged.get(rank, 0) < clock:
+                found.append(own_push_missing(rank, clock))
+            elif len(late) > (rank in late):
+                found.append(waits)
+            else:
+                found.append(ADMITTED if is_applied else OWN_PUSH_APPLIED)
+        return found
+
+    def _late(self, clock: int) -> set[int]:
+        """Returns the live workers whose updates a pull at this clock needs and has not."""
         bound = self.consistency.max_staleness
-        late = [] if bound is None else [r for r in self.roster if r != rank and self.applied.get(r, 0) < clock - bound]
-        if self.applied.get(rank, 0) < clock:
-            if self.staged.get(rank, 0) < clock:
-                return Admission(False, (rank,), f"its own push of clock {clock} has not come")
-            if not late:
-                return Admission(False, (), "its own push is being applied")
-        if late:
-            behind = ", ".join(f"worker {r} is at clock {self.staged.get(r, 0)}" for r in sorted(late)[:8])
-            needed = clock - (bound or 0)
-            # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
-            blamed = tuple(sorted(r for r in late if self.staged.get(r, 0) < needed))
-            if not blamed:
-                return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
-            return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
-        return ADMITTED
+        return set() if bound is None else {rank for rank in self.roster if self.applied.get(rank, 0) < clock - bound}
+
+    def _waits(self, clock: int, late: set[int]) -> Admission:
+        """Returns what a pull at this clock waits for, whose own push is staged."""
+        needed = clock - (self.consistency.max_staleness or 0)
+        # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
+        blamed = tuple(sorted(rank for rank in late if self.staged.get(rank, 0) < needed))
+        if not blamed:
+            return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
+        behind = ", ".join(f"worker {rank} is at clock {self.staged.get(rank, 0)}" for rank in blamed[:8])
+        return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
         """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""

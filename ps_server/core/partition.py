@@ -392,8 +392,14 @@ class JobPartition:
     def admits(self, index: int, rank: int, clock: int) -> Admission:
         """Whether this bucket, or this table's rows, may be sent to a worker at `clock`. What no optimizer steps only
         waits for rank 0."""
+        return self.admit_all(index, [(rank, clock)])[0]
+
+    def admit_all(self, index: int, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns what `admits` says of several pulls of one bucket or table, each a rank and a clock."""
         rule = self.rules.get(index)
-        return rule.admits(rank, clock) if rule is not None else self.bucket(index).rule.admits(rank, 0)
+        if rule is not None:
+            return rule.admit_all(pulls)
+        return self.bucket(index).rule.admit_all([(rank, 0) for rank, _ in pulls])
 
     # -- leased data -------------------------------------------------------------------------------------------------
 

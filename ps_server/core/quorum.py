@@ -18,12 +18,22 @@ would have to be older and older; there are as many as workers. So some bucket's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
-from ps_server.core.consistency import ADMITTED, NOT_INITIALISED, Add, Admission, Live, Step, T, UpdateRule
+from ps_server.core.consistency import (
+    ADMITTED,
+    NOT_INITIALISED,
+    Add,
+    Admission,
+    Live,
+    Step,
+    T,
+    UpdateRule,
+    own_push_missing,
+)
 
 
 @dataclass
@@ -115,15 +125,23 @@ class QuorumRule(UpdateRule[T]):
         """Whether pulls may be answered now that this has been done: after a late one, its worker's."""
         return isinstance(work, Step) or self.lags[-1] > 0
 
-    def admits(self, rank: int, clock: int) -> Admission:
-        """Whether a pull of worker `rank` at `clock` may be answered: its contribution is in, or in the open update
+    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns whether each pull, a rank and a clock, may be answered: its contribution is in, or in the open update
         and an update was made since the weights that it was taken at."""
         if not self.initialised:
-            return NOT_INITIALISED
-        if self.cleared.get(rank, 0) >= clock:
-            return ADMITTED
-        if self.staged.get(rank, 0) < clock:
-            return Admission(False, (rank,), f"its own push of clock {clock} has not come")
+            return [NOT_INITIALISED for _ in pulls]
+        waits = self._waits_for_all()
+        return [
+            ADMITTED
+            if self.cleared.get(rank, 0) >= clock
+            else own_push_missing(rank, clock)
+            if self.staged.get(rank, 0) < clock
+            else waits
+            for rank, clock in pulls
+        ]
+
+    def _waits_for_all(self) -> Admission:
+        """Returns what a pull waits for whose own push is staged."""
         here = self._taken() | self.waiting.keys()
         missing = tuple(sorted(self.roster.keys() - here))
         come, needed = len(self.roster) - len(missing), self.consistency.needed(len(self.roster))

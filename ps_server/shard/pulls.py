@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ps_protocol.codecs import Codec, plain_codec, weight_codec
@@ -240,12 +240,11 @@ class Pulls:
         """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
         if not bucket.waiters:
             return  # one that is added meanwhile looks for itself, under the lock that a change takes too
-        admitted: list[tuple[Waiter, BucketTimes | None]] = []
         lost: list[tuple[Pull, PSError]] = []
         index = bucket.index
         with job.lock:
             now = self._clock()  # not before: a pull that came meanwhile would have begun to wait later
-            staying: dict[int, Waiter] = {}
+            there: dict[int, Waiter] = {}
             for number, waiter in bucket.waiters.items():
                 pull = waiter.pull
                 try:
@@ -253,30 +252,34 @@ class Pulls:
                         job.state.check_worker(pull.rank, pull.incarnation)
                 except PSError as error:
                     lost.append((pull, error))
-                    continue
-                admission = job.state.admits(index, pull.rank, pull.clock)
-                self._account(job, waiter, admission, now)
-                if admission.admitted:
-                    admitted.append((waiter, self._times(job, index, pull)))
                 else:
-                    staying[number] = waiter
-            bucket.waiters = staying
+                    there[number] = waiter
+            pulls = [(waiter.pull.rank, waiter.pull.clock) for waiter in there.values()]
+            self._account(job, zip(there.values(), job.state.admit_all(index, pulls), strict=True), now)
+            admitted = [
+                (waiter, self._times(job, index, waiter.pull)) for waiter in there.values() if waiter.admission.admitted
+            ]
+            bucket.waiters = {number: waiter for number, waiter in there.items() if not waiter.admission.admitted}
         for waiter, times in admitted:
             self._send(job, bucket, waiter.pull, waiter.waited, times)
         for pull, reason in lost:
             pull.outbox.fail(reason)
 
-    def _account(self, job: HostedJob, waiter: Waiter, admission: Admission, now: float) -> None:
-        """Books the time that a pull waited on those that it waited for, whenever its admission may have changed."""
-        blamed = waiter.admission.waiting_for
-        if admission.waiting_for != blamed or admission.admitted:
-            if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is no other's
-                waiter.waited += now - waiter.since
-                self._metrics.waited_for(job.name, now - waiter.since, blamed)
-            waiter.since = now
-        if admission.admitted and waiter.waited:
-            self._metrics.waited(job.name, job.mode, waiter.waited)
-        waiter.admission = admission
+    def _account(self, job: HostedJob, changed: Iterable[tuple[Waiter, Admission]], now: float) -> None:
+        """Books the time that pulls waited on those that they waited for, whenever their admission may have changed."""
+        waited_for: dict[tuple[int, ...], float] = {}  # most wait for the same ranks: their seconds are booked together
+        for waiter, admission in changed:
+            blamed = waiter.admission.waiting_for
+            if admission.admitted or admission.waiting_for != blamed:
+                if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is no other's
+                    waiter.waited += now - waiter.since
+                    waited_for[blamed] = waited_for.get(blamed, 0.0) + now - waiter.since
+                waiter.since = now
+            if admission.admitted and waiter.waited:
+                self._metrics.waited(job.name, job.mode, waiter.waited)
+            waiter.admission = admission
+        for blamed, seconds in waited_for.items():
+            self._metrics.waited_for(job.name, seconds, blamed)
 
     def _forget(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Lets go of a pull that is over: looks at its own buckets only, of which most are sent."""
