@@ -6,6 +6,7 @@ A hook of all optimizers does it, before an optimizer steps parameters of its ow
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -32,20 +33,28 @@ class Stepped(Protocol):
 
 
 _tables = weakref.WeakSet[Any]()  # all modules with a table
+_adding = threading.Lock()  # a thread may add a module or an optimizer while another one goes through all
 _known = weakref.WeakSet[Optimizer]()
 _stands_for: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
 
 
 def register(table: Stepped) -> None:
     """Has a module's table stepped."""
-    _tables.add(table)
+    with _adding:
+        _tables.add(table)
+
+
+def _all_tables() -> list[Any]:
+    with _adding:
+        return list(_tables)
 
 
 def know(optimizer: Optimizer) -> None:
     """Has rows join this optimizer's groups from backward on. Its state_dict has none of them."""
     if optimizer in _known:
         return
-    _known.add(optimizer)
+    with _adding:
+        _known.add(optimizer)
     backs: list[Callable[[], None]] = []
 
     def leave(optimizer: Optimizer, *_: Any) -> None:
@@ -72,9 +81,11 @@ def joined_group(handle: nn.Parameter) -> list[Any] | None:
     In ddp they may not: they have this rank's gradients alone, and what is made of all parameters of a group, such as
     their norm, must be the same on all ranks.
     """
-    if any(table.weight is handle and table.local.exchange is not None for table in _tables):
+    if any(table.weight is handle and table.local.exchange is not None for table in _all_tables()):
         return None
-    groups = (group for optimizer in _known if (group := group_of(optimizer, handle)) is not None)
+    with _adding:
+        known = list(_known)
+    groups = (group for optimizer in known if (group := group_of(optimizer, handle)) is not None)
     return next((group["params"] for group in groups), None)
 
 
@@ -122,7 +133,7 @@ def _tables_of(optimizer: Optimizer) -> list[Any]:
     if not _tables:
         return []
     handles = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    return sorted((each for each in _tables if id(each.weight) in handles), key=lambda table: table.local.name)
+    return sorted((each for each in _all_tables() if id(each.weight) in handles), key=lambda table: table.local.name)
 
 
 def _before_step(

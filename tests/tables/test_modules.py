@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -517,3 +519,39 @@ def test_gradients_of_a_row_are_added_up_in_the_order_of_the_batch(rows: int, di
     expanded(nothing, torch.empty(0, dtype=torch.int64)).sum().backward()
     assert nothing.grad is not None
     assert nothing.grad.shape == (0, dim)
+
+
+def test_a_thread_makes_tables_while_another_one_trains() -> None:
+    """Each step goes through all tables and optimizers of the process."""
+    kept, over, errors = [], threading.Event(), []
+    interval = sys.getswitchinterval()
+
+    def make() -> None:
+        while not over.is_set():
+            table = ps_worker.Embedding(2)
+            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+            optimizer.step()
+            kept.append((table, optimizer))
+
+    def train() -> None:
+        try:
+            table = ps_worker.Embedding(2)
+            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+            for _ in range(40):
+                table(torch.arange(3)).sum().backward()
+                optimizer.step()
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            over.set()
+
+    threads = [threading.Thread(target=work) for work in (make, train)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
