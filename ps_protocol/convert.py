@@ -160,6 +160,7 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
         message.admit_after,
         message.expire_after,
         message.max_rows,
+        consistency(message.consistency) if message.HasField("consistency") else None,
     )
     return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
 
@@ -186,6 +187,7 @@ def _table_message(table: JobTable) -> job_pb2.TableSpec:
         max_rows=rows.max_rows,
         optimizer=table.optimizer,
         hyper_parameters=hyper_messages(table.values),
+        consistency=None if rows.consistency is None else consistency_message(rows.consistency),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.modes import Consistency
 
 MAX_DIM = 4096
 MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
@@ -36,6 +37,7 @@ class TableSpec:
     admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
     expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
     max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
+    consistency:  the table's own rule, looser than its job's; None: that of the job
     """
 
     name: str
@@ -44,6 +46,7 @@ class TableSpec:
     admit_after: int = 0
     expire_after: int = 0
     max_rows: int = 0
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class JobTable:
             ("admit_after", ours.admit_after, others.admit_after),
             ("expire_after", ours.expire_after, others.expire_after),
             ("max_rows", ours.max_rows, others.max_rows),
+            ("consistency", ours.consistency or "of the job", others.consistency or "of the job"),
             ("optimizer", self.optimizer, other.optimizer),
         ):
             if a != b:
@@ -97,3 +101,5 @@ def validate_table(spec: TableSpec) -> None:
         raise InvalidRequest(f"table {spec.name!r}: rows begin as one of {known}, got {start.kind[:80]!r}")
     if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
         raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be finite, got {start.scale}")
+    if spec.consistency is not None and spec.consistency.aggregate:
+        raise InvalidRequest(f"table {spec.name!r}: its consistency must be ssp:K or async, got {spec.consistency}")

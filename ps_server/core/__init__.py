@@ -15,6 +15,7 @@ dense.py         One bucket's tensors: its weights, its optimizer, and the gradi
 figures.py       What processes measure of their own work, for people who watch
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default
+loose.py         A table's protocol in a job of sync whose rule is looser than the job's
 membership.py    The live workers of a job: leases, incarnations, ranks
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first

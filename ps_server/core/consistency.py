@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 from ps_protocol.data import DataRange
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
+from ps_server.core.snapshot import VersionRange
 
 T = TypeVar("T")
 
@@ -189,6 +190,20 @@ class UpdateRule(Generic[T]):
         """Has what is staged applied although no push is taken for now. What waits for its worker's peers stays: in
         sync, an update without them would be another one."""
 
+    def hold(self, clock: int | None) -> None:
+        """Has contributions of later clocks wait, so that a snapshot has those up to this one; None: no longer.
+
+        Nothing needs to wait where an update has all workers' contributions of one clock, or a snapshot is of no clock.
+        """
+
+    def is_at(self, clock: int) -> bool:
+        """Whether a snapshot of a clock, which all workers share, is to be taken now."""
+        return self.version == clock
+
+    def has_passed(self, clock: int) -> bool:
+        """Whether it is too late to name a clock for a snapshot."""
+        return self.version >= clock
+
     def releases(self, work: Add[T] | Step) -> bool:
         """Whether pulls may be answered now that this has been done."""
         return isinstance(work, Step)
@@ -249,6 +264,14 @@ class UpdateRule(Generic[T]):
     def clocks(self) -> dict[int, int]:
         """Returns the clock of each live worker here."""
         return {rank: self.applied.get(rank, 0) for rank in self.roster}
+
+    def versions(self) -> tuple[int, int]:
+        """Returns how far it is, at the least and at the most."""
+        return self.version, self.version
+
+    def extent(self) -> VersionRange:
+        """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
+        return VersionRange(*self.versions(), dict(self.applied))
 
     def _is_next(self, rank: int) -> bool:
         """Whether what this worker has staged belongs to the open update."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ps_server.core.consistency import Live, UpdateRule
-from ps_server.core.snapshot import VersionRange, extent
+from ps_server.core.snapshot import VersionRange, union
 
 
 class Reached:
@@ -30,8 +30,8 @@ class Reached:
 
     def versions(self) -> tuple[int, int]:
         """Returns the lowest and the highest version of a bucket or table."""
-        versions = [rule.version for rule in self._rules]
-        return min(versions, default=0), max(versions, default=0)
+        versions = [rule.versions() for rule in self._rules]
+        return min((low for low, _ in versions), default=0), max((high for _, high in versions), default=0)
 
     def clocks(self) -> dict[int, int]:
         """Returns the lowest clock over this shard's buckets and tables, by live rank."""
@@ -44,4 +44,4 @@ class Reached:
 
     def extent(self) -> VersionRange:
         """Returns how far they are, with the clocks of the dead."""
-        return extent((rule.version, rule.applied) for rule in self._rules)
+        return union(rule.extent() for rule in self._rules)

@@ -143,11 +143,6 @@ class RestoreProgress:
     extent: VersionRange | None = None
 
 
-def extent(buckets: Iterable[tuple[int, Mapping[int, int]]]) -> VersionRange:
-    """Returns the range of buckets that train, each given as its version and its clocks."""
-    return union(VersionRange(version, version, clocks) for version, clocks in buckets)
-
-
 def union(ranges: Iterable[VersionRange]) -> VersionRange:
     """Returns the range of all together."""
     total, *others = [*ranges] or [VersionRange()]

@@ -23,8 +23,8 @@ from ps_server.core.commands import Staged, StageRows
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
+from ps_server.core.loose import table_rule
 from ps_server.core.placement import Place
-from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
@@ -178,7 +178,7 @@ class ShardTable:
 
     def without_rows(self, committed: Committed) -> TableSnapshot:
         """Returns a snapshot of the table as it is, to which its rows are still to come."""
-        return TableSnapshot(self.index, self.rule.version, dict(self.rule.applied), {}, self.rows.values, committed)
+        return TableSnapshot(self.index, self.rule.version, self.rule.extent().clocks, {}, self.rows.values, committed)
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
@@ -206,7 +206,7 @@ class Tables(Mapping[int, ShardTable]):
         self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
-            rule: UpdateRule[RowsContribution] = update_rule(spec.consistency, roster, initialised=True)
+            rule: UpdateRule[RowsContribution] = table_rule(spec.consistency, table.rows.consistency, roster)
             size = table_size(table, checker.place)
             rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
             self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)

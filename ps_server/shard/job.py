@@ -264,13 +264,14 @@ class HostedJob:
     def snapshot(self, index: int, now: Callable[[], float]) -> Snapshot | TableCopying:
         """Returns a copy of a bucket, or begins that of a table, with the leased data in it. The caller holds its
         `tensors` lock."""
+        table = self.state.tables.get(index)
         with self.lock:
             committed = self.state.committed(index)
-        table = self.state.tables.get(index)
-        if table is None:
+            snapshot = None if table is None else table.without_rows(committed)
+        if table is None or snapshot is None:
             return self.state.buckets[index].snapshot(committed)
         part = self.tables[index]
-        return begin_copy(table.rows, part.tensors, table.without_rows(committed), part.saved.base, now)
+        return begin_copy(table.rows, part.tensors, snapshot, part.saved.base, now)
 
     def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None, built_on: str = "") -> None:
         """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
@@ -285,6 +286,7 @@ class HostedJob:
                 task.check(part.index, part.rule)
             for table in self.tables.values():  # before a thread looks whether the task wants one
                 table.saved.build_on(built_on)
+                table.rule.hold(task.clock)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
             if refusal is not None and refusal.clock is None:
                 for part in self.parts.values():
@@ -299,11 +301,22 @@ class HostedJob:
     def look(self, bucket: Hosted) -> None:
         """Has a bucket copied for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
         with self.lock:
-            task, refusal = self.snapshot_task, self.refusals.current
+            task, refusal, rule = self.snapshot_task, self.refusals.current, bucket.rule
             settles = refusal is not None and refusal.clock is None
-            due = not settles or bucket.rule.next() is None
-        if task is not None and due:
-            task.look(bucket.index, bucket.rule.version)
+            if task is None or not task.is_due(bucket.index, rule) or (settles and rule.next() is not None):
+                return
+            reached = rule.extent()
+        task.copy(bucket.index, reached)
+        with self.lock:
+            if self.snapshot_task is task:
+                rule.hold(None)
+
+    def look_at_tables(self) -> None:
+        """Looks at all tables: with a worker that is gone, one may have all rows of a snapshot's clock."""
+        if self.snapshot_task is not None:
+            for table in self.tables.values():
+                with table.tensors:
+                    self.look(table)
 
     def saves_state(self, pull: Pull, version: int) -> bool:
         """Whether what a pull gets is in a checkpoint for which its worker is to save its own state."""

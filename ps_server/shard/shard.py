@@ -226,6 +226,7 @@ class Shard:
             return job.state.data.whole(), job.state.data.has_say
 
     def _roster_changed(self, job: HostedJob) -> None:
+        job.look_at_tables()  # one may have all rows of a clock now
         for part in job.parts.values():
             self._pulls.release(job, part)
         self._updates.schedule(job, job.parts)

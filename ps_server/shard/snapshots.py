@@ -17,7 +17,7 @@ from typing import Any
 from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
-from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, extent
+from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, VersionRange, union
 from ps_server.failpoints import failpoint
 from ps_server.shard.table_copies import TableCopying
 from ps_server.shard.threads import Threads
@@ -66,6 +66,15 @@ class Refusals:
             self.current = None
 
 
+@dataclass(frozen=True)
+class Copied:
+    """A bucket as it was copied, or a table that is being copied, and how far it was."""
+
+    index: int
+    content: Snapshot | TableCopying
+    reached: VersionRange
+
+
 class SnapshotTask:
     """One checkpoint of one job on this shard. Tables count as buckets.
 
@@ -93,7 +102,7 @@ class SnapshotTask:
         self._changed = threading.Condition()
         self._trained = {index for index, trained in buckets.items() if trained}
         self._wanted = set(buckets)
-        self._copied: list[Snapshot | TableCopying] = []
+        self._copied: list[Copied] = []
         self._held_up = 0.0
         self._complete: ShardSnapshot | None = None
         self._error: PSError | None = None
@@ -112,33 +121,39 @@ class SnapshotTask:
         """Raises OutOfOrder if a bucket is at the clock already or past it, TryLater if it has no weights yet."""
         if not rule.initialised:
             raise TryLater("the job has no initial weights yet")
-        if self.clock is not None and index in self._trained and rule.version >= self.clock:
-            raise OutOfOrder(f"bucket {index} is at version {rule.version}, and the checkpoint is of {self.clock}")
+        if self.clock is not None and index in self._trained and rule.has_passed(self.clock):
+            version = rule.versions()[1]
+            raise OutOfOrder(f"bucket {index} is at version {version}, and the checkpoint is of {self.clock}")
 
     def begin(self) -> None:
         """Begins. A shard that holds no bucket of the job has its part at once: a file with nothing in it."""
         if not self._wanted:
             self._threads.write(self._finish)
 
-    def look(self, index: int, version: int) -> None:
-        """Copies a bucket if its moment is now. The caller holds the bucket's `tensors` lock."""
-        is_now = version == self.clock or self.clock is None or index not in self._trained
-        if index not in self._wanted or not is_now:
-            return
+    def is_due(self, index: int, rule: UpdateRule[Any]) -> bool:
+        """Whether the moment at which a bucket is copied is now."""
+        if index not in self._wanted:
+            return False
+        return self.clock is None or index not in self._trained or rule.is_at(self.clock)
+
+    def copy(self, index: int, reached: VersionRange) -> None:
+        """Copies a bucket that is due, and so far. The caller holds the bucket's `tensors` lock."""
+        if index not in self._wanted:
+            return  # another checkpoint took the place of this one meanwhile
         started = self._now()
         snapshot = self._copy(index)
         with self._changed:
             self._held_up += self._now() - started
-            self._copied.append(snapshot)
+            self._copied.append(Copied(index, snapshot, reached))
             self._wanted.discard(index)
             if not self._wanted:
                 self._threads.write(self._finish)
 
     def _finish(self) -> None:
         try:
+            reached = union(each.reached for each in tuple(self._copied) if each.index in self._trained)
             buckets = sorted(map(self._completed, tuple(self._copied)), key=lambda bucket: bucket.index)
             self._copied.clear()
-            reached = extent((bucket.version, bucket.clocks) for bucket in buckets if bucket.index in self._trained)
             part = self._write(self.name, buckets)
             failpoint("shard-file-written")
         except PSError as error:
@@ -151,10 +166,10 @@ class SnapshotTask:
             changes_only = any(isinstance(each, TableSnapshot) and each.changes_only for each in buckets)
             self._end(ShardSnapshot(part, reached, self._held_up, changes_only))
 
-    def _completed(self, copied: Snapshot | TableCopying) -> Snapshot:
-        if not isinstance(copied, TableCopying):
-            return copied
-        snapshot, seconds = copied.complete()
+    def _completed(self, copied: Copied) -> Snapshot:
+        if not isinstance(copied.content, TableCopying):
+            return copied.content
+        snapshot, seconds = copied.content.complete()
         self._held_up += seconds
         return snapshot
 
@@ -169,8 +184,8 @@ class SnapshotTask:
             copied = self._copied.copy()
             self._copied.clear()
         for each in copied:
-            if isinstance(each, TableCopying):
-                each.end()
+            if isinstance(each.content, TableCopying):
+                each.content.end()
 
     def abandon(self) -> None:
         """Gives way to another checkpoint: a call that waits for this one ends with NotFound."""

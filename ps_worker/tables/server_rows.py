@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
+from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
@@ -261,12 +262,13 @@ class ServerTables:
 
 
 def described_tables(
-    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer]
+    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
 ) -> tuple[JobTable, ...]:
     """Returns the tables of a job's models, each with what steps it. Raises InvalidRequest or Unsupported for tables
     that cannot be trained so.
 
     modules: by name; see named_tables
+    mode:    of the job; a table that names the same has none of its own
     """
     for name, module in modules.items():
         if not isinstance(module.local, LocalRows):
@@ -275,12 +277,16 @@ def described_tables(
             raise Unsupported(f"table {name!r} has {len(module.local)} rows, and servers begin without any so far")
         module.local.name = name
     check(list(modules.values()), optimizers)
-    return tuple(_described(name, module, optimizers) for name, module in modules.items())
+    return tuple(_described(name, module, optimizers, mode) for name, module in modules.items())
 
 
-def _described(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> JobTable:
+def _described(
+    name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
+) -> JobTable:
     assert isinstance(module.local, LocalRows)
     spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
+    if spec.consistency == mode:
+        spec = replace(spec, consistency=None)
     owner = next((optimizer for optimizer in optimizers if group_of(optimizer, module.weight) is not None), None)
     if owner is None:  # it stays as it is: no step ever reaches it
         return JobTable(spec, "SGD", {"lr": 0.0})

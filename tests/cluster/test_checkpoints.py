@@ -31,7 +31,7 @@ from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient, Scratch
 from ps_server.core.partition import JobPartition
-from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, extent
+from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, union
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
@@ -143,9 +143,9 @@ def test_a_job_takes_no_image_for_another_and_changes_nothing() -> None:
 
 
 def test_extents_say_the_least_of_what_every_bucket_has() -> None:
-    found = extent([(4, {0: 4, 1: 3}), (6, {0: 5})])
+    found = union([VersionRange(4, 4, {0: 4, 1: 3}), VersionRange(6, 6, {0: 5})])
     assert found == VersionRange(4, 6, {0: 4, 1: 3})
-    assert extent([]) == VersionRange()
+    assert union([]) == VersionRange()
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ RULES = {mode: Rules.of(mode, 3, Shape(2, LIVES, COLUMNS)) for mode in ("sync", 
 SHARD = 1
 
 
-def trained(table: Table, mode: str) -> Content:
-    """The table on one shard after so many steps of each worker."""
+def trained(table: Table, mode: str, unit: int | None = None) -> Content:
+    """The table on one shard after so many steps of each worker. unit: that they add; None: that of the mode"""
     content, used = Content({}, {}, {}, 0), dict[int, int]()
     each = [[(row, step) for row in WORKERS] for step in range(1, STEPS + 1)]
     updates = each if mode == "sync" else [[one] for many in each for one in many]
     for update in updates:
-        parts = [table.pushed(SHARD, row, step, RULES[mode].unit) for row, step in update]
+        parts = [table.pushed(SHARD, row, step, unit or RULES[mode].unit) for row, step in update]
         in_mean = sum(part.in_mean for part in parts)
         if not any(part.present for part in parts):
             continue
@@ -231,6 +231,26 @@ def test_ids_are_on_the_shards_that_the_contract_names_and_tell_what_they_are_fo
                 what = meaning(number)
                 assert (what.kind, what.row, what.step) == (kind, row, step)
                 assert shards_of(np.array([number]), 2)[0] == shard
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_rows_of_a_table_that_is_looser_than_its_job_are_no_means_and_none_is_lost(lossy: bool) -> None:
+    """Also after a rollback, which workers that stay to the end make up for."""
+    table, rules = Table(PASSING, consistency="async"), RULES["sync"]
+
+    def found(content: Content) -> set[str]:
+        each = wrong_tables(table, [content, content], lives("sync"), rules, [lossy, lossy], lives("sync"))
+        return {violation.kind for violation in each if violation.where["shard"] == SHARD}
+
+    content = trained(table, "async", rules.unit)
+    assert found(content) == set()
+    number = next(number for number in content.rows if meaning(number).kind == FRESH)
+    kept = content.rows.pop(number)
+    assert found(content) == {"lost row"}
+    content.rows[number] = 2 * kept
+    assert found(content) == {"wrong row"}
+    content.rows[number] = kept / 2
+    assert found(content) == {"wrong row"}
 
 
 def test_some_seeds_have_tables_and_those_of_each_kind() -> None:

@@ -16,6 +16,7 @@ from ps_protocol.modes import (
     local_steps,
     parse_mode,
     parse_quorum,
+    parse_table_consistency,
     with_quorum,
 )
 
@@ -49,6 +50,19 @@ def test_any_other_name_is_refused_with_what_was_expected_and_what_came(name: st
         parse_mode(name)
     assert "single, ddp, sync, local:H (such as local:8), ssp:K (such as ssp:4) or async" in refused.value.message
     assert repr(name) in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["ssp:0", "ssp:4", f"ssp:{MAX_STALENESS}", "async"])
+def test_a_tables_rule_has_the_name_of_a_mode(name: str) -> None:
+    assert parse_table_consistency(name) == parse_mode(name)
+
+
+@pytest.mark.parametrize("name", ["sync", "local:2", "single", "", "ssp:-1", "Async", 4, None])
+def test_a_table_has_no_other_rule(name: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_table_consistency(name)
+    assert "must be ssp:K (such as ssp:4) or async, or left out to be that of the job" in refused.value.message
+    assert repr(str(name)) in refused.value.message
 
 
 @pytest.mark.parametrize("steps", [1, 8, MAX_STEPS])

@@ -369,12 +369,12 @@ def leaves_rows_out_of_checkpoints(patch: pytest.MonkeyPatch) -> None:
 
 def copies_tables_at_once(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint has tables as they are when it begins, and buckets as of its clock."""
-    look = SnapshotTask.look
+    is_due = SnapshotTask.is_due
 
-    def early(self: SnapshotTask, index: int, version: int) -> None:
-        look(self, index, self.clock if index >= BUCKETS_WITH_TABLES and self.clock is not None else version)
+    def early(self: SnapshotTask, index: int, rule: UpdateRule[Any]) -> bool:
+        return (index >= BUCKETS_WITH_TABLES and index in self._wanted) or is_due(self, index, rule)
 
-    patch.setattr(SnapshotTask, "look", early)
+    patch.setattr(SnapshotTask, "is_due", early)
 
 
 def sends_rows_before_the_bound(patch: pytest.MonkeyPatch) -> None:

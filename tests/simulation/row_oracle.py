@@ -118,10 +118,11 @@ def wrong_row(table: Table, number: int, row: Rows, rules: Rules) -> Violation |
         return Violation("unknown row", f"an id that may not be one is a row: {values}", where)
     step = step_of(number)
     expected = vector(number, what.row, step, rules.unit)
-    means = range(1, WORKERS + 1) if rules.averaged else (1,)
+    averages = table.averages(rules)
+    means = range(1, WORKERS + 1) if averages else (1,)
     if not any(values == [each / n for each in expected] for n in means):
         said = f"{values}, where step {step} alone makes it {expected}"
-        return Violation("wrong row", said + (", or a part of that" if rules.averaged else ""), where)
+        return Violation("wrong row", said + (", or a part of that" if averages else ""), where)
     return None
 
 
@@ -167,7 +168,7 @@ class RowWitness:
 
         since: updates after that of this step at most, after that of the one before
         """
-        row, workers = self._row, WORKERS if self._rules.averaged else 1
+        row, workers = self._row, WORKERS if table.averages(self._rules) else 1
         if since and has_fresh(shard, row, step) and table.keeps(since[0], workers):
             yield id_of(shard, FRESH, row, step)
         admitted = table.admit_after and has_twice(row, step) and step % 2
@@ -218,21 +219,30 @@ class Course:
 
 
 def wrong_tables(
-    table: Table, contents: Sequence[Content], writers: Writers, rules: Rules, lossy: Sequence[bool]
+    table: Table,
+    contents: Sequence[Content],
+    writers: Writers,
+    rules: Rules,
+    lossy: Sequence[bool],
+    staying: Writers | None = None,
 ) -> Iterator[Violation]:
     """Yields what is wrong with a table as all shards have it after all have finished, besides the counting oracle's.
 
     lossy: by shard, whether it was rolled back to a checkpoint, so that steps may be missing there; in sync they are
            made again, but by the workers that are there then
+    staying: the lives that are there to the end: in sync they make all of theirs again
     """
-    course = Course(writers, rules.averaged) if table.expire_after or table.capacity else None
+    averages = table.averages(rules)
+    course = Course(writers, averages) if table.expire_after or table.capacity else None
     for shard, content in enumerate(contents):
         is_lossy = any(lossy) if rules.averaged else lossy[shard]
         found = [*wrong_at_any_time(table, shard, content, writers, rules)]
-        if table.number != COUNTS and rules.averaged:
+        if table.number != COUNTS and averages:
             found += _wrong_means(table, content, writers, rules, is_lossy)
         if not is_lossy:
-            found += _missing(table, shard, content, writers, course, WORKERS if rules.averaged else 1)
+            found += _missing(table, shard, content, writers, course, WORKERS if averages else 1)
+        elif rules.averaged and not averages:
+            found += _missing(table, shard, content, staying or {}, None, 1)
         if not is_lossy and table.expire_after and course is not None:
             found += _staying(content, writers, course, table.expires_within)
         for violation in found:

@@ -183,6 +183,7 @@ class Run:
         until = {bucket: self.lossy.get(bucket) for bucket in range(self.rules.shape.buckets)}
         rows = [in_counting_order(content[COUNTS, shard].in_order(shard)) for shard in range(SHARDS) if content]
         lost = [buckets + shard in self.lossy for shard in range(SHARDS)]
+        staying = {self.row(each.life.number, each.rank): [each.kept()] for each in self.staying() if each.host.alive}
         return [
             *judge(view, [*self._marks, *self.lives], self.rules, lossy),
             *(judge(torch.stack(rows), self.lives, self.rules, frozenset(b - buckets for b in lossy)) if rows else ()),
@@ -190,7 +191,7 @@ class Run:
                 violation
                 for table in self.job.tables
                 for each in [[content[table.number, shard] for shard in range(SHARDS)]]
-                for violation in wrong_tables(table, each, self.writers, self.rules, lost)
+                for violation in wrong_tables(table, each, self.writers, self.rules, lost, staying)
             ),
             *too_stale(self.lives, self.rules, until),
         ]

@@ -7,6 +7,7 @@ state for checkpoints, and leaves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -128,6 +129,18 @@ class Worker:
     def clock(self) -> int:
         """How many steps it has finished or sent."""
         return self.place.clock if self.places else 0
+
+    def kept(self) -> Life:
+        """Returns its life without the steps of which a rollback in sync may have left nothing: after the checkpoint,
+        and before the clock at which it went on."""
+        done = dict(self.life.done)
+        for before, after in itertools.pairwise(self.places):
+            if after.result.restore_count > before.result.restore_count:
+                restored = after.result.state[0] if after.result.state is not None else 0
+                for step in range(restored + 1, after.result.clock + 1):
+                    if self.life.at.get(step, math.inf) < after.since:
+                        done.pop(step, None)
+        return replace(self.life, done=done)
 
     def leave(self) -> None:
         """Has it leave after its step."""
