@@ -116,12 +116,13 @@ class WithFile(Places):
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill) -> None:
         """Has rows written to memory, some at a time, those trained longest ago first: these move to the file."""
         order = np.argsort(last, kind="stable")
+        # Memory keeps an eighth free where the file has room for the others: a table may be as full as both together.
         cold = len(order) - (self._in_memory - self._in_memory // 8)
         for first in range(0, len(order), _COPIED):
             which = order[first : first + _COPIED]
             write(which, self.of_new(numbers[which]))
-            to_file = numbers[which[: max(0, cold - first)]]
-            if self._move(to_file) < len(to_file):
+            self._move(numbers[which[: max(0, cold - first)]])
+            if self._memory.used > self._in_memory:
                 raise LimitExceeded(
                     f"{len(numbers)} rows do not fit: memory for tables holds {self._in_memory} of them, and the disk "
                     "of cold rows takes no more"
@@ -176,8 +177,10 @@ class WithFile(Places):
             first += array.dim
         to = self._cold.take(len(numbers))
         if not self._file.write(to, records):
-            self._cold.give_back(to)
-            return 0
+            # Places that the file has no room for any more would be taken before those that it has.
+            self._cold.give_back(to[to < self._file.room])
+            self._cold.drop(to[to >= self._file.room])
+            return self._move(numbers)  # as many as fit now
         self._give_back(places)
         self._places[numbers] = -1 - to
         return len(numbers)

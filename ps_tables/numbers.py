@@ -38,3 +38,7 @@ class Numbers:
         if len(numbers):
             self.used -= len(numbers)
             self._free.append(numbers)
+
+    def drop(self, numbers: RowNumbers) -> None:
+        """Ends the use of some that are taken, so that they are never taken again."""
+        self.used -= len(numbers)

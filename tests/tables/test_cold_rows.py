@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -15,13 +17,16 @@ import torch
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer, TableSpec
+from ps_server.storage import row_files
 from ps_server.storage.row_files import DiskRows, RowFiles
+from ps_tables import cold
 from ps_tables.contributions import RowGradients
 from ps_tables.table import Applied, Beyond, Table, record_bytes
 
 IN_MEMORY, CAPACITY = 200, 3_000
 SPEC = TableSpec("item", 5, Initializer("normal", 1.0, 7))
 OPTIMIZERS = {"SGD": {"lr": 0.1}, "Adam": {"lr": 0.1}, "RowWiseAdagrad": {"lr": 0.1}}
+ROW = record_bytes(SPEC, "Adam", OPTIMIZERS["Adam"])
 
 
 def in_memory(spec: TableSpec = SPEC, optimizer: str = "Adam", capacity: int = CAPACITY) -> Table:
@@ -34,6 +39,18 @@ def with_file(
     values = OPTIMIZERS[optimizer]
     file = RowFiles(directory).open(record_bytes(spec, optimizer, values) // 4, places)
     return Table(spec, optimizer, values, capacity, 0, Beyond(file, IN_MEMORY))
+
+
+def limit_disk(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Has the disk give a file room for so many rows, some at a time."""
+
+    def give(file: int, first: int, count: int) -> None:
+        if first + count > rows * ROW:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(row_files, "PIECE_BYTES", 10 * ROW)
+    monkeypatch.setattr(cold, "_COPIED", 40)
+    monkeypatch.setattr(os, "posix_fallocate", give)
 
 
 def update(random: np.random.Generator, ids: int = 2_000, most: int = 120) -> RowGradients:
@@ -137,6 +154,54 @@ def test_a_table_whose_disk_is_full_has_room_for_fewer_rows(tmp_path: Path) -> N
         assert len(weights) == len(table)
         assert done.stepped
     assert table.in_file.rows > 200
+
+
+def test_a_table_as_full_as_memory_and_file_together_is_restored(tmp_path: Path) -> None:
+    before, random = with_file(tmp_path, capacity=IN_MEMORY + 300, places=300), np.random.default_rng(7)
+    version = 0
+    while len(before) < IN_MEMORY + 290:  # more than the file holds beside what memory keeps free
+        version += 1
+        before.apply(update(random), 1, version)
+    other = with_file(tmp_path, capacity=IN_MEMORY + 300, places=300)
+    other.restore(before.snapshot())
+    same(before, other)
+    step = update(random)
+    assert before.apply(step, 1, version + 1) == other.apply(step, 1, version + 1)
+    same(before, other)
+
+
+def test_a_disk_that_is_full_keeps_taking_rows_where_others_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds as many rows as it is to, and the file as many as the disk takes."""
+    limit_disk(monkeypatch, 300)
+    table, random = with_file(tmp_path), np.random.default_rng(8)
+    held = 0
+    for version in range(1, 200):
+        table.apply(update(random), 1, version)
+        held = max(held, table.in_file.rows) if version > 100 else 0
+        assert len(table) - table.in_file.rows <= IN_MEMORY + 120
+    assert table.in_file.nbytes <= 300 * ROW
+    assert held * ROW == table.in_file.nbytes, "all that the disk gave is used again and again"
+    assert len(table) <= IN_MEMORY + 300
+
+
+def test_rows_that_the_disk_takes_no_more_are_restored_as_far_as_memory_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, random = with_file(tmp_path, capacity=470), np.random.default_rng(9)
+    version = 0
+    while len(before) < 465:
+        version += 1
+        before.apply(update(random), 1, version)
+    rows = before.snapshot()
+    limit_disk(monkeypatch, 300)
+    other = with_file(tmp_path)
+    other.restore(rows)
+    same(before, other)
+    limit_disk(monkeypatch, 200)
+    with pytest.raises(LimitExceeded, match="rows do not fit: memory for tables holds 200 of them"):
+        with_file(tmp_path).restore(rows)
 
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount")
