@@ -19,16 +19,23 @@ _END = object()
 def look_ahead(batches: Iterator[Any], announce: Callable[[Any], None]) -> Iterator[Any]:
     """Yields batches, each after `announce` was called with the one behind it: None behind the last.
 
-    A loop without gradients reads nothing ahead: no step follows its batches.
+    A loop without gradients reads nothing ahead: no step follows its batches. An error in a batch that is read ahead is
+    raised where the loop asks for that batch.
     """
     if not torch.is_grad_enabled():
         yield from batches
         return
     batch = next(batches, _END)
     while batch is not _END:
-        following = next(batches, _END)
+        failed = None
+        try:
+            following = next(batches, _END)
+        except Exception as error:
+            following, failed = _END, error
         announce(None if following is _END else following)
         yield batch
+        if failed is not None:
+            raise failed
         batch = following
 
 

@@ -132,7 +132,7 @@ class ServerRows:
 
     def announce(self, flat: Ids | None) -> None:
         """Takes the ids that the batch after the next step looks up; None: they are not known."""
-        self._announced = flat
+        self._announced = None if flat is None else flat.copy()  # the script may write its batch in place
 
     def ask_ahead(self) -> RowsAhead | None:
         """Returns what is to be asked for with the step at hand. What the one before has asked for is too old now."""

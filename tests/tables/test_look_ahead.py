@@ -152,6 +152,45 @@ def test_any_loader_is_read_ahead(shared: Cluster, job: str, kind: str, pulls: P
     assert len(pulls.rows) == 2 * 2 + 2 * 2 + 2
 
 
+def test_batches_that_the_script_changes_in_place_look_up_what_they_hold(shared: Cluster, job: str) -> None:
+    """A batch is announced before the loop has it, and what it holds then may be another's ids later."""
+    with shared.connect("sync", job=job) as session:
+        own = Counting(ids=lambda batch: batch[0])
+        optimizer: Any = torch.optim.SGD(own.parameters(), lr=RATE)
+        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=4)
+        model, optimizer, batches = session.prepare(own, optimizer, loader)
+        for [ids] in batches:
+            ids += 100
+            optimizer.zero_grad()
+            model(ids).backward()
+            optimizer.step()
+        assert own.counted(torch.arange(100, 112)) == [1.0] * 12
+        assert own.counted(torch.arange(12)) == [0.0] * 12
+
+
+class Ending(IterableDataset[Any]):
+    """Two batches, of which the one behind them cannot be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(8).view(2, 4)
+        raise OSError("the file ends here")
+
+
+def test_a_loader_that_fails_does_so_behind_the_batches_before(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        own = Counting(ids=lambda batch: batch)
+        optimizer: Any = torch.optim.SGD(own.parameters(), lr=RATE)
+        model, optimizer, batches = session.prepare(own, optimizer, DataLoader(Ending(), batch_size=None))
+        rest = iter(batches)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(next(rest)).backward()
+            optimizer.step()
+        with pytest.raises(OSError, match="the file ends here"):
+            next(rest)
+        assert own.counted(torch.arange(8)) == [1.0] * 8
+
+
 def test_leased_batches_are_read_ahead_and_each_is_used_once(shared: Cluster, job: str, pulls: Pulls) -> None:
     with ps_worker.connect(shared.address, "async", job=job, elastic=True) as session:
         own = Counting(ids=lambda batch: batch[0])
