@@ -208,6 +208,9 @@ class UpdateRule(Generic[T]):
         """Whether pulls may be answered now that this has been done."""
         return isinstance(work, Step)
 
+    def sent(self, rank: int, clock: int) -> None:
+        """Notes that a live worker gets this version by a pull at `clock`; see QuorumRule."""
+
     def admits(self, rank: int, clock: int) -> Admission:
         """Whether a pull of worker `rank` at `clock` may be answered: the one rule of sync, ssp and async.
 

@@ -125,6 +125,11 @@ class QuorumRule(UpdateRule[T]):
         """Whether pulls may be answered now that this has been done: after a late one, its worker's."""
         return isinstance(work, Step) or self.lags[-1] > 0
 
+    def sent(self, rank: int, clock: int) -> None:
+        """Notes that a worker gets this version: updates may have been made since it was cleared."""
+        if clock == self.staged.get(rank, 0):  # otherwise its next gradient is taken already
+            self.weights_of[rank] = self.version
+
     def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
         """Returns whether each pull, a rank and a clock, may be answered: its contribution is in, or in the open update
         and an update was made since the weights that it was taken at."""

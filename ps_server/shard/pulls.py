@@ -176,6 +176,7 @@ class Pulls:
         target = segment.weight(spec)
         with bucket.tensors:
             version = bucket.rule.version
+            _note_sent(job, bucket, pull)
             copy_out(target, bucket.weights.flat)
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
@@ -197,6 +198,7 @@ class Pulls:
             loan = None
             with bucket.tensors:
                 values, version = bucket.weights.flat, bucket.rule.version
+                _note_sent(job, bucket, pull)
                 sent = bucket.weights.sent
                 if sent is not None:
                     # The codes lead to this version from the one before, which a worker has that has come to it.
@@ -311,6 +313,16 @@ class Pulls:
                 waiter.pull.notified = now
         for waiter, index in due.values():
             waiter.pull.outbox.tell(waiter.notice(index))
+
+
+def _note_sent(job: HostedJob, bucket: HostedBucket, pull: Pull) -> None:
+    """Notes, with a quorum, which version a worker gets. The caller holds the bucket's `tensors` lock."""
+    if job.state.spec.consistency.quorum is None:
+        return
+    with job.lock:
+        live = job.state.roster.get(pull.rank)
+        if live is not None and live.incarnation == pull.incarnation:
+            bucket.rule.sent(pull.rank, pull.clock)
 
 
 @contextlib.contextmanager

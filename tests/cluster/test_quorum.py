@@ -159,6 +159,30 @@ def test_a_worker_in_a_round_helps_those_behind_it_to_their_quorum(shared: Clust
     assert in_parallel(3, work) == [1.0] * 3
 
 
+def test_a_late_worker_that_got_newer_weights_by_then_is_late_no_more(shared: Cluster, job: str) -> None:
+    """Its next step has to meet newer ones again, not those that it had."""
+    spec = vector_job(job, "sync quorum 2", cells=16, world_size=3)
+    with joined(shared.address, spec) as [first, second, third]:
+
+        def push(worker: RawWorker, clock: int) -> None:
+            worker.send(worker.message(0, clock, torch.full((16,), -1.0).numpy().tobytes()))
+            worker.clock = clock
+
+        push(first, 1)
+        push(second, 1)
+        assert first.pull().tolist() == [1.0] * 16
+        push(third, 1)
+        push(first, 2)
+        assert first.pull().tolist() == [2.0] * 16
+        assert third.pull().tolist() == [2.0] * 16, "an update was made since it might have gone on"
+        push(third, 2)
+        call = third.ask(2, [0])
+        until(lambda: shared.waits(job).get(2) == (2, [0, 1]), "the third to wait for any of the others")
+        push(second, 2)
+        [answer] = third.answers(call)
+        assert torch.frombuffer(bytearray(answer.payload), dtype=torch.float32).tolist() == [3.0] * 16
+
+
 def test_status_says_the_quorum_and_unlike_workers_are_told(shared: Cluster, job: str) -> None:
     spec = vector_job(job, "sync quorum all-1 grace 0.5", cells=16, world_size=2)
     with joined(shared.address, spec):
