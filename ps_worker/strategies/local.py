@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.data import MAX_PUSH_RANGES
-from ps_protocol.errors import Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.local_round import LocalRound, outer_optimizer
@@ -138,7 +138,15 @@ class LocalTraining(JobTraining):
         return self._local.steps
 
     def base(self) -> Mapping[int, torch.Tensor]:
-        """Returns the weights that this round began with, by the id of the parameter."""
+        """Returns the weights that this round began with, by the id of the parameter.
+
+        Raises InvalidRequest where calls have failed that were to push the round: the difference is in their place.
+        """
+        if not self._model.base.is_there:
+            raise InvalidRequest(
+                f"the weights that round {self._round.number} began with are gone, as calls have failed that were to "
+                "push it: the next step pulls the servers' weights"
+            )
         return self._model.base.values()
 
     def _begin_round(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import ps_worker
 from ps_worker import InvalidRequest, JobMismatch, NonFiniteGradient, Session, Unsupported
+from ps_worker.cluster.connection import Connection
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -419,6 +420,28 @@ def test_a_quorum_is_refused(shared: Cluster, job: str) -> None:
 def spoil(model: Any) -> None:
     with torch.no_grad():
         model[0].bias[0] = float("nan")
+
+
+def test_a_round_whose_calls_have_failed_has_no_global_weights(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The difference is in their place by then. The next step pulls them."""
+    with shared.connect("local:2", job=job) as session:
+        model = make_net()
+        model, optimizer = session.prepare(model, sgd(model), outer={"warm_up": 0})
+        step(model, optimizer, batch(0, 0))
+        with monkeypatch.context() as replaced:
+            replaced.setattr(Connection, "push_pull", cut)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, batch(0, 1))
+        with pytest.raises(InvalidRequest, match="the weights that round 1 began with are gone"):
+            session.global_weights()
+        step(model, optimizer, batch(0, 2))
+        assert same(session.global_weights().values(), weights_of(model))
+
+
+def cut(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_difference_that_is_not_finite_is_refused_and_the_script_may_go_back(shared: Cluster, job: str) -> None:
