@@ -106,6 +106,9 @@ class InnerStates:
         """Takes away all state, in a job that is under way."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
+            if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in its constructor: no step without
+                groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+                optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)
         log.warning("this worker's own optimizer begins without its state (moments), in a job that is under way")
         self._fresh()
 

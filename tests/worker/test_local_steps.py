@@ -14,6 +14,7 @@ from torch import nn
 import ps_worker
 from ps_worker import InvalidRequest, JobMismatch, NonFiniteGradient, Session, Unsupported
 from ps_worker.cluster.connection import Connection
+from ps_worker.state.inner import InnerStates
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -306,6 +307,23 @@ def test_a_wrong_outer_setting_is_refused_in_every_mode(
 
 
 # -- between rounds ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [lambda net: torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.5), adamw, sgd]
+)
+def test_an_optimizer_that_loses_its_state_steps_as_a_new_one(make: Make) -> None:
+    net = make_net()
+    optimizer = make(net)
+    for number in range(3):
+        step(net, optimizer, batch(0, number))
+    InnerStates([optimizer], lambda: None).begin_anew()
+    other = copy.deepcopy(net)
+    others = make(other)
+    for number in range(3, 6):
+        step(net, optimizer, batch(0, number))
+        step(other, others, batch(0, number))
+    assert same(weights_of(net), weights_of(other))
 
 
 def test_global_weights_are_those_that_the_round_began_with(shared: Cluster, job: str) -> None:
