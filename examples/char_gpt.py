@@ -279,7 +279,7 @@ def leave_behind(out: Path, model: CharGPT, losses: Sequence[float], result: dic
     try:
         draw(losses, result, out / "loss.png")
     except ImportError:
-        print("no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'")
+        print("no picture, because matplotlib is not installed: pip install '.[examples]'")
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"\nWhat the model writes after {result['steps']} steps:\n")
     print(write_text(model, "def ", 300), flush=True)

@@ -216,7 +216,7 @@ def leave_behind(out: Path, model: nn.Module, losses: Sequence[float], result: R
     try:
         draw(losses, result, out / "clicks.png")
     except ImportError:
-        print("no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'")
+        print("no picture, because matplotlib is not installed: pip install '.[examples]'")
     print(f"left in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}", flush=True)
 
 

@@ -230,7 +230,7 @@ def leave_behind(
     try:
         draw(losses, result, test, predict(model, test.images[:15], device), picture)
     except ImportError:
-        print("no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'")
+        print("no picture, because matplotlib is not installed: pip install '.[examples]'")
     print(f"left in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}", flush=True)
 
 

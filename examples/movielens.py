@@ -353,7 +353,7 @@ def leave_behind(out: Path, model: DeepFM, losses: Sequence[float], result: Resu
     try:
         draw(losses, result, most_liked(model, data), out / "movielens.png")
     except ImportError:
-        print("no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'")
+        print("no picture, because matplotlib is not installed: pip install '.[examples]'")
     print(f"left in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """The script of train.py, which also tells TensorBoard or Weights & Biases how far it is.
 
-    pip install 'ps-torch[trackers]'
+    pip install '.[trackers]'
     ps-server up --shards 2 & ps-worker run --server 127.0.0.1:50051 --workers 2 --mode sync examples/trackers.py
     tensorboard --logdir runs/trackers
 

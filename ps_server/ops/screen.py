@@ -96,7 +96,9 @@ def screen(view: dict[str, Any]) -> list[str]:
 
 def _job(job: dict[str, Any], view: dict[str, Any]) -> Iterator[str]:
     parts = [job["name"], mode_text(job), view["state"]]
-    parts.append(f"{view['steps_per_second']:.1f} steps/s")
+    # A worker's rate is known from its second report on; until then the job's is not 0, but not known either.
+    known = not view["workers"] or any(does["steps_per_second"] is not None for does in view["workers"])
+    parts.append(f"{view['steps_per_second']:.1f} steps/s" if known else "- steps/s")
     if view["checkpoint_age_duration"] is not None:
         parts.append(f"checkpoint {view['checkpoint_age_duration']:.0f} s ago")
     yield printable(" · ".join(parts))

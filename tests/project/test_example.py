@@ -110,7 +110,7 @@ def test_without_tqdm_and_matplotlib_progress_is_in_plain_lines_and_there_is_no_
         launching.run_here(monkeypatch, EXAMPLES / "char_gpt.py", *TINY, f"--out={tmp_path}")
     printed, _ = capsys.readouterr()
     assert len(re.findall(r"^step \d/6: loss \d\.\d{3}$", printed, re.MULTILINE)) == 6
-    assert "no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'\n" in printed
+    assert "no picture, because matplotlib is not installed: pip install '.[examples]'\n" in printed
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", "result.json"}
 
 

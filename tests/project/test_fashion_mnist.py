@@ -207,7 +207,7 @@ def test_without_matplotlib_one_line_says_that_there_is_no_picture(
     fashion.leave_behind(tmp_path, fashion.Network(), [1.0], result, test, torch.device("cpu"))
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        "no picture, because matplotlib is not installed: pip install 'ps-torch[examples]'",
+        "no picture, because matplotlib is not installed: pip install '.[examples]'",
         f"left in {tmp_path}: model.safetensors, result.json",
     ]
 
