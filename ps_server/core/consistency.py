@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import Backlogged, OutOfOrder
@@ -153,7 +153,7 @@ class UpdateRule(Generic[T]):
         if not self.consistency.aggregate:
             if self.added:
                 first = self.added[0]
-                return Step((first.rank,), self._staleness(first), (first.clock,))
+                return Step((first.rank,), _staleness(self, first), (first.clock,))
             return next(iter(self.waiting.values()), None)
         if not self.waiting and not self.added:
             return None
@@ -231,8 +231,8 @@ class UpdateRule(Generic[T]):
         found = []
         for rank, clock in pulls:
             if clock not in of_clock:
-                late = self._late(clock)
-                of_clock[clock] = late, self._waits(clock, late)
+                late = _late(self, clock)
+                of_clock[clock] = late, _waits(self, clock, late)
             late, waits = of_clock[clock]
             is_applied = self.applied.get(rank, 0) >= clock
             if not is_applied and self.staged.get(rank, 0) < clock:
@@ -242,21 +242,6 @@ class UpdateRule(Generic[T]):
             else:
                 found.append(ADMITTED if is_applied else OWN_PUSH_APPLIED)
         return found
-
-    def _late(self, clock: int) -> set[int]:
-        """Returns the live workers whose updates a pull at this clock needs and has not."""
-        bound = self.consistency.max_staleness
-        return set() if bound is None else {rank for rank in self.roster if self.applied.get(rank, 0) < clock - bound}
-
-    def _waits(self, clock: int, late: set[int]) -> Admission:
-        """Returns what a pull at this clock waits for, whose own push is staged."""
-        needed = clock - (self.consistency.max_staleness or 0)
-        # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
-        blamed = tuple(sorted(rank for rank in late if self.staged.get(rank, 0) < needed))
-        if not blamed:
-            return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
-        behind = ", ".join(f"worker {rank} is at clock {self.staged.get(rank, 0)}" for rank in blamed[:8])
-        return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
         """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
@@ -288,6 +273,24 @@ class UpdateRule(Generic[T]):
     def _step(self) -> Step:
         return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
 
-    def _staleness(self, add: Add[None]) -> int:
-        """Returns how many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
-        return max(0, max(self.applied.values(), default=0) - (add.clock - 1))
+
+def _late(rule: UpdateRule[Any], clock: int) -> set[int]:
+    """Returns the live workers whose updates a pull at this clock needs and has not."""
+    bound = rule.consistency.max_staleness
+    return set() if bound is None else {rank for rank in rule.roster if rule.applied.get(rank, 0) < clock - bound}
+
+
+def _waits(rule: UpdateRule[Any], clock: int, late: set[int]) -> Admission:
+    """Returns what a pull at this clock waits for, whose own push is staged."""
+    needed = clock - (rule.consistency.max_staleness or 0)
+    # Those whose push is staged are not late themselves: they wait in the same update, or for the shard.
+    blamed = tuple(sorted(rank for rank in late if rule.staged.get(rank, 0) < needed))
+    if not blamed:
+        return Admission(False, (), f"clock {needed} of every live worker has come and is being applied")
+    behind = ", ".join(f"worker {rank} is at clock {rule.staged.get(rank, 0)}" for rank in blamed[:8])
+    return Admission(False, blamed, f"clock {needed} of every live worker is needed; {behind}")
+
+
+def _staleness(rule: UpdateRule[Any], add: Add[None]) -> int:
+    """Returns how many clocks the weights that this gradient was taken at lay behind the fastest worker's."""
+    return max(0, max(rule.applied.values(), default=0) - (add.clock - 1))

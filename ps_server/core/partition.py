@@ -389,13 +389,9 @@ class JobPartition:
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def admits(self, index: int, rank: int, clock: int) -> Admission:
-        """Whether this bucket, or this table's rows, may be sent to a worker at `clock`. What no optimizer steps only
-        waits for rank 0."""
-        return self.admit_all(index, [(rank, clock)])[0]
-
     def admit_all(self, index: int, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns what `admits` says of several pulls of one bucket or table, each a rank and a clock."""
+        """Returns for pulls of one bucket or table, each a rank and a clock, whether it may be answered. What no
+        optimizer steps only waits for rank 0."""
         rule = self.rules.get(index)
         if rule is not None:
             return rule.admit_all(pulls)

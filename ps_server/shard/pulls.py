@@ -117,7 +117,7 @@ class Pulls:
             if pull.incarnation != READER:  # it may have lost its place since
                 job.state.check_worker(pull.rank, pull.incarnation)
                 job.times.follow(pull.rank, pull.times_wanted)
-            admissions = {index: job.state.admits(index, pull.rank, pull.clock) for index in indices}
+            admissions = {index: job.state.admit_all(index, [(pull.rank, pull.clock)])[0] for index in indices}
             waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
             times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
             over = self._under_way.take(pull.principal, len(indices), waits=bool(waiting))

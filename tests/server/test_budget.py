@@ -82,7 +82,7 @@ def test_with_any_budget_all_get_on_in_every_mode(
             if left[rank] and push(shard, rank, clock[rank], left[rank][0]):
                 left[rank].pop(0)
                 moved = True
-            if not left[rank] and all(shard.admits(i, rank, clock[rank]).admitted for i in range(BUCKETS)):
+            if not left[rank] and all(shard.admit_all(i, [(rank, clock[rank])])[0].admitted for i in range(BUCKETS)):
                 clock[rank] += 1
                 left[rank] = pick.sample(range(BUCKETS), BUCKETS)
                 moved = True

@@ -251,9 +251,9 @@ def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
     job = JobPartition(job_spec("sync"), [0, FROZEN])
     job.execute(AddWorker(0, 1, 0))
-    assert not job.admits(FROZEN, 0, 4).admitted
+    assert not job.admit_all(FROZEN, [(0, 4)])[0].admitted
     stage(job, initial(FROZEN))
-    assert job.admits(FROZEN, 0, 4).admitted
+    assert job.admit_all(FROZEN, [(0, 4)])[0].admitted
     assert job.reached.versions() == (0, 0)
 
 

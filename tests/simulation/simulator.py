@@ -197,7 +197,7 @@ class Simulation:
 
     def pull(self, worker: Worker, index: int) -> bool:
         shard = self.home[index]
-        if not shard.admits(min(index, TABLE), worker.rank, worker.clock).admitted:
+        if not shard.admit_all(min(index, TABLE), [(worker.rank, worker.clock)])[0].admitted:
             return False
         self.check_pulled(worker, index, shard)
         worker.to_pull.discard(index)
