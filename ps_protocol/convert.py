@@ -285,5 +285,6 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         values=[figures_pb2.LoggedValue(name=v.name, last=v.last, mean=v.mean) for v in figures.values],
         looked_up_id_count=figures.looked_up,
         distinct_id_count=figures.distinct,
+        residual_ratio=figures.residual_ratio,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )

@@ -29,6 +29,8 @@ class WorkerFigures:
     steps:    made; phases: their seconds, by phase; sent, received: their bytes
     values:   what the script logs, in the order of first mention
     looked_up, distinct: ids looked up in tables, and those of each lookup once
+    residual_ratio: norm of what the wire format of gradients has left out, over that of what was pushed last; None: it
+                    leaves out nothing that is sent later
     """
 
     measured: float = 0.0
@@ -39,6 +41,7 @@ class WorkerFigures:
     values: tuple[LoggedValue, ...] = ()
     looked_up: int = 0
     distinct: int = 0
+    residual_ratio: float | None = None
 
 
 def is_value_name(name: str) -> bool:

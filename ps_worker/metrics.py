@@ -11,8 +11,8 @@ import contextlib
 import math
 import numbers
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
 from ps_runtime.credentials import Tls
-from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, process_registry, serve_metrics
+from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, Sample, process_registry, serve_metrics
 
 MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
@@ -165,17 +165,53 @@ def _number(name: str, value: Any) -> float:
     raise InvalidRequest(f"session.log takes numbers, and tensors of one element, got {name} as {what}")
 
 
-def _lookup_counters(read: Callable[[], tuple[int, int]]) -> Gauges[tuple[int, int]]:
-    """Returns the counters of lookups in tables. read: returns ids and distinct ids so far"""
+def _no_lookups() -> tuple[int, int]:
+    return 0, 0
+
+
+def _no_residual() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """Numbers that the model which trains keeps itself. They are read when somebody asks, in any thread.
+
+    looked_up:      returns ids that were looked up in tables so far, and those of each lookup once
+    residual_ratio: returns what the wire format has left out; see Residuals.ratio
+    """
+
+    looked_up: Callable[[], tuple[int, int]] = field(default_factory=lambda: _no_lookups)
+    residual_ratio: Callable[[], float | None] = field(default_factory=lambda: _no_residual)
+
+
+def _model_gauges(numbers: Callable[[], ModelNumbers]) -> Gauges[ModelNumbers]:
+    """Returns the metrics that are read of the model."""
+
+    def ratio(model: ModelNumbers) -> Iterable[Sample]:
+        now = model.residual_ratio()
+        return [] if now is None else [((), now)]
+
     text = "Ids looked up in tables."
     distinct = "Ids looked up in tables, those of each lookup once."
+    left_out = "Norm of what the wire format has left out, over the norm of what was pushed."
     return Gauges(
-        read,
+        numbers,
         [
-            ("ps_worker_lookups_total", text, (), lambda counts: [((), counts[0])]),
-            ("ps_worker_distinct_lookups_total", distinct, (), lambda counts: [((), counts[1])]),
+            ("ps_worker_lookups_total", text, (), lambda model: [((), model.looked_up()[0])]),
+            ("ps_worker_distinct_lookups_total", distinct, (), lambda model: [((), model.looked_up()[1])]),
+            ("ps_residual_ratio", left_out, (), ratio),
         ],
     )
+
+
+def added(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns bytes added up, by wire format."""
+    total: dict[str, int] = {}
+    for each in sizes:
+        for wire, size in each.items():
+            total[wire] = total.get(wire, 0) + size
+    return total
 
 
 class WorkerMetrics:
@@ -200,9 +236,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._counters = {name: Counter(name, text, registry=self.registry) for name, text in COUNTERS.items()}
+        text = "Payload bytes of buckets and rows, by what their elements travel as."
+        self._wire = Counter("ps_wire_bytes_total", text, ("direction", "format"), registry=self.registry)
         self._logged = LoggedValues(self.registry)
-        self._looked_up: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.registry.register(_lookup_counters(lambda: self._looked_up()))
+        self._model = ModelNumbers()
+        self.registry.register(_model_gauges(lambda: self._model))
         self._began = time.perf_counter()
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
@@ -245,33 +283,44 @@ class WorkerMetrics:
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
-    def watch_lookups(self, looked_up: Callable[[], tuple[int, int]]) -> None:
-        """Has what is looked up in tables told. looked_up: returns ids and distinct ids so far, in any thread"""
-        self._looked_up = looked_up
+    def watch_model(self, numbers: ModelNumbers) -> None:
+        """Has told what the model that trains keeps itself."""
+        self._model = numbers
 
-    def fetched(self, received: int) -> None:
-        """Counts the bytes of rows that were fetched from the servers."""
-        self._figures = replace(self._figures, received=self._figures.received + received)
-        self._counters["ps_worker_pull_bytes_total"].inc(received)
+    def fetched(self, received: Mapping[str, int]) -> None:
+        """Counts the bytes of rows that were fetched from the servers, by wire format."""
+        self._count("pull", received)
 
-    def stepped(self, sent: int, received: int, pushed: float, waited: float, clock: int) -> None:
-        """Counts a step on the servers: its bytes, when the last push was staged, and seconds held back at most."""
+    def stepped(
+        self, sent: Mapping[str, int], received: Mapping[str, int], pushed: float, waited: float, clock: int
+    ) -> None:
+        """Counts a step on the servers: its bytes by wire format, when the last push was staged, and seconds held back
+        at most."""
         rest = max(0.0, self.timer.now() - pushed)
         seconds = self.timer.seconds
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
-        before = self._figures
-        self._figures = replace(before, sent=before.sent + sent, received=before.received + received)
-        self._counters["ps_worker_push_bytes_total"].inc(sent)
-        self._counters["ps_worker_pull_bytes_total"].inc(received)
+        self._count("push", sent)
+        self._count("pull", received)
         self._observe(clock)
+
+    def _count(self, direction: str, sizes: Mapping[str, int]) -> None:
+        """Counts bytes by wire format. direction: push or pull"""
+        total, before = sum(sizes.values()), self._figures
+        field = {"push": "sent", "pull": "received"}[direction]
+        self._figures = replace(before, **{field: getattr(before, field) + total})
+        self._counters["ps_worker_push_bytes_total" if direction == "push" else "ps_worker_pull_bytes_total"].inc(total)
+        for wire, size in sizes.items():
+            if size:
+                self._wire.labels(direction, wire).inc(size)
 
     def figures(self) -> WorkerFigures:
         """Returns what was measured so far. May be called from any thread."""
-        looked_up, distinct = self._looked_up()
+        looked_up, distinct = self._model.looked_up()
         measured = time.perf_counter() - self._began
-        return replace(self._figures, measured=measured, looked_up=looked_up, distinct=distinct)
+        ratio = self._model.residual_ratio()
+        return replace(self._figures, measured=measured, looked_up=looked_up, distinct=distinct, residual_ratio=ratio)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""

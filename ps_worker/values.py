@@ -124,10 +124,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A push that is staged: its bytes, and when that was, on the clock of time.perf_counter."""
+    """A push that is staged: its bytes, when it was, on the clock of time.perf_counter, and what they travelled as."""
 
     size: int
     staged: float
+    wire: str
 
 
 class ShardTimes(NamedTuple):
@@ -168,12 +169,12 @@ class PulledBucket:
 class PullResult:
     """A pull that has landed.
 
-    size:       its bytes
+    sizes:      its bytes, by what they travelled as
     waited:     seconds for which a bucket was held back at most
     checkpoint: this worker's own state at this clock belongs to a checkpoint
     """
 
-    size: int
+    sizes: Mapping[str, int]
     waited: float
     checkpoint: bool
 

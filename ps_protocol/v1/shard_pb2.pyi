@@ -56,7 +56,7 @@ class WaitStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
-    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures", "departed_clocks", "sharing_ranks", "connected_ranks", "tables")
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures", "departed_clocks", "sharing_ranks", "connected_ranks", "tables", "agreement")
     class DepartedClocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class ShardJobStatus(_message.Message):
     SHARING_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     job: str
     bucket_count: int
     parameter_bytes: int
@@ -90,7 +91,16 @@ class ShardJobStatus(_message.Message):
     sharing_ranks: _containers.RepeatedScalarFieldContainer[int]
     connected_ranks: _containers.RepeatedScalarFieldContainer[int]
     tables: _containers.RepeatedCompositeFieldContainer[_figures_pb2.TableFigures]
-    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[_figures_pb2.TableFigures, _Mapping]]] = ...) -> None: ...
+    agreement: RoundAgreement
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[_figures_pb2.TableFigures, _Mapping]]] = ..., agreement: _Optional[_Union[RoundAgreement, _Mapping]] = ...) -> None: ...
+
+class RoundAgreement(_message.Message):
+    __slots__ = ("mean_square", "square_mean")
+    MEAN_SQUARE_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    mean_square: float
+    square_mean: float
+    def __init__(self, mean_square: _Optional[float] = ..., square_mean: _Optional[float] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("spec", "buckets", "run", "shard_count")

@@ -139,6 +139,7 @@ class CoordinatedJob:
             loaders=self.data.progress(),
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
+            trained_bytes=self.placed.trained_bytes,
             local_steps=self.spec.local.steps if self.spec.local is not None else 0,
         )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
+from ps_server.core.agreement import Agreement
 from ps_server.core.commands import Commit, Draft
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed
@@ -98,6 +99,11 @@ class Buckets(Mapping[int, Bucket]):
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer state on this shard."""
         return sum(bucket.weights.optimizer_bytes for bucket in self.values())
+
+    def agreement(self) -> Agreement | None:
+        """Returns how alike workers have moved, over the last rounds of all buckets; None: none is known."""
+        known = [bucket.weights.agreement for bucket in self.values()]
+        return sum((each for each in known if each is not None), Agreement()) if any(known) else None
 
     @property
     def staged_bytes(self) -> int:

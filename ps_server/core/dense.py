@@ -14,6 +14,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.agreement import Agreement, square
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
 
@@ -107,14 +108,17 @@ class OpenUpdate:
     groups, assignment: hyper-parameters to use from this update on, and what is set before it
     """
 
-    def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False) -> None:
-        """quorum: workers go on while what they have contributed is here, and their clocks differ"""
+    def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False, local: bool = False) -> None:
+        """quorum: workers go on while what they have contributed is here, and their clocks differ
+        local:  what is added are the differences of rounds
+        """
         self.total: torch.Tensor | None = None
         self.terms = self.count = 0
         self.present: set[int] = set()
         self.groups: dict[int, HyperParameters] = {}
         self.assignment: Assignment | None = None
         self._bucket, self._scratch, self._quorum = bucket, scratch, quorum
+        self._squares = 0.0 if local else None  # of the norms of what was added
         self._is_empty, self._clock = True, 0
         self._owns = False  # the total may be written
         self._is_scratch = False
@@ -144,6 +148,8 @@ class OpenUpdate:
         self.present.update(set(range(len(slices))) - gradient.absent)
         self.count += 1
         self.terms += 1
+        if self._squares is not None:
+            self._squares += square(values)
         if self.total is None and self._quorum and gradient.borrowed and not own:
             self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
             self._owns = self._is_scratch = True
@@ -173,6 +179,12 @@ class OpenUpdate:
         total += wide.copy_(values)
         self._scratch.give(wide)
 
+    def agreement(self) -> Agreement | None:
+        """Returns how alike the differences of a round are, before the sum is written; None: there are not several."""
+        if self._squares is None or self.terms < 2 or self.total is None:
+            return None
+        return Agreement(square(self.total) / self.count**2, self._squares / self.count)
+
     def own(self) -> None:
         """Copies what it has borrowed of a worker's memory."""
         if self.total is not None and not self._owns:
@@ -189,6 +201,8 @@ class DenseBucket:
 
     The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. A slice without a
     gradient is left alone by it, as in a plain training loop.
+
+    agreement: of the workers' differences in the last round, in mode local:H; None: there were not several
     """
 
     def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch) -> None:
@@ -200,8 +214,9 @@ class DenseBucket:
         self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
         self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
-        self._quorum = spec.consistency.quorum is not None
-        self._open = OpenUpdate(bucket, scratch, self._quorum)
+        self._quorum, self._local = spec.consistency.quorum is not None, spec.local is not None
+        self._open = self._new_update()
+        self.agreement: Agreement | None = None
         codec = weight_codec(spec, bucket)
         self.sent = SentWeights(codec, bucket.numel) if isinstance(codec, Blocks) else None
 
@@ -215,10 +230,14 @@ class DenseBucket:
         """Adds one contribution to the open update. The order of calls is the order of the sum."""
         self._open.add(gradient)
 
+    def _new_update(self) -> OpenUpdate:
+        return OpenUpdate(self.bucket, self._scratch, self._quorum, self._local)
+
     def step(self) -> None:
         """Steps the optimizer with the mean of what was added, from what was assigned. Without either, the weights stay
         as they are."""
-        update, self._open = self._open, OpenUpdate(self.bucket, self._scratch, self._quorum)
+        update, self._open = self._open, self._new_update()
+        self.agreement = update.agreement()
         if update.assignment is not None:
             self.assign(update.assignment)
         if self._optimizer is not None and self._step is not None and update.total is not None:

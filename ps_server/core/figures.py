@@ -105,6 +105,9 @@ def check_worker_figures(figures: WorkerFigures) -> None:
     for what, seconds in (("measured_duration", figures.measured), *figures.phases.items()):
         if not 0.0 <= seconds < math.inf:
             raise InvalidRequest(f"figures: {what} must be 0 or more, got {seconds:g} s")
+    ratio = figures.residual_ratio
+    if ratio is not None and not 0.0 <= ratio < math.inf:
+        raise InvalidRequest(f"figures: residual_ratio must be a number of 0 or more, got {ratio:g}")
     names = [value.name for value in figures.values]
     if len(names) > MAX_VALUES or len(set(names)) < len(names):
         raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, each name once, got {len(names)}")

@@ -59,7 +59,7 @@ class PlacedJob:
     run:       tells this job from earlier ones of its name; of two, the later one has the greater digits
     continues: the run and the checkpoint that this run began with, where it began with one
     placement: for each bucket, the index of its shard
-    nbytes:    bytes of all buckets
+    nbytes:    bytes of all buckets; trained_bytes: of those that an optimizer steps
     imbalance: most bytes on a shard over the mean of all shards
     """
 
@@ -68,6 +68,7 @@ class PlacedJob:
     placement: tuple[int, ...]
     nbytes: int
     imbalance: float
+    trained_bytes: int
     continues: tuple[str, str] | None = None
 
     def owns(self, run: str, checkpoint: str) -> bool:
@@ -86,4 +87,5 @@ def place_job(spec: JobSpec, shard_count: int, run: str) -> PlacedJob:
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     sizes = [bucket.nbytes for bucket in layout.buckets]
     placement = place(sizes, shard_count)
-    return PlacedJob(spec, run, tuple(placement), layout.nbytes, imbalance(sizes, placement, shard_count))
+    trained = sum(bucket.nbytes for bucket in layout.buckets if not bucket.frozen)
+    return PlacedJob(spec, run, tuple(placement), layout.nbytes, imbalance(sizes, placement, shard_count), trained)

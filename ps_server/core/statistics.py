@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
+from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import Progress
 from ps_server.core.figures import ShardFigures, ShardJobFigures, TableFigures
 from ps_server.core.membership import Member
@@ -40,6 +41,7 @@ class ShardJobStatistics:
     departed_clocks: as `clocks`, by rank of a worker that is not live any more
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
     tables:  of rows
+    agreement: how alike workers have moved in the last rounds of local:H; None: not known
     """
 
     bucket_count: int
@@ -57,6 +59,7 @@ class ShardJobStatistics:
     sharing: tuple[int, ...] = ()
     connected: tuple[int, ...] = ()
     tables: tuple[TableFigures, ...] = ()
+    agreement: Agreement | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -123,6 +126,7 @@ class JobStatistics:
     checkpoints:  None where no checkpoints are made
     run:          tells the job from earlier ones of its name
     figures:      what live workers have measured, by rank and incarnation
+    trained_bytes: of the parameters that an optimizer steps: what sync moves each way in a step without a wire format
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     """
 
@@ -145,6 +149,7 @@ class JobStatistics:
     figures: Mapping[tuple[int, int], WorkerFigures] = field(default_factory=dict)
     rolling_back: bool = False
     local_steps: int = 0
+    trained_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
             yield (name, "optimizer"), job.optimizer_bytes
             yield (name, "tables"), job.table_bytes
 
+    def agreements(statistics: ShardStatistics) -> Iterable[Sample]:
+        for name, job in statistics.jobs.items():
+            if job.agreement is not None and job.agreement.ratio is not None:
+                yield (name,), job.agreement.ratio
+
     def clocks(statistics: ShardStatistics) -> Iterable[Sample]:
         for name, job in statistics.jobs.items():
             yield from (((name, str(rank)), clock) for rank, clock in job.clocks.items())
@@ -105,6 +110,7 @@ def shard_gauges(shard: Shard) -> Gauges[ShardStatistics]:
             *((name, text, ("job",), each_job(read)) for name, text, read in _OF_HOSTED_JOB),
             ("ps_job_bytes", "Bytes held, by kind.", ("job", "kind"), sizes),
             ("ps_shard_workers", "Live workers, by how buckets travel here.", ("job", "transport"), transports),
+            ("ps_round_agreement", "How alike workers move in a round: 1 is equal.", ("job",), agreements),
             ("ps_shard_clock", "Steps of each live worker applied here.", ("job", "rank"), clocks),
             *(
                 (name, text, ("job", "table", label) if label else ("job", "table"), _each_table(label, numbers))

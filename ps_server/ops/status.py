@@ -14,6 +14,8 @@ from ps_runtime.retry import Peer
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
 
+FEWER = 1.05  # as many times fewer bytes than sync moves are said; below, they are those of sync with some padding
+
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
     """Returns the cluster's state: a GetStatusResponse as convert.plain has it. Raises Unreachable or PSError."""
@@ -53,7 +55,7 @@ def _coordinator(server: str, access: Access) -> Iterator[CoordinatorClient]:
 def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
     """Returns what each worker of a job waits for, by rank: an entry for each shard on which it does."""
     ranks: dict[int, list[dict[str, Any]]] = {}
-    for held in (held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job):
+    for held in _held(status, job):
         for wait in held["waits"]:
             ranks.setdefault(wait["rank"], []).append(wait)
     return ranks
@@ -85,7 +87,7 @@ def table(status: dict[str, Any]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for job in status["jobs"]:
-        lines += map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job))
+        lines += map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))
     if status["coordinator"]["software_version"]:  # an earlier one does not say
         lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
     return "\n".join(lines)
@@ -143,7 +145,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
 
 def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     """Returns one line on how buckets travel between the workers of a job and the shards: none without workers."""
-    held = [held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job["name"]]
+    held = _held(status, job["name"])
     ways: dict[str, list[int]] = {}
     for rank in [worker["rank"] for worker in job["workers"]] if held else []:
         if all(rank in each["sharing_ranks"] for each in held):
@@ -158,10 +160,49 @@ def _ways(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     return ["  buckets travel " + ", ".join(told)] if told else []
 
 
+def _bytes(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """Returns lines on the bytes of a worker's step, on what its wire format leaves out, and on how alike workers move:
+    of each, where it is known."""
+    figures = [worker["figures"] for worker in job["workers"] if worker["figures"]]
+    steps, lines = sum(each["step_count"] for each in figures), []
+    if steps:
+        sent, received = (sum(each[name] for each in figures) / steps for name in ("sent_bytes", "received_bytes"))
+        lines.append(f"  a step sends {size_text(round(sent))} and receives {size_text(round(received))} on average")
+        full = 0 if any(held["tables"] for held in _held(status, job["name"])) else job["trained_bytes"]
+        if 2 * full > FEWER * (sent + received) > 0:
+            fewer = 2 * full / (sent + received)
+            lines[-1] += f", {fewer:.1f} times fewer bytes than in sync as float32: {size_text(full)} each way"
+    ratios = [each["residual_ratio"] for each in figures if each["residual_ratio"] is not None]
+    if ratios:
+        lines.append(
+            f"  the wire format has left out {max(ratios):.2f} of what a step pushes at most, and sends it later"
+        )
+    agreement = round_agreement(status, job["name"])
+    if agreement is not None:
+        lines.append(f"  workers agree to {agreement:.2f} in their last round: 1 is alike, {_unrelated(job)} unrelated")
+    return lines
+
+
+def _unrelated(job: dict[str, Any]) -> str:
+    return f"{1 / max(1, len(job['workers'])):.2f}"
+
+
+def _held(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
+    """Returns what each shard that answers has of a job."""
+    return [held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job]
+
+
+def round_agreement(status: dict[str, Any], job: str) -> float | None:
+    """Returns how alike the workers of a job of local:H have moved in its last rounds; None: not known."""
+    known = [held["agreement"] for held in _held(status, job) if held["agreement"]]
+    mean_square, square_mean = (sum(each[name] for each in known) for name in ("mean_square", "square_mean"))
+    return mean_square / square_mean if square_mean > 0 else None
+
+
 def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
     """Returns what the shards that answer have of each table of a job, added up, by its name."""
     total: dict[str, dict[str, Any]] = {}
-    for held in (held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job):
+    for held in _held(status, job):
         for part in held["tables"]:
             before = total.setdefault(part["table"], dict.fromkeys(part, 0))
             total[part["table"]] = {

@@ -133,12 +133,18 @@ function drawFigures(job, view, status) {
   const age = view.checkpoint_age_duration;
   const loader = job.loaders[0];
   const part = loader ? `${Math.floor((100 * loader.committed_count) / Math.max(1, loader.sample_count))} % of pass ${loader.pass_number}` : "–";
+  const told = job.workers.map((worker) => worker.figures).filter((each) => each && each.step_count > 0);
+  const steps = sum(told, "step_count"), moved = sum(told, "sent_bytes") + sum(told, "received_bytes");
+  // Rows of tables are moved, too: nothing says what float32 would be.
+  const fewer = held.some((each) => each.tables.length) || moved === 0 ? 0 : (2 * job.trained_bytes * steps) / moved;
+  const less = fewer > 1.05 ? `, ${fewer.toFixed(1)} times fewer than float32 sync` : "";
   const figures = [
     ["clocks", clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
     ["steps a second", rate(view.steps_per_second)],
     ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
     ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
+    [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
     ["leased data", part],
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
   ];

@@ -21,6 +21,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.agreement import Agreement
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
@@ -237,6 +238,9 @@ def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobSt
         sharing_ranks=job.sharing,
         connected_ranks=job.connected,
         tables=[figure_messages.table_message(table) for table in job.tables],
+        agreement=None
+        if job.agreement is None
+        else shard_pb2.RoundAgreement(mean_square=job.agreement.mean_square, square_mean=job.agreement.square_mean),
     )
 
 
@@ -274,6 +278,9 @@ def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
         sharing=tuple(status.sharing_ranks),
         connected=tuple(status.connected_ranks),
         tables=tuple(figure_messages.table_figures(table) for table in status.tables),
+        agreement=Agreement(status.agreement.mean_square, status.agreement.square_mean)
+        if status.HasField("agreement")
+        else None,
     )
 
 
@@ -287,6 +294,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         run=job.run,
         consistency=consistency_message(job.consistency),
         local_steps=job.local_steps,
+        trained_bytes=job.trained_bytes,
         world_size=job.world_size,
         started=job.started,
         parameter_bytes=job.parameter_bytes,

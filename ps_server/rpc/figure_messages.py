@@ -21,6 +21,7 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
         values=tuple(LoggedValue(value.name, value.last, value.mean) for value in message.values),
         looked_up=message.looked_up_id_count,
         distinct=message.distinct_id_count,
+        residual_ratio=message.residual_ratio if message.HasField("residual_ratio") else None,
     )
     check_worker_figures(figures)
     return figures

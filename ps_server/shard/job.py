@@ -373,6 +373,7 @@ class HostedJob:
             sharing=sharing,
             connected=connected,
             tables=self.state.tables.figures(),
+            agreement=self.state.buckets.agreement(),
         )
 
     def highest_incarnation(self) -> int:

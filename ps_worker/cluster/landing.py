@@ -40,7 +40,8 @@ class Landing:
     def __init__(self, plan: PullPlan, clock: int, buckets: Sequence[BucketSpec], waits: Troubles) -> None:
         self._plan, self._clock, self._waits = plan, clock, waits
         self._missing = {bucket.index: bucket for bucket in buckets}
-        self._size, self._longest, self._checkpoint, self._has_waited = 0, 0.0, False, False
+        self._sizes: dict[str, int] = {}
+        self._longest, self._checkpoint, self._has_waited = 0.0, False, False
         self._fields = b""
         self._coming: PulledBucket | None = None  # its elements are on their way
         self.progressed: Callable[[], None] = _nothing  # is called with each message
@@ -58,7 +59,7 @@ class Landing:
         """Returns what came of it, when it is done."""
         if not self._has_waited:  # it is over with the first pull that does not wait
             self._waits.over("pull")
-        return PullResult(self._size, self._longest, self._checkpoint)
+        return PullResult(self._sizes, self._longest, self._checkpoint)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,9 @@ class Landing:
                 self._waits.met("pull", "waiting at clock %d: %s", self._clock, reason, detail=awaited)
                 self._has_waited = True
                 continue
-            self._size += self._plan.land(self._missing.pop(pulled.bucket), pulled)
+            bucket = self._missing.pop(pulled.bucket)
+            wire = pulled.wire_format or bucket.dtype
+            self._sizes[wire] = self._sizes.get(wire, 0) + self._plan.land(bucket, pulled)
             self._longest = max(self._longest, pulled.waited)
             self._checkpoint = self._checkpoint or pulled.checkpoint
 

@@ -57,11 +57,12 @@ class NetworkTransport:
             if leaving is None:
                 return convert.gradient_push(self._worker, push, None), 0
             payload = self._flat.gradient(leaving, push.absent)
-            wire_format = self._flat.gradient_format(push.bucket)
+            wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
             return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
 
         step = self._timeline.step
-        return self._push(message, lambda: step.sent((push.bucket.index,)))
+        wire = self._flat.gradient_codec(push.bucket).name if leaving is not None else ""
+        return self._push(message, wire, lambda: step.sent((push.bucket.index,)))
 
     def push_initial(self, bucket: BucketSpec) -> Future[PushResult]:
         """Sends a bucket's initial value; over the network whatever the transport, because it happens once."""
@@ -70,7 +71,7 @@ class NetworkTransport:
             payload = self._flat.initial(bucket)
             return convert.initial_push(self._worker, bucket.index, payload), len(payload)
 
-        return self._push(message)
+        return self._push(message, bucket.dtype)
 
     def assign(self, clock: int, assignment: Assignment) -> Future[PushResult]:
         """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
@@ -78,13 +79,14 @@ class NetworkTransport:
         def message() -> tuple[Parts, int]:
             return convert.assignment(self._worker, clock, assignment), len(assignment.payload or b"")
 
-        return self._push(message)
+        return self._push(message, assignment.bucket.dtype)
 
     def _push(
-        self, message: Callable[[], tuple[Parts, int]], leaving: Callable[[], None] | None = None
+        self, message: Callable[[], tuple[Parts, int]], wire: str, leaving: Callable[[], None] | None = None
     ) -> Future[PushResult]:
         """Sends what `message` makes: the message, and the size of its payload.
 
+        wire:    what the payload travels as
         leaving: is called when they leave
         """
 
@@ -94,7 +96,7 @@ class NetworkTransport:
                 if leaving is not None:
                     leaving()
                 self._calls.unary("Push", request)
-                return PushResult(size, time.perf_counter())
+                return PushResult(size, time.perf_counter(), wire)
 
         return self._pushers.submit(send)
 
@@ -105,10 +107,10 @@ class NetworkTransport:
 
         def send() -> PushResult:
             if draft.is_dropped:
-                return PushResult(0, time.perf_counter())
+                return PushResult(0, time.perf_counter(), "")
             with self._free:
                 payload = self._flat.gradient(leaving)
-                wire_format = self._flat.gradient_format(push.bucket)
+                wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
                 message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)
                 step.sent((push.bucket.index,), draft=True)
@@ -119,7 +121,7 @@ class NetworkTransport:
                         raise
                     if draft.wait():
                         self._calls.unary("Push", message)
-                return PushResult(size, time.perf_counter())
+                return PushResult(size, time.perf_counter(), self._flat.gradient_codec(push.bucket).name)
 
         return self._pushers.submit(send)
 

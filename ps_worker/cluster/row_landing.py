@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ps_protocol.codecs import Cast
+from ps_protocol.codecs import PLAIN, Cast
 from ps_protocol.convert import seconds, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head
@@ -67,8 +67,8 @@ class RowLanding:
         if not self.is_done:
             raise InvalidRequest(f"{self._peer}: expected {self._rows} rows, got {int(self._landed.sum())}")
         self._waits.over("rows")
-        size = 4 * self._rows * self._dim if self._shared is not None else self._codec.size(self._rows * self._dim)
-        return PullResult(size, self._waited, self._state_wanted)
+        codec = self._codec if self._shared is None else PLAIN["float32"]
+        return PullResult({codec.name: codec.size(self._rows * self._dim)}, self._waited, self._state_wanted)
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
         """Returns memory for the payload of the message that comes."""

@@ -131,14 +131,15 @@ class RowTransport:
             request, place = self._push_request(push, rows, clock, ranges), self._place_on(shard, room)
             asked = wanted.get((push.table, shard))
             if rows is not None and len(rows) and place is None:
-                pushed += [self._push(shard, *message) for message in self._messages(request, rows)]
+                wire = self._gradients.name
+                pushed += [self._push(shard, *message, wire) for message in self._messages(request, rows)]
                 continue
             size = self._put(request, rows, place) if rows is not None and len(rows) and place is not None else 0
             if asked is not None and (place is not None or not len(asked.ids)):
                 staged, pulled[push.table, shard] = self._exchange(request, size, asked, place)
                 pushed.append(staged)
             else:
-                pushed.append(self._push(shard, message_parts(request), size))
+                pushed.append(self._push(shard, message_parts(request), size, "float32"))
                 self._use(place, pushed[-1])
         for key, asked in wanted.items():
             if key not in pulled:
@@ -158,7 +159,7 @@ class RowTransport:
 
         def is_staged(when: float) -> None:
             if not staged.done():
-                staged.set_result(PushResult(size, when))
+                staged.set_result(PushResult(size, when, "float32"))
 
         landing = ExchangeLanding(*self._landing(asked, message_parts(exchange), shared), staged=is_staged)
         pull = self._calls[asked.shard].pull_rows(landing, self._pool, "ExchangeRows")
@@ -206,9 +207,9 @@ class RowTransport:
             ranges=data_range_messages(ranges),
         )
 
-    def _push(self, shard: int, message: Parts, size: int) -> Future[PushResult]:
-        """Sends one message. size: the bytes of rows in it, or that it names"""
-        return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter()), self._pool)
+    def _push(self, shard: int, message: Parts, size: int, wire: str) -> Future[PushResult]:
+        """Sends one message. size: the bytes of rows in it, or that it names; wire: what their elements are there"""
+        return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter(), wire), self._pool)
 
     @staticmethod
     def _put(request: rows_pb2.PushRowsRequest, rows: RowGradients, room: Room) -> int:

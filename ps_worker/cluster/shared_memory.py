@@ -162,7 +162,7 @@ class SharedTransport:
         def all_staged(when: float) -> None:
             for push, future in zip(pushes, staged, strict=True):
                 if not future.done():
-                    future.set_result(PushResult(self._size(push), when))
+                    future.set_result(PushResult(self._size(push), when, push.bucket.dtype))
 
         def ended(pull: Future[PullResult]) -> None:
             error = pull.exception()
@@ -202,7 +202,7 @@ class SharedTransport:
             with self._lock:
                 if self._next is together:
                     self._next = _Together(-1, UNRECORDED)
-            return PushResult(self._size(push), together.staged(self._send))
+            return PushResult(self._size(push), together.staged(self._send), push.bucket.dtype)
 
         return self._pusher.submit(send)
 

@@ -126,9 +126,9 @@ class FlatModel:
         elif target.data_ptr() != gradient.data_ptr():
             target.copy_(gradient)
 
-    def gradient_format(self, bucket: BucketSpec) -> str:
-        """Returns what messages call the format of a bucket's gradient; see Cast.wire_format."""
-        return gradient_codec(self.spec, bucket).wire_format(bucket)
+    def gradient_codec(self, bucket: BucketSpec) -> Codec:
+        """Returns how a bucket's gradient travels in messages."""
+        return gradient_codec(self.spec, bucket)
 
     @property
     def is_checked(self) -> bool:

@@ -12,6 +12,7 @@ does not A step that was refused, skipped, or lost with the worker's place, leav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,12 +26,14 @@ class Leaving:
 
     made:  the point on the GPU at which the gradient is there; None on the host
     error: [numel] float32, the bucket's residual once this counts; None before it is sent, and without a residual
+    norms: [2], the L2 norms of that and of what is sent; likewise
     """
 
     def __init__(self, bucket: BucketSpec, made: torch.cuda.Event | None) -> None:
         self.bucket = bucket
         self.made = made
         self.error: torch.Tensor | None = None
+        self.norms: torch.Tensor | None = None
 
 
 class Residuals:
@@ -43,6 +46,7 @@ class Residuals:
         """sizes: the elements of each bucket that may have one"""
         self._sizes, self._device = sizes, device
         self._errors: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, torch.Tensor] = {}  # of each bucket's residual, and of what it has sent last
 
     def encode(self, leaving: Leaving, gradient: torch.Tensor, codec: Blocks, absent: Sequence[int]) -> torch.Tensor:
         """Returns the payload of a gradient [numel] and of what was left out before; fills in what this leaves out.
@@ -57,16 +61,29 @@ class Residuals:
         for part in parts:
             wanted[part] = 0
         payload = codec.encode(wanted)
-        left = wanted - codec.values(payload, bucket.numel)
+        sent = codec.values(payload, bucket.numel)
+        left = wanted - sent
         for part in parts:
             left[part] = 0 if error is None else error[part]
         leaving.error = left
+        leaving.norms = torch.stack([torch.linalg.vector_norm(values) for values in (left, sent)])
         return payload
 
     def count(self, leaving: Leaving) -> None:
         """Has what left of a bucket count: its step does."""
         if leaving.error is not None:
             self._errors[leaving.bucket.index], leaving.error = leaving.error, None
+            if leaving.norms is not None:
+                self._norms[leaving.bucket.index] = leaving.norms
+
+    def ratio(self) -> float | None:
+        """Returns the norm of all residuals over that of what was sent last. Above 1 the format is too coarse.
+
+        None: nothing was sent, or not all of it is finite. May be called from any thread.
+        """
+        norms = [each.tolist() for each in list(self._norms.values())]
+        left, sent = (math.hypot(*column) for column in zip(*norms, strict=True)) if norms else (0.0, 0.0)
+        return left / sent if sent > 0 and math.isfinite(left) and math.isfinite(sent) else None
 
     # -- in checkpoints ----------------------------------------------------------------------------------------------
 

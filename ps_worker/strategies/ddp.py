@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PreparedLoader, shard_loader, warning_once
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
@@ -72,7 +72,7 @@ class Ddp:
     ) -> Prepared:
         """Wraps each model that trains; its usual bucketing, with gradients as views into the buckets."""
         tables = prepare_tables(models, optimizers, self.exchange, self.rank)
-        self._metrics.watch_lookups(lambda: looked_up(tables))
+        self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         wrapped = [self._wrapped(model, {"gradient_as_bucket_view": True, **options.ddp}) for model in models]
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)

@@ -41,7 +41,7 @@ from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.data.look_ahead import look_ahead
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import ModelNumbers, WorkerMetrics, added
 from ps_worker.model.job_spec import describe
 from ps_worker.model.local_round import LocalRound
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
@@ -243,7 +243,7 @@ def join(
         training = (make or JobTraining)(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
         tables.connect(training.row_reads(), participation.connection.shards)
-        metrics.watch_lookups(tables.looked_up)
+        metrics.watch_model(ModelNumbers(tables.looked_up, steps.model.residuals.ratio))
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
         frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
@@ -456,9 +456,8 @@ class JobTraining:
         pulled = [pull.result() for pull in pulls]
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         waited = max((pull.waited for pull in pulled), default=0.0)
-        self._metrics.stepped(
-            sum(push.size for push in sent), sum(pull.size for pull in pulled), pushed, waited, self.clock
-        )
+        out = added({push.wire: push.size} for push in sent)
+        self._metrics.stepped(out, added(pull.sizes for pull in pulled), pushed, waited, self.clock)
         with undisturbed():
             self._end_sent(counts=True)
             if any(pull.checkpoint for pull in pulled):

@@ -15,7 +15,7 @@ from ps_protocol.errors import UnknownWorker
 from ps_protocol.row_ids import Ids
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.participation import Participation
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.tables.server_rows import TablePart
 from ps_worker.values import PullResult
 
@@ -40,12 +40,12 @@ class RowReads:
     def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous."""
         pulls = self._fetched(lambda connection: connection.pull_rows(table, ids, out))
-        self._metrics.fetched(sum(pull.size for pull in pulls))
+        self._metrics.fetched(added(pull.sizes for pull in pulls))
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at this worker's clock, of each shard; or only how many there are."""
         parts = self._fetched(lambda connection: connection.pull_table(table, count_only))
-        self._metrics.fetched(sum(len(part.content) for part in parts))
+        self._metrics.fetched({"float32": sum(len(part.content) for part in parts)})
         return parts
 
     def await_rows(self, pulls: Sequence[Future[PullResult]]) -> bool:
@@ -56,7 +56,7 @@ class RowReads:
         self._refuse_closed()
         if self._in_place(lambda: self._settle(pulls)) is not None:
             return False
-        self._metrics.fetched(sum(pull.result().size for pull in pulls))
+        self._metrics.fetched(added(pull.result().sizes for pull in pulls))
         return True
 
     def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ps_worker.data.loaders import PreparedLoader, refused_of_loader
-from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
@@ -53,7 +53,7 @@ class Single:
         """Returns all as they are."""
         self._log_refused(refused_of(models, optimizers))
         tables = prepare_tables(models, optimizers)
-        self._metrics.watch_lookups(lambda: looked_up(tables))
+        self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers

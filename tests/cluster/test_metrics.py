@@ -474,6 +474,8 @@ LABELS = {
     "mode",
     "phase",
     "le",
+    "direction",
+    "format",
     "generation",
     "loader",
     "state",
