@@ -64,11 +64,12 @@ class Rules:
 
     @classmethod
     def of(cls, mode: str, workers: int, shape: Shape) -> Rules:
-        """Those of a mode, with at most so many workers: every mean of theirs is then a whole number."""
-        if mode == "sync":
-            return cls(shape, True, math.lcm(*range(1, workers + 1)), 0)
-        if mode.startswith("sync "):
+        """Those of a mode, with at most so many workers: every mean of theirs is then a whole number, and in int4 so is
+        the scale of a block, of which it is the seventh part: nothing is rounded off."""
+        if "quorum" in mode:
             return cls(shape, False, 1, None, late=True)
+        if mode.startswith(("sync", "local:")):
+            return cls(shape, True, math.lcm(*range(1, workers + 1)) * (7 if "int4" in mode else 1), 0)
         return cls(shape, False, 1, int(mode.partition(":")[2]) if mode.startswith("ssp") else None)
 
 

@@ -7,14 +7,16 @@ import logging
 import sys
 import time
 
-from tests.simulation.cluster import MODES, QUORUM_MODES, Cluster
+from tests.simulation.cluster import MODES, NARROW_MODES, QUORUM_MODES, Cluster
 from tests.simulation.world import Log
+
+EVERY_MODE = (*MODES, *QUORUM_MODES, *NARROW_MODES)
 
 
 def main() -> None:
     """Runs seeds, and prints what the first one that fails breaks."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--mode", choices=(*MODES, *QUORUM_MODES), help="only this one (all)")
+    parser.add_argument("--mode", choices=EVERY_MODE, help="only this one (all)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--first", type=int, default=0, help="from this one on (%(default)s)")
     parser.add_argument("--seeds", type=int, default=200, help="so many (%(default)s)")
@@ -31,7 +33,7 @@ def main() -> None:
     seeds = seeds if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
     failed, began = 0, time.monotonic()
     for seed in seeds:
-        every = tuple(mode for mode in MODES if mode != "async") if arguments.loose else (*MODES, *QUORUM_MODES)
+        every = tuple(mode for mode in MODES if mode != "async") if arguments.loose else EVERY_MODE
         for mode in [arguments.mode] if arguments.mode else every:
             cluster = Cluster(mode, seed, arguments.trace, tables=arguments.tables, loose=arguments.loose)
             handler = Log(cluster.world)
@@ -48,7 +50,7 @@ def main() -> None:
                     print(f"{mode} {seed}: {violation.kind}: {violation.said} {dict(violation.where)}", flush=True)
                 if not arguments.keep_going:
                     tables = " LOOSE=1" if arguments.loose else " TABLES=1" if arguments.tables else ""
-                    sys.exit(f"replay: make simulate SEED={seed} MODE={mode}{tables}; TRACE=1 says what happened")
+                    sys.exit(f"replay: make simulate SEED={seed} MODE='{mode}'{tables}; TRACE=1 says what happened")
     print(f"{len(seeds)} seeds, {failed} failures, {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)
 

@@ -35,6 +35,7 @@ from tests.tools.one_thread import one_thread
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")
 QUORUM_MODES = ("sync quorum all-1", "sync quorum 2", "sync quorum all-1 grace 0.3")  # jobs without tables
+NARROW_MODES = ("local:4", "sync int4", "local:4 int4")  # likewise
 LEASE = 3.0
 FAULTY_SECONDS, SETTLE_SECONDS = 14.0, 120.0
 AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all hold
@@ -64,7 +65,7 @@ class Cluster:
         loose: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        drawn = () if mode in QUORUM_MODES else draw_tables(mode, seed, tables, loose)
+        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables, loose)
         self.lease, self.job = LEASE, job_under_test(mode, drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)

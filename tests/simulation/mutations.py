@@ -28,9 +28,11 @@ from ps_server.core.commands import Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
+from ps_server.core.dense import OpenUpdate
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.core.quorum import QuorumRule
+from ps_server.core.sent import SentWeights
 from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
@@ -171,7 +173,33 @@ def drops_what_is_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QuorumRule, "next", dropping)
 
 
+def hears_no_hyper_parameters(patch: pytest.MonkeyPatch) -> None:
+    """An update is made with the hyper-parameters that the job began with, and not with those that come with pushes."""
+    add = OpenUpdate.add
+    patch.setattr(OpenUpdate, "add", lambda self, gradient: add(self, replace(gradient, groups={})))
+
+
+def forgets_what_it_has_sent(patch: pytest.MonkeyPatch) -> None:
+    """The codes of each update are of all that changed since the weights went whole."""
+
+    def advance(self: SentWeights, weights: torch.Tensor, whole: bool) -> None:
+        self.codes = self.codec.encode(weights - self.flat)
+
+    patch.setattr(SentWeights, "advance", advance)
+
+
+def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
+    """A worker that has not what codes are to be added to gets them nevertheless."""
+    check = Pulls.check
+    patch.setattr(
+        Pulls, "check", lambda self, job, call, *rest: check(self, job, replace(call, whole=frozenset()), *rest)
+    )
+
+
 RULES = (
+    Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
+    Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
+    Mutation(forgets_what_it_has_sent, ("sync int4",), frozenset({"wrong update", "torn", "doubled"})),
     Mutation(drops_what_is_late, ("sync quorum all-1",), frozenset({"lost"})),
     Mutation(takes_repeats_for_new, ("async",), frozenset({"doubled"})),
     Mutation(acknowledges_and_forgets, ("async",), frozenset({"lost", "own update missing", "stuck", "gave up"})),

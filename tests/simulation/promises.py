@@ -168,6 +168,7 @@ class Promises:
         Of a worker that is gone it has the newest there is.
         """
         name, disk = manifest.job["name"], self._cluster.servers.disks[0]
+        has_one_clock = manifest.mode == "sync" or manifest.mode.startswith("local:")
         job = self.job(name)
         live = self._settled(job, manifest.run) if job is not None else set()
         for rank, worker in manifest.workers.items():
@@ -175,10 +176,10 @@ class Promises:
             if state != b"%d %d" % (rank, worker.clock):
                 self._broken("wrong state", f"{manifest.name} has {state!r} of worker {rank}, clock {worker.clock}")
             is_of_its_clock = worker.clock == manifest.clock or (rank not in live and worker.clock < manifest.clock)
-            if manifest.mode == "sync" and not is_of_its_clock:
+            if has_one_clock and not is_of_its_clock:
                 said = f"{manifest.name}, clock {manifest.clock}, has worker {rank} as of clock {worker.clock}"
                 self._broken("wrong state", said)
-        if job is None or manifest.mode != "sync" or disk.is_disturbed:
+        if job is None or not has_one_clock or disk.is_disturbed:
             return
         for rank in sorted(live - manifest.workers.keys() - set(manifest.without)):
             self._broken("state missing", f"{manifest.name} says nothing of worker {rank}")

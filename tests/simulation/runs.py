@@ -16,17 +16,20 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.local import Local
+from ps_protocol.modes import local_steps
 from ps_protocol.optimizers import hyper_parameters
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
 from tests.simulation.supervision import SHARDS
-from tests.tools.modes import consistency
+from tests.tools.modes import consistency, wire_of
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
 
 BUCKETS_WITH_TABLES = 2
+WARM_UP = 3  # rounds of one step, in jobs of local:H
 RUNS = 3  # that one simulation has, at most
 NAME, BESIDE = "cells", "beside"  # of the job under test, and of the one beside it
 
@@ -50,6 +53,12 @@ class Job:
         more = SHARDS if self.tables else 0
         return Rules.of(self.mode, self.workers, replace(self.shape, buckets=self.shape.buckets + more))
 
+    def local(self) -> Local | None:
+        """Returns how its workers step by themselves. The outer learning rate changes after the warm-up, so that it
+        matters which round's counts; without momentum each update is its own."""
+        steps = local_steps(self.mode.split()[0])
+        return None if steps is None else Local(steps, warm_up=WARM_UP, lr=0.5, momentum=0.0, nesterov=False)
+
     @functools.cache  # noqa: B019 (there are a few jobs)
     def spec(self) -> JobSpec:
         """Returns it as its workers register it."""
@@ -58,10 +67,20 @@ class Job:
         parameters = tuple(ParameterSpec(f"bucket{index}", size, "float32", 0) for index in range(shape.buckets))
         tables = tuple(table.registered() for table in self.tables)
         optimizer = ("RMSprop", with_signs()) if self.rules().late else ("SGD", {"lr": 1.0})
+        local = self.local()
+        if local is not None:
+            optimizer = "SGD", local.outer(local.warm_up + 1)
         how = optimizer[0], (optimizer[1],), consistency(self.mode), shape.bucket_bytes, self.workers
-        spec = JobSpec(self.name, parameters, *how, tables=tables)
+        gradients = wire_of(self.mode)
+        wires = {"gradient_wire": gradients, "weight_wire": gradients if local is None else "float32"}
+        spec = JobSpec(self.name, parameters, *how, tables=tables, local=local, **wires)
         assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
         return spec
+
+
+def moved_in(local: Local | None, round_number: int) -> float:
+    """Returns what of its gradient a worker's weights have to move in a round for the outer step to make it 1."""
+    return 1.0 if local is None else 1 / float(local.outer(round_number)["lr"])  # type: ignore[arg-type]
 
 
 def with_signs() -> HyperParameters:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.membership import JoinRequest, JoinResult
@@ -25,6 +26,7 @@ from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.network import Call
 from tests.simulation.processes import Host
 from tests.simulation.row_worker import WorkerRows
+from tests.simulation.runs import moved_in
 from tests.simulation.servers import COORDINATOR
 from tests.simulation.threads import Condition
 
@@ -105,6 +107,8 @@ class Worker:
         shape = run.rules.shape
         self._view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
         self._buckets = list(self._view.view(shape.buckets, -1))  # each as it is sent
+        self._versions: dict[int, int] = {}  # of the buckets that it has, where weights travel in blocks
+        self._made = 0  # steps of the round at hand
         self._counts = torch.zeros(shape.buckets, shape.rows)
         self.rows = WorkerRows(self, run, row)
         self._saves: set[int] = self.rows.saves
@@ -284,6 +288,10 @@ class Worker:
                 self.holds = self._is_to_hold()
                 if self.holds:
                     continue
+                self._made += 1
+                local = self.run.spec.local
+                if local is not None and self._made < local.steps_of(self.clock + 1):
+                    continue
                 step += 1
                 self._step(self.clock + 1 if self.run.rules.averaged else step)
             self.places[-1].cut()
@@ -329,6 +337,8 @@ class Worker:
     def _enter(self, place: Place) -> None:
         self._witness.lost_track()
         self.rows.lost_track()
+        self._versions.clear()
+        self._made = 0
         if not self._begun:
             if self.rank == 0:
                 self._all(place, self._pushes(place, 0, self.run.initial))
@@ -376,7 +386,8 @@ class Worker:
 
     def _pushes(self, place: Place, clock: int, values: torch.Tensor) -> list[Callable[[], object]]:
         """Returns what pushes the same to all buckets: to each shard one after the other, to all at once."""
-        payload = bytes(bytes_of(values.flatten()))
+        codec = BLOCKS.get(self.run.spec.gradient_wire) if clock else None
+        payload = bytes(bytes_of(values.flatten() if codec is None else codec.encode(values.flatten())))
 
         def push(shard: int, buckets: list[int]) -> None:
             for bucket in buckets:
@@ -386,13 +397,16 @@ class Worker:
 
     def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
         kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
+        spec = self.run.spec
+        narrow = spec.gradient_wire if clock and spec.gradient_wire in BLOCKS else ""
         call = PushCall(
             self.run.name,
             self.rank,
             place.incarnation,
             clock,
-            (PushedBucket(bucket, kind),),
+            (PushedBucket(bucket, kind, wire_format=narrow),),
             payload,
+            groups={0: spec.local.outer(clock)} if clock and spec.local is not None else {},
             key=place.key,
             run=place.run,
         )
@@ -414,13 +428,14 @@ class Worker:
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
-            call = PullCall(
-                self.run.name, self.rank, place.incarnation, place.clock, tuple(missing), place.key, run=place.run
-            )
+            narrow = self.run.spec.weight_wire in BLOCKS
+            whole = {bucket for bucket in missing if narrow and self._versions.get(bucket) != place.clock - 1}
+            who = self.run.name, self.rank, place.incarnation, place.clock
+            call = PullCall(*who, tuple(missing), place.key, run=place.run, whole=frozenset(whole))
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
                 if isinstance(answer, PulledBucket) and answer.payload is not None:
-                    self._buckets[answer.bucket].copy_(tensor_from(answer.payload, "float32"))
+                    self._land(answer, answer.payload)
                     missing.pop(answer.bucket, None)
                     if answer.save_state:
                         self._saves.add(place.clock)
@@ -432,7 +447,21 @@ class Worker:
         finally:
             place.calls = [call for call in place.calls if not call.over]
 
+    def _land(self, pulled: PulledBucket, payload: memoryview) -> None:
+        """Takes a bucket over; codes are added to the version before."""
+        values, codec = self._buckets[pulled.bucket], BLOCKS.get(pulled.wire_format)
+        has = self._versions.get(pulled.bucket)
+        if codec is None:
+            values.copy_(tensor_from(payload, "float32"))
+        elif has == pulled.version - 1:
+            values += codec.decode(payload, values.numel())
+        else:
+            said = f"{self.host.name} has version {has} and gets codes that lead to {pulled.version}"
+            self.cluster.violated(Violation("codes without their base", said, {"bucket": pulled.bucket}))
+        self._versions[pulled.bucket] = pulled.version
+
     def _step(self, number: int) -> None:
+        self._made = 0
         place = self.place
         if self.error is not None:
             raise self.error
@@ -440,9 +469,9 @@ class Worker:
             self._connect(place)
             return
         self.life.attempted.append(number)
-        gradient = self._witness.gradient(number)
         place.clock += 1
         clock = place.clock
+        gradient = self._witness.gradient(number) * moved_in(self.run.spec.local, clock)
         try:
             buckets = [*self._pulls(place), *self._pushes(place, clock, gradient)]
             self._all(place, [*buckets, *self.rows.pulls(place, number), *self.rows.pushes(place, clock, number)])
