@@ -93,16 +93,24 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
 
 def _local(message: job_pb2.Local) -> Local:
     outer = message.outer_learning_rate, message.outer_momentum, message.nesterov
-    return Local(message.steps, message.warm_up_steps, *outer)
+    if not message.HasField("round_duration"):
+        return Local(message.steps, message.warm_up_steps, *outer, by_samples=message.weighted_by_samples)
+    if message.steps:
+        raise InvalidRequest(
+            f"a round ends after so many steps, or after so long, got {message.steps} steps and a time"
+        )
+    return Local(1, message.warm_up_steps, *outer, seconds(message.round_duration), message.weighted_by_samples)
 
 
 def _local_message(local: Local) -> job_pb2.Local:
     return job_pb2.Local(
-        steps=local.steps,
+        steps=local.steps if local.seconds is None else 0,
         warm_up_steps=local.warm_up,
         outer_learning_rate=local.lr,
         outer_momentum=local.momentum,
         nesterov=local.nesterov,
+        round_duration=None if local.seconds is None else duration(local.seconds),
+        weighted_by_samples=local.by_samples,
     )
 
 
@@ -259,7 +267,7 @@ def wire_format_number(name: str) -> Any:
 def duration(seconds: float) -> Duration:
     """Returns seconds as a message, to the nanosecond."""
     message = Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
+    message.FromNanoseconds(round(seconds * 1e9))
     return message
 
 

@@ -80,7 +80,7 @@ class JobSpec:
     @property
     def mode(self) -> str:
         """The name of its mode."""
-        return str(self.consistency) if self.local is None else f"local:{self.local.steps}"
+        return str(self.consistency) if self.local is None else self.local.mode
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -226,6 +226,8 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
     if left is None or right is None:
         return []  # their modes differ
     return [
+        ("seconds of a round", left.seconds, right.seconds),
+        ("weight of a worker's round", left.weight, right.weight),
         ("warm-up", left.warm_up, right.warm_up),
         ("outer optimizer's lr", left.lr, right.lr),
         ("outer optimizer's momentum", left.momentum, right.momentum),

@@ -1,9 +1,14 @@
-"""Local steps: the mode `local:H`, in which workers step by themselves and the servers step with what they did.
+"""Local steps: the modes `local:H` and `local:Ts`, in which workers step by themselves and the servers step with what
+they did.
 
 A round is H steps that each worker makes with the script's own optimizer, from weights that are the same on all: the
 base. Then each worker pushes what its steps took from the base, and the servers step with the mean of these, as they
 would with a gradient: their optimizer, SGD with momentum, is the outer one. To a shard that is `sync`, whose clock
 counts rounds. It is DiLoCo (Douillard et al., 2023); an outer step with lr 1 and no momentum is plain averaging.
+
+In `local:Ts`, such as `local:30s`, a round has no number of steps: each worker ends it with its first step after T
+seconds of its own clock, so that nobody waits for a slow one. Then the mean is weighted: by the steps of each worker,
+or by the samples that these used.
 
 Workers that step apart from the first step on end worse than those that begin together. So a job begins with rounds of
 one step, which average: the warm-up.
@@ -18,17 +23,20 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_STEPS = 1_000_000
+MAX_SECONDS = 86_400.0
 MAX_WARM_UP = 1_000_000_000
 OUTER_OPTIMIZER = "SGD"
 
 
 @dataclass(frozen=True)
 class Local:
-    """How a job of mode `local:H` trains. Rounds have numbers from 1.
+    """How a job of mode `local:H` or `local:Ts` trains. Rounds have numbers from 1.
 
-    steps:    of a worker in a round after the warm-up: H
+    steps:    of a worker in a round after the warm-up: H. In `local:Ts` the least: 1
     warm_up:  rounds of one step that the job begins with
     lr, momentum, nesterov: of the outer optimizer after the warm-up, in which it has lr 1 and no momentum
+    seconds:  of a round after the warm-up, in `local:Ts`; None: it has H steps
+    by_samples: a worker's difference weighs as many samples as it has used, not as many steps as it has made
     """
 
     steps: int
@@ -36,8 +44,18 @@ class Local:
     lr: float = 0.8
     momentum: float = 0.7
     nesterov: bool = True
+    seconds: float | None = None
+    by_samples: bool = False
 
     def __post_init__(self) -> None:
+        if self.seconds is not None and not 0 < self.seconds <= MAX_SECONDS:  # nor NaN
+            raise InvalidRequest(f"local:Ts takes a T above 0, up to {MAX_SECONDS:g} seconds, got {self.seconds:g}")
+        if self.seconds is not None and self.steps != 1:
+            raise InvalidRequest(
+                f"a round ends after so many steps, or after so long, got {self.steps} steps and a time"
+            )
+        if self.by_samples and self.seconds is None:
+            raise InvalidRequest("rounds are weighted by samples in local:Ts alone (such as local:30s)")
         if not 1 <= self.steps <= MAX_STEPS:
             raise InvalidRequest(f"local:H takes an H from 1 to {MAX_STEPS}, got {self.steps}")
         if not 0 <= self.warm_up <= MAX_WARM_UP:
@@ -47,12 +65,27 @@ class Local:
         if not 0 <= self.momentum < 1:
             raise InvalidRequest(f"the outer optimizer's momentum must be from 0 to below 1, got {self.momentum}")
 
+    @property
+    def mode(self) -> str:
+        """The name of the mode."""
+        return f"local:{self.steps}" if self.seconds is None else f"local:{self.seconds:g}s"
+
+    @property
+    def weight(self) -> str:
+        """What a worker's difference weighs in the mean, in words."""
+        return "samples" if self.by_samples else "equal" if self.seconds is None else "steps"
+
+    def ends_by_time(self, round_number: int) -> bool:
+        """Whether a round ends after so long, and not after so many steps."""
+        return self.seconds is not None and round_number > self.warm_up
+
     def steps_of(self, round_number: int) -> int:
-        """Returns how many steps a round has."""
+        """Returns how many steps a round has; of one that ends by time, the least."""
         return 1 if round_number <= self.warm_up else self.steps
 
     def clock(self, rounds: int) -> int:
-        """Returns how many steps so many rounds are, counted from the job's beginning."""
+        """Returns how many steps so many rounds are, counted from the job's beginning; of those that end by time, the
+        least."""
         warm = min(rounds, self.warm_up)
         return warm + (rounds - warm) * self.steps
 

@@ -93,12 +93,12 @@ class Consistency:
 def parse_mode(text: str) -> Consistency | None:
     """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
 
-    Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), ssp:K (K a whole number
-    from 0) and async.
+    Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), local:Ts (T seconds),
+    ssp:K (K a whole number from 0) and async.
     """
     if text in ("single", "ddp"):
         return None
-    if text == "sync" or local_steps(text) is not None:
+    if text == "sync" or local_rounds(text) is not None:
         return Consistency(max_staleness=0, aggregate=True)
     if text == "async":
         return Consistency(max_staleness=None)
@@ -106,7 +106,8 @@ def parse_mode(text: str) -> Consistency | None:
     if bound is not None:
         return Consistency(max_staleness=bound)
     raise InvalidRequest(
-        f"mode must be single, ddp, sync, local:H (such as local:8), ssp:K (such as ssp:4) or async, got {text[:100]!r}"
+        "mode must be single, ddp, sync, local:H (such as local:8, or local:30s), ssp:K (such as ssp:4) or async, "
+        f"got {text[:100]!r}"
     )
 
 
@@ -127,6 +128,17 @@ def local_steps(text: str) -> int | None:
     """Returns the H of a mode `local:H`; None for another mode. Raises InvalidRequest for an H that is none."""
     steps = _number_after("local", text)
     return None if steps is None else Local(steps).steps
+
+
+def local_rounds(text: str) -> Local | None:
+    """Returns the rounds of a mode `local:H` or `local:Ts`, with the default settings; None for another mode.
+
+    Raises InvalidRequest for an H or a T that is none.
+    """
+    steps, seconds = local_steps(text), re.fullmatch(r"local:([0-9]{1,9}(?:\.[0-9]{1,3})?)s", text, re.ASCII)
+    if steps is not None:
+        return Local(steps)
+    return None if seconds is None else Local(1, seconds=float(seconds[1]))
 
 
 def parse_quorum(text: str) -> int:

@@ -175,7 +175,8 @@ class Session:
     def clock(self) -> int:
         """How many steps this worker has finished, counted from the job's beginning.
 
-        With several optimizers each step of each counts. If the job is rolled back to a checkpoint, so is the clock.
+        With several optimizers each step of each counts. If the job is rolled back to a checkpoint, so is the clock. In
+        local:Ts workers make unlike numbers of steps, and the clock is this worker's own: see `round`.
         """
         return self._strategy.clock
 
@@ -183,7 +184,7 @@ class Session:
     def round(self) -> int:
         """How many updates of the weights this worker has taken part in, counted from the job's beginning.
 
-        In local:H it counts rounds, each of which ends with an update. In all other modes it is the clock.
+        In local:H and local:Ts it counts rounds, each of which ends with an update. In all other modes it is the clock.
         """
         return self._strategy.round
 
@@ -221,16 +222,17 @@ class Session:
         seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job
                       with a world size
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
-        outer:        in mode local:H, settings of the job: "lr" (0.8), "momentum" (0.7) and "nesterov" (True) of the
-                      servers' optimizer, and "warm_up" (64), the rounds of one step that the job begins with, in
-                      which it averages
+        outer:        in modes local:H and local:Ts, settings of the job: "lr" (0.8), "momentum" (0.7) and "nesterov"
+                      (True) of the servers' optimizer, and "warm_up" (64), the rounds of one step that the job begins
+                      with, in which it averages. In local:Ts also "weight", what a worker's round weighs in the mean:
+                      the "steps" (default) made in it, or the "samples" that the script tells; see `session.samples`
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
         """
         given = _sorted(things)
-        self._check_process()
+        _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models:
             options = PrepareOptions(
@@ -330,7 +332,7 @@ class Session:
         Raises InvalidRequest, and takes none of the values, for other names and values, and for a ninth name. Not
         thread-safe: for the thread that trains.
         """
-        self._check_process()
+        _check_process(self._pid)
         self._metrics.log(values)
 
     def timeline(self, path: str | os.PathLike[str], steps: int = 50) -> None:
@@ -343,7 +345,7 @@ class Session:
 
         Raises InvalidRequest for a path in no directory that is there, and for a number of steps below 1.
         """
-        self._check_process()
+        _check_process(self._pid)
         self._record(Wanted(check("timeline", path), 1, check("timeline_steps", steps)))
 
     def _record(self, wanted: Wanted) -> None:
@@ -353,12 +355,8 @@ class Session:
         self._timeline.record(wanted)
 
     def _collectives(self) -> Collectives:
-        self._check_process()
+        _check_process(self._pid)
         return Collectives(self._strategy, self.device)
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -368,6 +366,18 @@ class Session:
         """
         with self._strategy.no_sync():
             yield
+
+    def samples(self, count: int) -> None:
+        """Says how many samples the step at hand uses; before `optimizer.step()`, for each batch.
+
+        Where rounds are weighted by samples (mode local:Ts, `outer={"weight": "samples"}`), a worker's round weighs as
+        much as the steps in it say, and a step without a call raises InvalidRequest. Elsewhere this does nothing.
+
+        count: a whole number, 1 or more; otherwise InvalidRequest is raised
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidRequest(f"session.samples takes a whole number of 1 or more, got {count!r}")
+        self._strategy.samples(count)
 
     def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
@@ -412,6 +422,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_process(pid: int) -> None:
+    if pid != os.getpid():
+        raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

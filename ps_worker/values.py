@@ -97,6 +97,7 @@ class BucketPush:
             the worker's step is left out of it
     groups: hyper-parameters of the groups that have parameters in the bucket
     ranges: the leased data that the step used
+    weight: what it weighs in the mean; 0: all weigh the same
     """
 
     bucket: BucketSpec
@@ -105,6 +106,7 @@ class BucketPush:
     absent: Sequence[int]
     groups: dict[int, HyperParameters]
     ranges: Sequence[DataRange] = ()
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -53,18 +53,20 @@ class BucketPush(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: _Optional[bool] = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "groups", "ranges")
+    __slots__ = ("worker", "clock", "buckets", "groups", "ranges", "weight")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedCompositeFieldContainer[BucketPush]
     groups: _containers.RepeatedCompositeFieldContainer[_job_pb2.GroupUpdate]
     ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketPush, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+    weight: float
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketPush, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "in_segment", "payload")

@@ -120,6 +120,7 @@ class CoordinatedJob:
     def statistics(self) -> JobStatistics:
         """Returns how the job is."""
         members, (_, world_size, started) = self.members.all(), self.members.roster()
+        local = self.spec.local
         return JobStatistics(
             name=self.spec.name,
             consistency=self.spec.consistency,
@@ -140,7 +141,8 @@ class CoordinatedJob:
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
             trained_bytes=self.placed.trained_bytes,
-            local_steps=self.spec.local.steps if self.spec.local is not None else 0,
+            local_steps=0 if local is None or local.seconds is not None else local.steps,
+            local_seconds=0.0 if local is None else local.seconds or 0.0,
         )
 
     def _announce(self) -> None:

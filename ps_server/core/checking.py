@@ -25,6 +25,7 @@ from ps_server.core.requests import Push, PushKind
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
 GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)
+MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
 
 
 class PushChecker:
@@ -61,6 +62,7 @@ class PushChecker:
         check_ranges(push.ranges)
         _check_positions(bucket, push.absent)
         self._check_groups(push.groups or {})
+        self._check_weight(push)
         values = self._values(push, bucket)
         worker = push.rank, push.incarnation, push.key, push.bucket
         if push.kind is PushKind.INITIAL_VALUE:
@@ -132,7 +134,7 @@ class PushChecker:
                     return Gradient(None, push.absent, push.groups)
         if limited:
             self._check_norm(push, bucket, values)
-        return Gradient(values, push.absent, push.groups, borrowed, own)
+        return Gradient(values, push.absent, push.groups, borrowed, own, weight=push.weight or 1)
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
         """Returns what an assigning push sets."""
@@ -168,6 +170,19 @@ class PushChecker:
                 check_hyper_parameters(name, {**registered, **hyper_parameters})
                 check_change(name, registered, hyper_parameters)
                 self._checked[group] = hyper_parameters
+
+    def _check_weight(self, push: Push) -> None:
+        weighted = self._spec.local is not None and self._spec.local.seconds is not None
+        if not weighted and push.weight:
+            raise InvalidRequest(
+                f"worker {push.rank}: all gradients weigh the same in mode {self._spec.mode}, got the weight "
+                f"{push.weight:g}"
+            )
+        if weighted and push.kind in GRADIENTS and not 1 <= push.weight <= MAX_WEIGHT:  # nor NaN
+            raise InvalidRequest(
+                f"worker {push.rank}: a gradient has a weight from 1 to 2^53 in mode {self._spec.mode}, got "
+                f"{push.weight:g}"
+            )
 
     def _check_norm(self, push: Push, bucket: BucketSpec, values: torch.Tensor) -> None:
         present = [s for position, s in enumerate(bucket.slices) if position not in push.absent]

@@ -57,6 +57,7 @@ class Gradient:
     own: this contribution alone uses the memory of its values, so that the sum may be made in it
     assignment: what the worker's script has set before this step
     clock: the worker's, where those in one update may have several (with a quorum); else 0
+    weight: what it weighs in the mean
     """
 
     values: torch.Tensor | None
@@ -66,6 +67,7 @@ class Gradient:
     own: bool = False
     assignment: Assignment | None = None
     clock: int = 0
+    weight: float = 1
 
     def owned(self) -> Gradient:
         """Returns the same contribution in memory of this process."""
@@ -103,7 +105,7 @@ class OpenUpdate:
 
     total:   [numel], the sum so far, in float32 where the bucket's dtype is narrower; None: no gradient came
     terms:   what was added up
-    count:   what the mean is over: those without any gradient too
+    count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
     present: positions of the slices with a gradient
     groups, assignment: hyper-parameters to use from this update on, and what is set before it
     """
@@ -113,7 +115,7 @@ class OpenUpdate:
         local:  what is added are the differences of rounds
         """
         self.total: torch.Tensor | None = None
-        self.terms = self.count = 0
+        self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
         self.groups: dict[int, HyperParameters] = {}
         self.assignment: Assignment | None = None
@@ -138,7 +140,7 @@ class OpenUpdate:
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
             # a step that was left out, and the mean is that of the others.
-            self.count += len(gradient.absent) == len(slices)
+            self.count += gradient.weight * (len(gradient.absent) == len(slices))
             return
         values, own = gradient.values, gradient.own
         if gradient.absent:
@@ -146,10 +148,13 @@ class OpenUpdate:
             for position in gradient.absent:
                 values[slices[position].offset :][: slices[position].length] = 0
         self.present.update(set(range(len(slices))) - gradient.absent)
-        self.count += 1
+        self.count += gradient.weight
         self.terms += 1
         if self._squares is not None:
-            self._squares += square(values)
+            self._squares += gradient.weight * square(values)
+        if gradient.weight != 1:  # in float32 at least: half types end at 65504, or lose the small terms
+            wide = torch.float32 if values.itemsize < 4 else values.dtype
+            values, own = values.to(wide) * gradient.weight, True
         if self.total is None and self._quorum and gradient.borrowed and not own:
             self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
             self._owns = self._is_scratch = True
@@ -395,10 +400,13 @@ def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.
     return cls(groups, **arguments)  # type: ignore[arg-type]
 
 
-_SCALES: dict[int, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add up a bucket
+_SCALES: dict[float, torch.Tensor] = {}  # a tensor of one number each: to make one costs as much as to add a bucket
+_SCALES_KEPT = 4096  # more than there are workers of a job, and fewer than there are sums of weights
 
 
-def _scale(count: int) -> torch.Tensor:
+def _scale(count: float) -> torch.Tensor:
+    if count not in _SCALES and len(_SCALES) >= _SCALES_KEPT:
+        return torch.tensor(float(count))
     if count not in _SCALES:
         _SCALES[count] = torch.tensor(float(count))
     return _SCALES[count]

@@ -43,6 +43,7 @@ class Push:
     ranges: tuple[DataRange, ...] = ()  # of leased data, that the step used
     state: str = ""  # the optimizer state that is assigned
     wire_format: str = ""  # of a gradient; empty: the bucket's own type
+    weight: float = 0.0  # of a gradient, in the mean of its update; 0: all weigh the same
 
 
 class RowPushKind(enum.Enum):
@@ -149,6 +150,7 @@ class PushCall:
 
     payload: of all buckets, one after the other; None: their gradients lie in the worker's segment
     run:     of the job that the worker belongs to; empty: any
+    weight:  see Push
     """
 
     job: str
@@ -161,6 +163,7 @@ class PushCall:
     ranges: tuple[DataRange, ...] = ()
     key: bytes = field(default=b"", repr=False)
     run: str = ""
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)

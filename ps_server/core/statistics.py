@@ -128,6 +128,7 @@ class JobStatistics:
     figures:      what live workers have measured, by rank and incarnation
     trained_bytes: of the parameters that an optimizer steps: what sync moves each way in a step without a wire format
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
+    local_seconds: seconds of a round of mode local:Ts; 0 in other modes
     """
 
     name: str
@@ -149,6 +150,7 @@ class JobStatistics:
     figures: Mapping[tuple[int, int], WorkerFigures] = field(default_factory=dict)
     rolling_back: bool = False
     local_steps: int = 0
+    local_seconds: float = 0.0
     trained_bytes: int = 0
 
 

@@ -119,6 +119,8 @@ def _wait(waits: list[dict[str, Any]]) -> str:
 
 def mode_text(job: dict[str, Any]) -> str:
     """Returns a job's mode, as scripts call it."""
+    if job["round_duration"]:
+        return f"local:{job['round_duration']:g}s"
     return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
 
 

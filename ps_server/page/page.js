@@ -109,7 +109,8 @@ function takeSamples(history) {
 
 // -- the head ---------------------------------------------------------------------------------------------------------
 
-function mode({ consistency, local_steps: localSteps }) {
+function mode({ consistency, local_steps: localSteps, round_duration: time }) {
+  if (time) return `local:${time}s`;
   if (localSteps) return `local:${localSteps}`;
   const quorum = consistency.quorum ?? null;
   if (quorum !== null) return `sync, quorum ${quorum > 0 ? quorum : `all${quorum}`}`;

@@ -92,6 +92,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None)
         ranges=data_ranges(header.ranges),
         key=worker.lease_key,
         run=worker.run,
+        weight=header.weight,
     )
     if len({bucket.bucket for bucket in call.buckets}) != len(call.buckets):
         raise InvalidRequest("a push names each bucket at most once")

@@ -186,6 +186,7 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
         ranges=call.ranges,
         state=bucket.state,
         wire_format=bucket.wire_format,
+        weight=call.weight,
     )
 
 

@@ -153,6 +153,7 @@ def _push_header(
         ],
         groups=group_update_messages(groups),
         ranges=data_range_messages(pushes[0].ranges if pushes else ()),
+        weight=pushes[0].weight if pushes else 0.0,
     )
 
 

@@ -3,13 +3,17 @@
 base       The weights of the servers that a round begins with (base.py).
 ends       The weights are taken from the base: the difference. It is pushed like a gradient, and the weights that are
            pulled are the next base.
+time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made,
+           or the samples that they used.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ import torch
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.local import Local
-from ps_protocol.modes import local_steps
+from ps_protocol.modes import local_rounds
 from ps_worker.model.step import EndedStep, StepMaker
 
 
@@ -27,31 +31,42 @@ def outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim
 
 
 def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
-    """Returns the settings of a job of mode local:H; None in another mode. Raises InvalidRequest for wrong ones, in
-    every mode: the same script runs in all of them.
+    """Returns the settings of a job of mode local:H or local:Ts; None in another mode. Raises InvalidRequest for wrong
+    ones, in every mode: the same script runs in all of them.
 
     outer: as for `prepare`
     """
-    steps = local_steps(mode)
-    known = {"lr": (int, float), "momentum": (int, float), "nesterov": (bool,), "warm_up": (int,)}
+    rounds = local_rounds(mode)
+    known = {"lr": (int, float), "momentum": (int, float), "nesterov": (bool,), "warm_up": (int,), "weight": (str,)}
     for name, value in outer.items():
         if name not in known:
             raise InvalidRequest(f"outer takes {', '.join(known)}, got {name!r}")
         if not isinstance(value, known[name]) or (isinstance(value, bool) and name != "nesterov"):
-            what = {"nesterov": "True or False", "warm_up": "a whole number"}.get(name, "a number")
+            words = {"nesterov": "True or False", "warm_up": "a whole number", "weight": '"steps" or "samples"'}
+            what = words.get(name, "a number")
             raise InvalidRequest(f"outer[{name!r}] is {what}, got {value!r}")
     given: dict[str, Any] = {
         name: float(value) if name in ("lr", "momentum") else value for name, value in outer.items()
     }
-    settings = Local(steps or 1, **given)
-    return settings if steps is not None else None
+    weight = given.pop("weight", "steps")
+    if weight not in ("steps", "samples"):
+        raise InvalidRequest(f'outer[\'weight\'] is "steps" or "samples", got {weight!r}')
+    if rounds is None:
+        Local(1, **given)
+        return None
+    if rounds.seconds is None and "weight" in outer:
+        raise InvalidRequest(
+            f"outer['weight'] is for rounds of a time, such as local:30s: in {mode} all workers make as many steps"
+        )
+    return replace(rounds, by_samples=weight == "samples", **given)
 
 
 class LocalRound(StepMaker):
     """Makes the pushes of rounds, one after the other.
 
     number:   of the round at hand, from 1
-    made:     steps that were made in it
+    made:     steps that were made in it; samples: that the script says they have used
+    before:   steps that were made before it, where the job's settings do not say: rounds end by time
     left_out: the last round was left out of the mean: its weights were not finite
     """
 
@@ -59,27 +74,56 @@ class LocalRound(StepMaker):
         super().__init__(spec, *arguments, **more)
         assert spec.local is not None
         self._local = spec.local
-        self.number, self.made = 1, 0
+        self.number, self.made, self.samples = 1, 0, 0
+        self.before: MadeSteps | None = None if spec.local.seconds is None else MadeSteps(self)
+        self._began = 0.0
+        self._told = 0  # samples that the script says the step at hand uses
+        self._of_last = 0  # samples of the last step
         self.left_out = False
 
     def begin(self, clock: int) -> None:
         """Begins the round after so many others, with the weights that have been pulled as its base."""
-        self.number, self.made = clock + 1, 0
+        if self.before is not None:
+            self.before.begin(clock)
+        self.number, self.made, self.samples = clock + 1, 0, 0
         self.model.base.keep()
+        self._began = time.monotonic()
 
     @property
     def steps(self) -> int:
-        """Steps made since the job began."""
-        return self._local.clock(self.number - 1) + self.made
+        """Steps made since the job began: the job's, or where rounds end by time this worker's own."""
+        before = self._local.clock(self.number - 1) if self.before is None else self.before.count
+        return before + self.made
 
     @property
     def is_full(self) -> bool:
         """Whether the round has all its steps."""
-        return self.made >= self._local.steps_of(self.number)
+        if self.made < self._local.steps_of(self.number):
+            return False
+        is_timed = self._local.ends_by_time(self.number) and self._local.seconds is not None
+        return not is_timed or time.monotonic() - self._began >= (self._local.seconds or 0.0)
+
+    def stepping(self) -> None:
+        """Begins a step. Raises InvalidRequest where the round is weighted by samples, and the step has none."""
+        if self._local.by_samples and not self._told:
+            raise InvalidRequest(
+                "this job's rounds are weighted by samples (outer={'weight': 'samples'}), and the script has not said "
+                "how many this step uses: call session.samples(len(batch)) before each optimizer.step()"
+            )
+
+    def stepped(self) -> None:
+        """Ends a step."""
+        self.made += 1
+        self.samples += self._told
+        self._of_last, self._told = self._told, 0
+
+    def count_samples(self, count: int) -> None:
+        """Adds samples that the step at hand uses."""
+        self._told += count
 
     def begin_anew(self) -> None:
         """Takes back what was made of the weights in this round."""
-        self.made = 0
+        self.made = self.samples = 0
         self.model.base.go_back()
 
     def end(self, optimizer: int) -> EndedStep:
@@ -87,7 +131,8 @@ class LocalRound(StepMaker):
         if not self._is_pushed():
             return self.end_empty()
         self.model.base.subtract()
-        return EndedStep(optimizer, set(), self._now(), drafts_hold=False, rows=self.tables.left_out())
+        weight = 0 if self._local.seconds is None else self.samples if self._local.by_samples else self.made
+        return EndedStep(optimizer, set(), self._now(), False, self.tables.left_out(), float(weight))
 
     def end_alone(self) -> bool:
         """Ends the round of the only worker of a job; returns whether its weights are the round's result.
@@ -116,6 +161,7 @@ class LocalRound(StepMaker):
         self._metrics.not_finite()
         if self._spec.non_finite is NonFinite.REFUSE:
             self.made = max(0, self.made - 1)  # this step does not count
+            self.samples = max(0, self.samples - self._of_last)
             raise NonFiniteGradient(
                 f"{name} is not finite after the steps of this round; nothing of the round was pushed. "
                 "session.global_weights() has the weights that it began with "
@@ -124,3 +170,31 @@ class LocalRound(StepMaker):
         self._skipped.met("weights", "%s is not finite after the steps of round %d; it is skipped", name, self.number)
         self.left_out = True
         return False
+
+
+class MadeSteps:
+    """How many steps this worker has made before the round at hand, where rounds end by time: part of its own state.
+
+    A worker without a state begins with the least that the job's rounds are: one step each.
+    """
+
+    def __init__(self, round_at_hand: LocalRound) -> None:
+        self._round = round_at_hand
+        self._is_new = True
+        self.count = 0
+
+    def begin(self, clock: int) -> None:
+        """Begins the round after so many. What was made of a round that another one replaces does not count."""
+        if self._is_new:
+            self.count, self._is_new = clock, False
+        elif clock >= self._round.number:
+            self.count += self._round.made
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns how many steps there were, those of the round at hand included."""
+        return {"steps": self.count + self._round.made}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes back to so many steps; what was made of the round at hand does not count."""
+        self.count, self._is_new = state["steps"], False
+        self._round.made = 0

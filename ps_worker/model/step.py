@@ -44,6 +44,7 @@ class EndedStep:
     groups:      the hyper-parameters of each group of the job
     drafts_hold: the gradients that left during backward are unchanged, and count
     rows:        what it does to each table
+    weight:      what it weighs in the mean; 0: all weigh the same
     """
 
     optimizer: int | None
@@ -51,6 +52,7 @@ class EndedStep:
     groups: Sequence[HyperParameters]
     drafts_hold: bool
     rows: Sequence[RowsPush]
+    weight: float = 0.0
 
 
 class StepMaker:
@@ -160,6 +162,7 @@ class StepMaker:
             empty=skip or len(absent) == len(bucket.slices),
             groups={group: step.groups[group] for group in groups if group is not None},
             ranges=ranges,
+            weight=step.weight,
         )
 
     def _gradient_ready(self, parameter: int) -> None:

@@ -1,9 +1,10 @@
-"""Local steps: the mode `local:H`.
+"""Local steps: the modes `local:H` and `local:Ts`.
 
 prepare  The models join a job whose optimizer, on the servers, is the outer one. The script keeps its own optimizers,
          whatever they are: their hooks count its steps.
 step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
          its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
+time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
 early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
          round that is broken off, by a place that is lost or at the end, nothing is pushed.
 lost     As in parameter_server.py, in rounds. All batches that the worker had leased are leased anew.
@@ -68,7 +69,7 @@ class LocalSteps(ParameterServer):
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         """Returns a loader as in sync. Raises Unsupported where a round would use more batches than a push names."""
         prepared = super().prepare_loader(loader, seed)
-        steps = self._local.steps_of_a_round if self._local else 0
+        steps = self._local.steps_of_a_round if self._local else 0  # of a time: one at least, and it ends early
         if isinstance(prepared, LeasedLoader) and steps > MAX_PUSH_RANGES:
             raise Unsupported(
                 f"a round of an elastic job uses up to {MAX_PUSH_RANGES} leased batches, and one of local:{steps} has "
@@ -79,6 +80,11 @@ class LocalSteps(ParameterServer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context that does nothing: gradients stay on the worker."""
         return nullcontext()
+
+    def samples(self, count: int) -> None:
+        """Adds samples that the step at hand uses."""
+        if self._local is not None:
+            self._local.samples(count)
 
 
 class LocalTraining(JobTraining):
@@ -107,6 +113,8 @@ class LocalTraining(JobTraining):
         checkpoint_wanted: bool,
     ) -> None:
         """Begins at the round of the first place, and counts the steps of the script's own optimizers from here on."""
+        if self._round.before is not None:
+            self.checkpoint.add(self._round.before)
         super().begin(self._own, frozen, checkpoint_wanted)
         self._begin_round()
         if self.clock and self.participation.connection.place.state is None and self._inner.is_empty:
@@ -162,8 +170,13 @@ class LocalTraining(JobTraining):
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
+        self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
+
+    def samples(self, count: int) -> None:
+        """Adds samples that the step at hand uses."""
+        self._round.count_samples(count)
 
     def _stepped(self) -> None:
         """Ends a step of one of the script's optimizers, and with the last step of a round the round."""
@@ -171,7 +184,7 @@ class LocalTraining(JobTraining):
             # One of the remaining steps of a batch: the job was rolled back to before its first.
             self._round.begin_anew()
             return
-        self._round.made += 1
+        self._round.stepped()
         made, taken = self._round.made, self.data.taken
         # A push names so many leased batches: where a step uses several, the next one may be too many.
         if self._round.is_full or taken * (made + 1) > MAX_PUSH_RANGES * made:

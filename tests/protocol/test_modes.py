@@ -13,6 +13,7 @@ from ps_protocol.modes import (
     MAX_QUORUM,
     MAX_STALENESS,
     Consistency,
+    local_rounds,
     local_steps,
     parse_mode,
     parse_quorum,
@@ -48,7 +49,10 @@ def test_a_mode_is_a_setting_of_the_one_rule_and_says_its_name(name: str, rule: 
 def test_any_other_name_is_refused_with_what_was_expected_and_what_came(name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_mode(name)
-    assert "single, ddp, sync, local:H (such as local:8), ssp:K (such as ssp:4) or async" in refused.value.message
+    assert (
+        "single, ddp, sync, local:H (such as local:8, or local:30s), ssp:K (such as ssp:4) or async"
+        in refused.value.message
+    )
     assert repr(name) in refused.value.message
 
 
@@ -70,6 +74,28 @@ def test_local_steps_are_sync_to_the_servers(steps: int) -> None:
     assert parse_mode(f"local:{steps}") == Consistency(max_staleness=0, aggregate=True)
     assert local_steps(f"local:{steps}") == steps
     assert all(local_steps(mode) is None for mode in ("single", "ddp", "sync", "ssp:4", "async"))
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("local:30s", 30.0), ("local:0.25s", 0.25), ("local:86400s", 86400.0)])
+def test_rounds_of_a_time_are_sync_to_the_servers(name: str, seconds: float) -> None:
+    assert parse_mode(name) == Consistency(max_staleness=0, aggregate=True)
+    rounds = local_rounds(name)
+    assert rounds is not None
+    assert (rounds.seconds, rounds.mode, local_steps(name)) == (seconds, name, None)
+    assert [rounds.ends_by_time(number) for number in (64, 65)] == [False, True]
+
+
+@pytest.mark.parametrize("seconds", ["0", "86401"])
+def test_a_time_of_rounds_that_no_job_can_use_is_refused(seconds: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"a T above 0, up to 86400 seconds, got {seconds}"):
+        parse_mode(f"local:{seconds}s")
+
+
+def test_rounds_end_after_steps_or_after_a_time() -> None:
+    with pytest.raises(InvalidRequest, match="after so many steps, or after so long, got 8 steps and a time"):
+        Local(8, seconds=30.0)
+    with pytest.raises(InvalidRequest, match="weighted by samples in local:Ts alone"):
+        Local(8, by_samples=True)
 
 
 @pytest.mark.parametrize("steps", ["0", str(MAX_STEPS + 1)])

@@ -221,3 +221,29 @@ def test_optimizer_bytes_are_those_of_its_state() -> None:
     slices = sum(len(bucket.slices) for bucket in shard.layout.buckets)
     elements = sum(math.prod(shape) for shape in SHAPES.values())
     assert sum(weights.optimizer_bytes for weights in shard.buckets) == 4 * (2 * elements + slices)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_a_mean_is_that_of_the_weights_of_what_is_in_it(optimizer: str, dtype: str) -> None:
+    """Whoever comes first, alone or not; and a contribution by itself is what it is, whatever its weight."""
+    weights = {0: 3.0, 1: 1.0, 2: 4.0}
+    for ranks in ([0, 1, 2], [1, 0], [1, 2, 0], [2]):
+        shard = Shard(optimizer, {"lr": 1.0}, dtype=dtype)
+        plain = Shard(optimizer, {"lr": 1.0}, dtype=dtype)
+        for index, (bucket, expected) in enumerate(zip(shard.buckets, plain.buckets, strict=True)):
+            values = {
+                rank: torch.randn(bucket.bucket.numel, generator=torch.Generator().manual_seed(10 * index + rank))
+                for rank in ranks
+            }
+            rounded = {rank: each.to(bucket.flat.dtype) for rank, each in values.items()}
+            for rank in ranks:
+                bucket.add(Gradient(rounded[rank].clone(), weight=weights[rank]))
+            bucket.step()
+            total = sum(weights[rank] for rank in ranks)
+            mean = sum(weights[rank] / total * rounded[rank].double() for rank in ranks)
+            assert isinstance(mean, torch.Tensor)
+            expected.add(Gradient(mean.to(bucket.flat.dtype)))
+            expected.step()
+            tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == "bfloat16" else TOLERANCE
+            torch.testing.assert_close(bucket.flat, expected.flat, **tolerance)
