@@ -375,8 +375,9 @@ class Cluster:
             self._let_pass(2 * LEASE)
             if not self.world.run(lambda: self.servers.coordinator.is_serving, 30.0) or self.promises.job(NAME):
                 return False
-        run.over = True
-        self.begin_run()
+        if self.this_run is run:  # otherwise it was lost meanwhile, and another launch has begun
+            run.over = True
+            self.begin_run()
         return True
 
     def digest(self) -> str:

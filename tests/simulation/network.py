@@ -45,6 +45,7 @@ class Call:
         self._method, self._address = method, address
         self.over = False
         self.arrives = 0.0  # when the last message of its answer arrives: they keep their order
+        self.lacks_one = False  # a message of its answer was lost: none of those behind it arrives
         self.outbox: Outbox | None = None  # at the server
         self._world = world
         self._inbox: deque[tuple[Any, PSError | None]] = deque()
@@ -249,9 +250,12 @@ class Network:
         over = error is not None or value is END
         if over:
             self._open.get(server, {}).pop(id(call), None)
+        if call.lacks_one:
+            return
         delay = self._delay(server, call.caller)
         if delay is None:
-            self._break(call)  # a stream that misses a message is broken
+            call.lacks_one = True
+            self._break(call)
             return
         call.arrives = max(call.arrives, self.world.now + delay)
         self.world.at(call.arrives - self.world.now, partial(call.deliver, value, error), call.caller)
