@@ -289,7 +289,7 @@ class WorkerMetrics:
 
     def fetched(self, received: Mapping[str, int]) -> None:
         """Counts the bytes of rows that were fetched from the servers, by wire format."""
-        self._count("pull", received)
+        self._count({}, received)
 
     def stepped(
         self, sent: Mapping[str, int], received: Mapping[str, int], pushed: float, waited: float, clock: int
@@ -301,19 +301,19 @@ class WorkerMetrics:
         seconds["wait"] = min(waited, rest)
         seconds["pull"] = rest - seconds["wait"]
         seconds["push"] = self.timer.since_mark(pushed)
-        self._count("push", sent)
-        self._count("pull", received)
+        self._count(sent, received)
         self._observe(clock)
 
-    def _count(self, direction: str, sizes: Mapping[str, int]) -> None:
-        """Counts bytes by wire format. direction: push or pull"""
-        total, before = sum(sizes.values()), self._figures
-        field = {"push": "sent", "pull": "received"}[direction]
-        self._figures = replace(before, **{field: getattr(before, field) + total})
-        self._counters["ps_worker_push_bytes_total" if direction == "push" else "ps_worker_pull_bytes_total"].inc(total)
-        for wire, size in sizes.items():
-            if size:
-                self._wire.labels(direction, wire).inc(size)
+    def _count(self, sent: Mapping[str, int], received: Mapping[str, int]) -> None:
+        """Counts bytes by wire format."""
+        before, pushed, pulled = self._figures, sum(sent.values()), sum(received.values())
+        self._figures = replace(before, sent=before.sent + pushed, received=before.received + pulled)
+        self._counters["ps_worker_push_bytes_total"].inc(pushed)
+        self._counters["ps_worker_pull_bytes_total"].inc(pulled)
+        for direction, sizes in (("push", sent), ("pull", received)):
+            for wire, size in sizes.items():
+                if size:
+                    self._wire.labels(direction, wire).inc(size)
 
     def figures(self) -> WorkerFigures:
         """Returns what was measured so far. May be called from any thread."""
