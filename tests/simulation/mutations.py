@@ -123,7 +123,7 @@ def acknowledges_and_forgets(patch: pytest.MonkeyPatch) -> None:
 
 def admits_everybody(patch: pytest.MonkeyPatch) -> None:
     """No pull waits for anybody."""
-    patch.setattr(UpdateRule, "admits", lambda self, rank, clock: ADMITTED)
+    patch.setattr(UpdateRule, "admit_all", lambda self, pulls: [ADMITTED for _ in pulls])
 
 
 def fences_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -407,12 +407,12 @@ def copies_tables_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def sends_rows_before_the_bound(patch: pytest.MonkeyPatch) -> None:
     """Rows are sent whatever their worker must not miss."""
-    admits = JobPartition.admits
+    admit_all = JobPartition.admit_all
 
-    def hasty(self: JobPartition, index: int, rank: int, clock: int) -> Admission:
-        return ADMITTED if index in self.tables else admits(self, index, rank, clock)
+    def hasty(self: JobPartition, index: int, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        return [ADMITTED for _ in pulls] if index in self.tables else admit_all(self, index, pulls)
 
-    patch.setattr(JobPartition, "admits", hasty)
+    patch.setattr(JobPartition, "admit_all", hasty)
 
 
 def shifts_gradients_behind_refused_ids(patch: pytest.MonkeyPatch) -> None:
