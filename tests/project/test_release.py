@@ -64,7 +64,8 @@ def files_of(folder: Path) -> set[str]:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a clone has it: without what git ignores, and nothing of an earlier build."""
     folder = tmp_path_factory.mktemp("clone") / "ps-torch"
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    ignored = [line.strip("/") for line in lines if line and not line.startswith("#")]
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", *ignored))
     return folder
 
