@@ -7,8 +7,8 @@ would with a gradient: their optimizer, SGD with momentum, is the outer one. To 
 counts rounds. It is DiLoCo (Douillard et al., 2023); an outer step with lr 1 and no momentum is plain averaging.
 
 In `local:Ts`, such as `local:30s`, a round has no number of steps: each worker ends it with its first step after T
-seconds of its own clock, so that nobody waits for a slow one. Then the mean is weighted: by the steps of each worker,
-or by the samples that these used.
+seconds of its own clock, so that fast workers wait for one step of a slow worker at most. The mean is weighted by the
+number of each worker's steps, or of the samples that these steps used.
 
 Workers that step apart from the first step on end worse than those that begin together. So a job begins with rounds of
 one step, which average: the warm-up.

@@ -226,7 +226,7 @@ def test_optimizer_bytes_are_those_of_its_state() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_a_mean_is_that_of_the_weights_of_what_is_in_it(optimizer: str, dtype: str) -> None:
-    """Whoever comes first, alone or not; and a contribution by itself is what it is, whatever its weight."""
+    """In every order of arrival. The mean of one contribution alone is that contribution, whatever its weight."""
     weights = {0: 3.0, 1: 1.0, 2: 4.0}
     for ranks in ([0, 1, 2], [1, 0], [1, 2, 0], [2]):
         shard = Shard(optimizer, {"lr": 1.0}, dtype=dtype)
