@@ -11,6 +11,7 @@ from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, size_text
 from ps_runtime.retry import Peer
+from ps_server.core.agreement import Agreement
 from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
 
@@ -196,9 +197,8 @@ def _held(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
 
 def round_agreement(status: dict[str, Any], job: str) -> float | None:
     """Returns how alike the workers of a job of local:H have moved in its last rounds; None: not known."""
-    known = [held["agreement"] for held in _held(status, job) if held["agreement"]]
-    mean_square, square_mean = (sum(each[name] for each in known) for name in ("mean_square", "square_mean"))
-    return mean_square / square_mean if square_mean > 0 else None
+    known = [Agreement(**held["agreement"]) for held in _held(status, job) if held["agreement"]]
+    return sum(known, Agreement()).ratio
 
 
 def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import TryLater, UnknownWorker
-from ps_runtime import retry
 from ps_server.core.membership import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases
@@ -24,13 +23,6 @@ from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 
 SEED = 3  # with it each kind of fault happens to the few calls of a join, and the one for the status gets through
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that fails is soon made again, so that a test can have many of them."""
-    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import ps_worker
 from ps_protocol.convert import job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_protocol.local import Local
-from ps_runtime import retry
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
@@ -33,7 +32,7 @@ AVERAGING = {"lr": 1.0, "momentum": 0.0, "warm_up": 0}
 
 
 class Clocks:
-    """What stands for `time` where rounds end: each worker's thread has a clock of its own, and sets it."""
+    """Replaces `time` in the code that ends rounds: each worker's thread has its own clock, which the test sets."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -209,8 +208,6 @@ def test_a_job_of_timed_rounds_is_no_job_to_servers_that_know_only_steps() -> No
 def test_with_calls_lost_unheard_and_repeated_every_round_counts_once_with_its_weight(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch, clocks: Clocks, transport: str
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
     faults = RpcFaults(seed=3)
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)

@@ -17,7 +17,6 @@ import ps_worker
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
 from ps_protocol.v1 import types_pb2
-from ps_runtime import retry
 from ps_worker import NonFiniteGradient
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape
@@ -32,8 +31,6 @@ LARGEST = {"int8": 127.0, "int4": 7.0}  # a gradient of that size, and any small
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> RpcFaults:
     """Half of all calls fail, and a quarter is made twice; those that fail are soon made again."""
-    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
     faults = RpcFaults(seed=3)
     break_calls(monkeypatch, faults)
     return faults

@@ -21,6 +21,7 @@ import pytest
 
 from ps_protocol.frames import METHODS, Kind
 from ps_protocol.framing import Parts
+from ps_runtime import retry
 from ps_worker.cluster.data_connection import Answers, Call, DataCallError, DataConnection, EachAnswer
 
 KINDS = ("lost", "unheard", "repeated")
@@ -169,7 +170,9 @@ def _on_data_connections(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults, nam
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults) -> None:
     """Every channel that is made from now on goes through `faults`: of workers, coordinator and shards alike. So do the
-    calls on data connections."""
+    calls on data connections. What failed is soon tried again."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
     real = grpc.insecure_channel
 
     def broken(*arguments: Any, **options: Any) -> Any:

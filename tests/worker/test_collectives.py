@@ -29,7 +29,6 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.v1 import rounds_pb2
-from ps_runtime import retry
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops import status
@@ -603,8 +602,6 @@ def test_a_new_process_after_a_coordinators_death_learns_what_the_others_had(
 def test_with_calls_lost_unheard_and_repeated_every_round_is_right(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE_SECONDS", 0.02)
     faults = RpcFaults(seed=3, only={"GatherValues"})
     break_calls(monkeypatch, faults)
     cluster = make_cluster(lease=60.0)
