@@ -221,7 +221,9 @@ class Server:
 
     def _make_views(self, coordinator: Coordinator) -> Views:
         watch = Watch(coordinator, self._config.limits.views)
-        return Views(watch, coordinator.events, coordinator.shard_count, lambda: (self.address, self.metrics_address))
+        return Views(
+            watch, coordinator.events, coordinator.shard_directory.count, lambda: (self.address, self.metrics_address)
+        )
 
     def _serve_metrics(self, config: ServerConfig, views: Views | None) -> str:
         coordinator = self.coordinator

@@ -17,6 +17,7 @@ checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' 
 worker_states.py The workers' own parts of a job's checkpoints
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
+held_jobs.py    What shards hold, beside what the coordinator knows: jobs that only one of the two has
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 runs.py         The identity of each run of a job

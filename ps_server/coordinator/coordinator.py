@@ -5,7 +5,7 @@ It is not on the data path: workers reach the shards by themselves once they hav
     a cluster comes up:       shard_directory, shards
     a job begins:             register_job: made, or continued from a checkpoint
     what happens to a job:    coordinator.job, which this finds by its name
-    in the background:        expire_workers, recover_jobs, look_at_rounds, drop_orphaned_jobs
+    in the background:        expire_workers, recover_jobs, look_at_rounds, held_jobs.compare
     it ends, and is followed: drain, stop; the next one resumes the jobs from the state file
 
 Nothing here starts a thread but `start`: without it, what goes on in the background is done when it is called.
@@ -31,6 +31,7 @@ from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
+from ps_server.coordinator.held_jobs import HeldJobs, Run
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -61,6 +62,7 @@ class Coordinator:
     disk:     what all files are written with and read from
     events:   what happened lately
     ended:    the jobs that are over
+    held_jobs: compares them with what shards hold
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Coordinator:
         make_executor: MakeExecutor = ThreadPoolExecutor,
         disk: Files | None = None,
     ) -> None:
-        self.shard_count, self.lease = shard_count, lease
+        self.lease = lease
         clock = clock or Clock()
         shards = Shards(shard_count, connect, make_executor, timing, clock)
         self._state_file, checkpointing = None, None
@@ -86,6 +88,7 @@ class Coordinator:
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
+        self.held_jobs = HeldJobs(shards, self.jobs, self._known_runs)
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
         self._jobs: dict[str, CoordinatedJob] = {}
         self._lock = threading.Lock()
@@ -106,7 +109,7 @@ class Coordinator:
         self._background.repeat("leases", min(0.5, lease / 10), self._expiry.look_regularly)
         self._background.repeat("recovery", timing.recovery_look, self.recover_jobs)
         self._background.repeat("rounds", timing.round_look, self.look_at_rounds)
-        self._background.repeat("orphans", timing.orphans_look, self.drop_orphaned_jobs)
+        self._background.repeat("held-jobs", timing.held_jobs_look, self.held_jobs.compare)
         self._background.repeat("state", timing.save_again, self.save_again)
         for job in self.jobs().values():
             self._run_checkpoints(job)
@@ -144,14 +147,9 @@ class Coordinator:
             if job.rounds.waiting():
                 self._background.apart("rounds", name, job.look_at_rounds)
 
-    def drop_orphaned_jobs(self) -> None:
-        """Drops jobs that shards hold and that are none of these."""
-
-        def known() -> set[tuple[str, str]]:
-            being_made = self._new_jobs.runs.being_made()  # before the jobs: what is made meanwhile is one of them
-            return being_made | {(name, job.placed.run) for name, job in self.jobs().items()}
-
-        self._cluster.shards.drop_orphaned_jobs(known)
+    def _known_runs(self) -> set[Run]:
+        being_made = self._new_jobs.runs.being_made()  # before the jobs: what is made meanwhile is one of them
+        return being_made | {(name, job.placed.run) for name, job in self.jobs().items()}
 
     def make_checkpoints(self) -> None:
         """Does what can be done now for the checkpoints of all jobs; with `start`, each job has a thread for it."""

@@ -215,7 +215,7 @@ class JobMembers:
             each = self._shards.call(shards, lambda shard: count(shard, None))
             clock = max(counted.frontier for counted in each)
             self._shards.call(shards, lambda shard: count(shard, clock))
-        except NotFound as error:  # a shard was started anew, and has not called in yet
+        except NotFound as error:  # a shard was started anew and has not called in yet, or see held_jobs.py
             raise TryLater(f"job {self._name!r}: {error}") from None
         except Fenced as error:
             with self._lock:

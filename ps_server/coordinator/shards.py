@@ -150,7 +150,6 @@ class Shards:
         self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
         self._began = self._clock.now()
-        self._orphans: dict[int, set[tuple[str, str]]] = {}  # by shard, those of the last look
         self._known: dict[int, RegisteredShard] = {}
         self._replaced: set[int] = set()  # processes that served a shard before another one did
         self._ended: set[int] = set()  # processes that serve a shard, and have ended, as their launchers have seen
@@ -281,21 +280,6 @@ class Shards:
             return self._lanes[index].submit(call, *arguments)
         except RuntimeError:  # after `close`
             raise TryLater("the coordinator is stopping") from None
-
-    def drop_orphaned_jobs(self, known: Callable[[], Collection[tuple[str, str]]]) -> None:
-        """Drops jobs that a shard holds and no coordinator knows: a CreateJob may arrive after the DropJob behind it.
-
-        Such a job is dropped at the second look in a row: one that ends now is on its shards for a moment longer.
-        known: returns the names and runs of the jobs that there are, and of those that are being made
-        """
-        for index, shard in self.known().items():
-            with contextlib.suppress(PSError):  # it is asked again soon
-                held = {(name, job.run) for name, job in shard.api.statistics().jobs.items()}
-                orphans = held - set(known())
-                before, self._orphans[index] = self._orphans.get(index, set()), orphans
-                for name, run in sorted(orphans & before):
-                    shard.api.drop_job(name, run)
-                    log.warning("job %s: run %s is orphaned on shard %d: dropped", name, run, index)
 
     def runs_of(self, job: str) -> list[int]:
         """Returns which run of a job each shard holds, as a number; 0 for one that holds none."""

@@ -30,7 +30,7 @@ class Timing:
 
     recovery_look:   between looks for shards that lost their part of a job
     roll_back_again: between attempts to roll a job back where a shard cannot, until somebody does something
-    orphans_look:    between looks for jobs that a shard holds and no coordinator knows
+    held_jobs_look:  between looks for jobs that a shard holds and the coordinator does not know, or the reverse
     save_again:      between attempts to write the coordinator's file, where the disk did not take it
     deserted:        after so long without a worker a job ends that had some
     unjoined:        the same for a job that no worker ever joined
@@ -52,7 +52,7 @@ class Timing:
 
     recovery_look: float = 0.25
     roll_back_again: float = 5.0
-    orphans_look: float = 5.0
+    held_jobs_look: float = 5.0
     save_again: float = 1.0
     deserted: float = 3600.0
     unjoined: float = 300.0

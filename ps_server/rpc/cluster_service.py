@@ -33,7 +33,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         self._coordinator = coordinator
         self._views = views
         self._senders = senders
-        self._pool = ThreadPoolExecutor(max(4, coordinator.shard_count), "status")
+        self._pool = ThreadPoolExecutor(max(4, coordinator.shard_directory.count), "status")
         setattr(self, "WatchStatus", in_pool(self._watch_status, None, non_blocking=True))  # noqa: B010
 
     def register(self, server: grpc.Server) -> None:
@@ -48,7 +48,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
             memory_place=request.memory_place,
         )
         return cluster_pb2.RegisterShardResponse(
-            shard_count=self._coordinator.shard_count, stopping=self._coordinator.stopping
+            shard_count=self._coordinator.shard_directory.count, stopping=self._coordinator.stopping
         )
 
     def ReportShardEnd(self, request: Any, context: grpc.ServicerContext) -> Any:

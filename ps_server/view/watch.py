@@ -151,7 +151,7 @@ class Watch:
                 now=self._clock.now(),
                 time=self._clock.since_1970(),
                 lease=self._coordinator.lease,
-                shard_count=self._coordinator.shard_count,
+                shard_count=self._coordinator.shard_directory.count,
                 jobs=jobs,
                 shards=self._coordinator.shards(),
                 answers=dict(self._answers),

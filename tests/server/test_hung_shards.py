@@ -3,7 +3,6 @@ booked as far as it was done, and no other job, and no other shard's workers, wa
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.disk import Disk
 from tests.tools.cluster import until
-from tests.tools.one_process import DirectShard, DirectWorker, OneProcess
+from tests.tools.one_process import DirectShard, DirectWorker, FullDisk, OneProcess
 from tests.tools.raw_worker import vector_job
 
 CELLS = 64
@@ -67,7 +66,7 @@ class Threaded:
             2,
             lambda index, _: self.apis[index],
             lease,
-            timing=Timing(orphans_look=0.1),
+            timing=Timing(held_jobs_look=0.1),
             make_executor=ThreadPoolExecutor,
         )
         for index in range(2):
@@ -139,17 +138,6 @@ def test_another_job_is_registered_and_ended_while_one_waits_for_a_hung_shard(th
 
 
 # -- without threads -------------------------------------------------------------------------------------------------
-
-
-class FullDisk(Disk):
-    """A disk that takes nothing while it is full."""
-
-    full = False
-
-    def write(self, *arguments: Any, **named: Any) -> Any:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(*arguments, **named)
 
 
 def roster(cluster: OneProcess, shard: int) -> dict[int, int]:

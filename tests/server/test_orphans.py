@@ -1,16 +1,19 @@
-"""What a shard holds and nobody knows of is dropped."""
+"""What a shard holds and nobody knows of is dropped, and a job that shards have dropped ends."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from ps_protocol.errors import TryLater
+from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
 from tests.tools.cluster import Cluster, until
-from tests.tools.one_process import OneProcess
+from tests.tools.one_process import DirectWorker, FullDisk, OneProcess
 from tests.tools.raw_worker import RawWorker, vector_job
 
 CELLS = 64
@@ -22,14 +25,14 @@ def test_a_job_that_ends_while_its_shards_are_asked_is_no_orphan(
     held = cluster.shards[0]
     held.create_job(vector_job("ended", "sync", CELLS, 1), [0])
     with caplog.at_level(logging.WARNING):
-        cluster.coordinator.drop_orphaned_jobs()
+        cluster.coordinator.held_jobs.compare()
         assert "ended" in held.jobs()
         held.drop_job("ended")
-        cluster.coordinator.drop_orphaned_jobs()
+        cluster.coordinator.held_jobs.compare()
         assert not caplog.records
         held.create_job(vector_job("ended", "sync", CELLS, 1), [0])
-        cluster.coordinator.drop_orphaned_jobs()
-        cluster.coordinator.drop_orphaned_jobs()
+        cluster.coordinator.held_jobs.compare()
+        cluster.coordinator.held_jobs.compare()
     assert "ended" not in held.jobs()
     assert [record.getMessage() for record in caplog.records] == ["job ended: run  is orphaned on shard 0: dropped"]
 
@@ -38,7 +41,7 @@ def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     """As where the call to make it was on its way for longer than the coordinator waited."""
-    cluster = make_cluster(timing=Timing(orphans_look=0.02))
+    cluster = make_cluster(timing=Timing(held_jobs_look=0.02))
     kept, late = vector_job("kept", "sync", CELLS, 1), vector_job("late", "sync", CELLS, 1)
     with RawWorker(cluster.address, kept, 0) as worker:
         worker.initialise()
@@ -56,3 +59,45 @@ def test_a_job_that_is_made_after_it_was_dropped_does_not_stay(
             other.initialise()
             other.step(-torch.ones(2 * CELLS))
             assert torch.equal(other.pull(), torch.ones(2 * CELLS)), "and its name is free"
+
+
+@pytest.mark.usefixtures("caplog")
+def test_a_job_that_ended_while_the_file_could_not_say_so_ends_when_its_shards_are_asked(tmp_path: Path) -> None:
+    """The disk was full when the last worker left, and then the coordinator died: its successor takes the job for one
+    that runs, and another launch would wait to join it."""
+    disk = FullDisk()
+    cluster = OneProcess(tmp_path, disk=disk)
+    spec = vector_job("job", "sync", CELLS, 1)
+    old = DirectWorker(cluster, spec, 0)
+    old.initialise()
+    disk.full = True
+    assert old.leave(done=True)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    disk.full = False
+    cluster.clock.seconds += 100
+    cluster.coordinator.expire_workers()
+    with pytest.raises(TryLater, match="this shard knows no job 'job'"):
+        DirectWorker(cluster, spec, 0)
+    cluster.coordinator.held_jobs.compare()
+    assert list(cluster.coordinator.jobs()) == ["job"]
+    cluster.coordinator.held_jobs.compare()
+    assert not cluster.coordinator.jobs()
+    new = DirectWorker(cluster, spec, 0)
+    assert (new.run > old.run, new.clock) == (True, 0)
+    cluster.coordinator.held_jobs.compare()
+    cluster.coordinator.held_jobs.compare()
+    assert list(cluster.coordinator.jobs()) == ["job"], "what runs stays"
+    cluster.stop()
+
+
+def test_a_job_whose_part_a_shard_has_lost_is_not_taken_for_one_that_has_ended(
+    cluster: OneProcess, tmp_path: Path
+) -> None:
+    """A shard was started anew: it holds no part of the job until that is rolled back."""
+    worker = DirectWorker(cluster, vector_job("job", "sync", CELLS, 1), 0)
+    worker.initialise()
+    cluster.start_shard(1)
+    for _ in range(3):
+        cluster.coordinator.held_jobs.compare()
+    assert list(cluster.coordinator.jobs()) == ["job"]
+    assert list(cluster.shards[0].jobs()) == ["job"]

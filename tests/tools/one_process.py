@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -99,6 +100,17 @@ class DirectShard:
 
 def _process_at(address: str) -> int:
     return int(address.rpartition(":")[2])  # each process has an address of its own
+
+
+class FullDisk(Disk):
+    """A disk that takes nothing while it is full."""
+
+    full = False
+
+    def write(self, *arguments: Any, **named: Any) -> Any:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(*arguments, **named)
 
 
 class OneProcess:

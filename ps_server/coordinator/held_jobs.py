@@ -1,0 +1,81 @@
+"""What shards hold, beside what the coordinator knows: jobs that only one of the two has.
+
+A shard may hold a job that the coordinator does not know: a CreateJob may arrive after the DropJob behind it. The shard
+drops such an orphan.
+
+The coordinator may know a job that no shard holds: it ended while the disk of the coordinator's file was full, and the
+next coordinator read the file from before. A shard that still runs drops a job only where it ended, so such a job ends
+here, too. Otherwise workers would wait to join it for as long as jobs without workers stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.errors import PSError
+from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.lifecycle import Phase
+from ps_server.coordinator.shards import RegisteredShard, Shards
+
+log = logging.getLogger("ps_server")
+
+Run = tuple[str, str]  # the name of a job, and its run
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one look at a shard found."""
+
+    orphans: set[Run] = field(default_factory=set)
+    dropped: set[Run] = field(default_factory=set)
+
+
+class HeldJobs:
+    """Compares both. What it finds counts at the second look in a row: a job that begins or ends at this moment is on
+    its shards a moment earlier, or longer, than it is known. One thread calls it.
+
+    jobs:  returns those that there are, by name
+    known: returns their runs, and those that are being made
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        jobs: Callable[[], Mapping[str, CoordinatedJob]],
+        known: Callable[[], Collection[Run]],
+    ) -> None:
+        self._shards, self._jobs, self._known = shards, jobs, known
+        self._last: dict[int, _Look] = {}  # by shard
+
+    def compare(self) -> None:
+        """Has shards drop jobs that nobody knows, and ends those that shards have dropped."""
+        dropped: set[Run] = set()
+        for index, shard in self._shards.known().items():
+            expected = {(name, job.placed.run) for name, job in self._jobs().items() if _is_held(job, shard)}
+            with contextlib.suppress(PSError):  # it is asked again soon
+                held = {(name, job.run) for name, job in shard.api.statistics().jobs.items()}
+                look = _Look(held - set(self._known()), expected - held)
+                before, self._last[index] = self._last.get(index, _Look()), look
+                dropped |= look.dropped & before.dropped
+                for name, run in sorted(look.orphans & before.orphans):
+                    shard.api.drop_job(name, run)
+                    log.warning("job %s: run %s is orphaned on shard %d: dropped", name, run, index)
+        for name, job in self._jobs().items():
+            if (name, job.placed.run) in dropped:
+                _end(job)
+
+
+def _is_held(job: CoordinatedJob, shard: RegisteredShard) -> bool:
+    """Whether a shard has to hold its part of a job at this moment."""
+    return job.life.is_running and not job.lost() and job.shard_processes.get(shard.index) == shard.process
+
+
+def _end(job: CoordinatedJob) -> None:
+    with job.life.deciding():
+        if not job.life.is_running or job.lost():
+            return
+        job.life.begin(Phase.ENDING)
+    job.end("its shards have dropped it, as they do when a job ends; the coordinator's file did not say so")
