@@ -5,7 +5,8 @@ drops such an orphan.
 
 The coordinator may know a job that no shard holds: it ended while the disk of the coordinator's file was full, and the
 next coordinator read the file from before. A shard that still runs drops a job only where it ended, so such a job ends
-here, too. Otherwise workers would wait to join it for as long as jobs without workers stay.
+here, too, once none of the workers in that file is live or awaited. Otherwise workers would wait to join it for as long
+as jobs without workers stay.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _is_held(job: CoordinatedJob, shard: RegisteredShard) -> bool:
 
 def _end(job: CoordinatedJob) -> None:
     with job.life.deciding():
-        if not job.life.is_running or job.lost():
+        if not job.life.is_running or job.lost() or not job.members.empty():
             return
         job.life.begin(Phase.ENDING)
     job.end("its shards have dropped it, as they do when a job ends; the coordinator's file did not say so")

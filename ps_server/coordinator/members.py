@@ -182,7 +182,8 @@ class JobMembers:
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
-            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older)
+            is_new = request.previous is None
+            reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older, is_new)
             before = self._joining.add(reservation)
             if before is not None:  # what that join has told the shards by now is to be taken back
                 self.removals.add((before.rank, before.incarnation))

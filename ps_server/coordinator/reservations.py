@@ -11,13 +11,18 @@ from ps_server.core.membership import Member
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """What a worker that may join is going to be. older: the live worker that it replaces."""
+    """What a worker that may join is going to be.
+
+    older:  the live worker that it replaces
+    is_new: its process has not had a place before
+    """
 
     rank: int
     incarnation: int
     attempt: int
     key: bytes
     older: Member | None
+    is_new: bool
 
 
 class Reservations:
@@ -44,11 +49,16 @@ class Reservations:
         return before
 
     def check(self, reservation: Reservation) -> None:
-        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process."""
+        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process.
+
+        A new process may try again: the other one may be its predecessor, whose last call arrives after its death.
+        """
         current = self._by_rank.get(reservation.rank)
         if current is None:
             raise TryLater(f"job {self._job!r} was rolled back while worker {reservation.rank} joined")
         if current is not reservation:
+            if reservation.is_new:
+                raise TryLater(f"another process joins job {self._job!r} as worker {reservation.rank} at this moment")
             raise Fenced(f"worker {reservation.rank} was replaced by another process while it joined")
 
     def drop(self, reservation: Reservation) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
 
+TOGETHER_PER_LEASE = 8  # part of a lease: heartbeats that come no further apart were held back; a worker pauses longer
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
@@ -28,8 +29,9 @@ class Member:
     launch:      the launch that started it; empty: not known
     pushed:      the last clock of which workers of this rank had pushed every bucket when it joined; None: not known
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
-    heard:       when the last heartbeat came; minus infinity: none yet. A join is no sign of life: it may be carried
+    heard:       when heartbeats came last; minus infinity: none yet. A join is no sign of life: it may be carried
                  out when its caller is dead
+    heard_before: when they came last but once. Those that a network held back come together, and count as one
     replaced:    the launches that this one took the rank from, each with the incarnation of its last worker there
     """
 
@@ -46,6 +48,7 @@ class Member:
     pushed: int | None = None
     since: float = 0.0
     heard: float = -math.inf
+    heard_before: float = -math.inf
     replaced: tuple[tuple[str, int], ...] = ()
 
 
@@ -102,7 +105,7 @@ class Rivals:
     """The workers of other launches that stand in the way of a join.
 
     members: by rank; at least one
-    live:    one of them has sent a heartbeat since the caller began to wait. Otherwise all may be dead: the workers of
+    live:    one of them has sent heartbeats since the caller began to wait. Otherwise all may be dead: the workers of
              a launch that was killed look live until their leases are over
     seconds: until the last of their leases is over
     """
@@ -193,7 +196,8 @@ class Membership:
         if not rivals:
             return None
         since = now - request.waited + self.lease / DELAYED_PER_LEASE
-        live = bool(request.waited) and any(member.heard > since for member in rivals)
+        # One heartbeat may be a dead worker's, which the network held back. Its others would come together with it.
+        live = bool(request.waited) and any(member.heard_before > since for member in rivals)
         return Rivals(tuple(rivals), live, max(0.0, max(member.expires for member in rivals) - now))
 
     def repeated(self, attempt: int, now: float) -> Member | None:
@@ -228,7 +232,7 @@ class Membership:
         """
         before, self.members = [*self.members.values(), *fenced], {}
         until = now + min(self.lease, AWAY_SECONDS)
-        self.away |= {m.rank: replace(m, expires=until, heard=-math.inf) for m in before}
+        self.away |= {m.rank: replace(m, expires=until, heard=-math.inf, heard_before=-math.inf) for m in before}
         if self.started or self.rejoining:
             self.rejoining = dict.fromkeys([*self.rejoining, *(member.rank for member in before)], now + self.lease)
             self.started = self.ever_joined and not self.rejoining
@@ -252,7 +256,10 @@ class Membership:
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
         """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it."""
         member = self.check(rank, incarnation, key)
-        self.members[rank] = replace(member, expires=now + self.lease, clock=max(clock, member.clock), heard=now)
+        member = replace(member, expires=now + self.lease, clock=max(clock, member.clock))
+        if now - member.heard > self.lease / TOGETHER_PER_LEASE:
+            member = replace(member, heard=now, heard_before=member.heard)
+        self.members[rank] = member
 
     def leave(self, rank: int, incarnation: int) -> bool:
         """Takes a worker off. Returns False if it was not there any more.

@@ -128,7 +128,7 @@ class SnapshotTask:
     def begin(self) -> None:
         """Begins. A shard that holds no bucket of the job has its part at once: a file with nothing in it."""
         if not self._wanted:
-            self._threads.write(self._finish)
+            self._hand_over()
 
     def is_due(self, index: int, rule: UpdateRule[Any]) -> bool:
         """Whether the moment at which a bucket is copied is now."""
@@ -147,7 +147,14 @@ class SnapshotTask:
             self._copied.append(Copied(index, snapshot, reached))
             self._wanted.discard(index)
             if not self._wanted:
-                self._threads.write(self._finish)
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Has what is all copied be written."""
+        try:
+            self._threads.write(self._finish)
+        except TryLater as error:
+            self._end(error=error)
 
     def _finish(self) -> None:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from ps_protocol.errors import TryLater
 from ps_runtime.background import guarded
 
 Task = Callable[[], None]
@@ -20,7 +21,7 @@ READERS = 4  # restores at a time, each of another job
 
 
 class Threads(Protocol):
-    """Runs what a shard has to do beside its calls. Tasks do not raise."""
+    """Runs what a shard has to do beside its calls. Tasks do not raise; `write` and `read` raise TryLater after `stop`."""
 
     def submit(self, task: Task) -> None:
         """Runs a task that applies updates, in another thread if there is one."""
@@ -97,12 +98,12 @@ class OwnThreads(ApplyThreads):
         self._repeating: list[threading.Thread] = []
 
     def write(self, task: Task) -> None:
-        """Has the writing thread run a task."""
-        self._writer.submit(guarded, "checkpoint", task)
+        """Has the writing thread run a task. Raises TryLater after `stop`."""
+        _submit(self._writer, "checkpoint", task)
 
     def read(self, task: Task) -> None:
-        """Has a reading thread run a task."""
-        self._readers.submit(guarded, "restore", task)
+        """Has a reading thread run a task. Raises TryLater after `stop`."""
+        _submit(self._readers, "restore", task)
 
     def repeat(self, seconds: float, task: Task) -> None:
         """Starts a thread that runs a task every so many seconds."""
@@ -122,6 +123,13 @@ class OwnThreads(ApplyThreads):
         super().stop()
         self._writer.shutdown(wait=True)
         self._readers.shutdown(wait=True)
+
+
+def _submit(pool: ThreadPoolExecutor, name: str, task: Task) -> None:
+    try:
+        pool.submit(guarded, name, task)
+    except RuntimeError:  # the pool was shut down
+        raise TryLater("the shard is stopping") from None
 
 
 class NoThreads:

@@ -18,7 +18,7 @@ class KnownNeeds:
         self._known: dict[tuple[str, str], frozenset[str]] = {}
 
     def of(self, job: str, name: str) -> frozenset[str] | None:
-        """Returns the checkpoints that one builds on; None where it is damaged. Raises VersionMismatch."""
+        """Returns the checkpoints that one builds on; None: its manifest cannot be read. Raises VersionMismatch."""
         if (job, name) not in self._known:
             try:
                 self._known[job, name] = self._manifest(job, name).needs
@@ -35,12 +35,16 @@ def staying(complete: Sequence[str], keep: int, also: Collection[str | None], ne
     """Returns the checkpoints that stay: the last `keep`, and what they build on.
 
     Where several are kept, the last one that has no file in common with the newest stays, too: one damaged file must
-    not take all.
+    not take all. Where the manifest of one of the last `keep` cannot be read, all stay: the disk may not have answered,
+    and it may build on any of them.
     complete: all, oldest first; also: those that stay besides
     """
-    stays = {name for name in complete if name in complete[-keep:] or name in also}
+    last = complete[-keep:]
+    if any(needs(name) is None for name in last):
+        return set(complete)
+    stays = {name for name in complete if name in last or name in also}
     stays |= {base for name in stays for base in needs(name) or ()}
-    newest = {complete[-1], *(needs(complete[-1]) or ())} if complete and keep > 1 else set()
+    newest = {last[-1], *(needs(last[-1]) or ())} if complete and keep > 1 else set()
     for name in reversed(complete) if newest else ():
         files = needs(name)
         if files is not None and not newest & {name, *files}:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, TryLater
 from ps_runtime import background
 from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
@@ -93,3 +93,20 @@ def test_errors_in_a_shards_own_threads_are_counted(tmp_path: Path, monkeypatch:
         shard.restore_job(spec, [0], "000001", 5, "1", seconds=SECONDS)
     shard.stop()
     assert {name: background.errors()[name] - count for name, count in before.items()} == dict.fromkeys(before, 1)
+
+
+def test_a_checkpoint_that_a_stopped_shard_is_asked_for_fails_in_words(tmp_path: Path) -> None:
+    """The call was on its way while the shard stopped."""
+    store = CheckpointStore(tmp_path)
+    assert store.begin("job", "000001")
+    shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads(), checkpoints=store)
+    spec = vector_job("job", "async", 16, 1)
+    shard.create_job(spec, [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run="1"))
+    shard.stop()
+    before = background.errors()
+    shard.begin_snapshot("job", "000001", None, "1")
+    with pytest.raises(TryLater, match="the shard is stopping"):
+        shard.await_snapshot("job", "000001", SECONDS, "1")
+    assert background.errors() == before

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.errors import LimitExceeded, NotFound, TryLater
+from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import Shards
 from ps_server.core.membership import JoinRequest
@@ -111,6 +111,30 @@ def test_a_worker_that_a_rollback_overtakes_while_it_joins_is_asked_to_try_again
     with pytest.raises(TryLater, match="was rolled back while worker 1 joined"):
         cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run))
     assert cluster.coordinator.join("job", 1, JoinRequest(host="here", run=worker.run)).member.rank == 1
+
+
+def test_a_new_worker_that_its_dead_predecessor_overtakes_while_it_joins_is_asked_to_try_again(
+    cluster: OneProcess,
+) -> None:
+    """The call by which the predecessor wanted to come back arrives after its death: the network was cut before."""
+    dead = worker_of(cluster, "async")
+    cluster.clock.seconds += 20
+    cluster.coordinator.expire_workers()
+    add_worker = cluster.shards[0].add_worker
+
+    def overtaken(*arguments: Any) -> int:
+        cluster.shards[0].add_worker = add_worker  # type: ignore[method-assign]
+        previous = dead.place.member.incarnation
+        cluster.coordinator.job("job").members.reserve(0, JoinRequest(host="here", previous=previous, run=dead.run))
+        return add_worker(*arguments)
+
+    cluster.shards[0].add_worker = overtaken  # type: ignore[method-assign]
+    new = JoinRequest(host="here", pid=7, run=dead.run)
+    with pytest.raises(TryLater, match="another process joins job 'job' as worker 0 at this moment"):
+        cluster.coordinator.join("job", 0, new)
+    assert cluster.coordinator.join("job", 0, new).member.incarnation > dead.place.member.incarnation
+    with pytest.raises(Fenced):
+        dead.rejoin()
 
 
 def test_workers_hear_why_their_job_is_not_rolled_back_and_it_is_not_tried_all_the_time(cluster: OneProcess) -> None:

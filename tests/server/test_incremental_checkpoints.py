@@ -216,6 +216,27 @@ def test_where_one_is_kept_the_chain_before_goes(start: Callable[..., OneProcess
     assert found == [[1], [1, 2], [1, 2, 3], [4], [4, 5], [4, 5, 6], [7]]
 
 
+def test_nothing_is_removed_where_it_is_not_known_what_the_newest_builds_on(
+    start: Callable[..., OneProcess], tmp_path: Path
+) -> None:
+    """Its manifest was not to be read for a moment: the disk reported an error."""
+    worker, store = filled(start(keep=1, every=3)), CheckpointStore(tmp_path)
+    for _ in range(2):
+        worker.steps(2)
+        worker.checkpoint()
+    there = store.names("job")
+    assert len(there) == 2
+    manifest = tmp_path / "job" / there[-1] / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-20])
+    store.prune("job", 1)
+    assert store.names("job") == there
+    manifest.write_bytes(whole)
+    store.read_files("job", store.files("job", store.manifest("job", there[-1]), (), [0, 1]), rows={0: []})
+    store.prune("job", 1)
+    assert store.names("job") == there, "the newest builds on the other"
+
+
 def test_an_older_version_reads_a_full_one_and_refuses_the_others_in_words(
     start: Callable[..., OneProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ def test_a_rank_that_another_launch_holds_may_not_be_taken_and_any_other_may(
     assert rivals(membership, rank, 1.0, **newcomer) == in_the_way
 
 
-def test_a_worker_that_holds_a_rank_counts_as_live_once_it_was_heard_while_the_newcomer_waited() -> None:
+def test_a_worker_that_holds_a_rank_counts_as_live_once_it_was_heard_twice_while_the_newcomer_waited() -> None:
     membership = job(world_size=1)
     heard = partial(membership.heartbeat, 0, join(membership, launch="a").incarnation, 1)
 
@@ -218,17 +218,24 @@ def test_a_worker_that_holds_a_rank_counts_as_live_once_it_was_heard_while_the_n
     assert not held(6.0, 1.0).live
     heard(now=6.5)
     assert not held(7.0, 0.6).live, "it may have lain in a queue"
-    assert held(7.0, 2.0).live
-    assert not held(7.0, 0.0).live, "for another newcomer that is old news"
+    assert not held(7.0, 2.0).live, "or the network may have held it back"
+    for moment in (7.0, 7.1, 7.2, 7.7):
+        heard(now=moment)
+        assert not held(8.0, 3.0).live, "and others with it"
+    heard(now=9.0)
+    assert held(9.5, 4.5).live
+    assert not held(9.5, 3.0).live, "for another newcomer the first of both is old news"
+    assert not held(9.5, 0.0).live
 
 
 def test_one_live_worker_is_enough_to_keep_a_launch_out() -> None:
     membership = job(world_size=2)
     _, alive = (join(membership, rank, launch="a") for rank in range(2))
-    membership.heartbeat(1, alive.incarnation, clock=1, now=3.0)
-    newcomer = JoinRequest(launch="b", waited=2.0, launch_ranks=range(2))
-    assert rivals(membership, 0, 4.0, **vars(newcomer)) == [0, 1]
-    assert membership.rivals(0, newcomer, now=4.0).live
+    for moment in (3.0, 5.5):
+        membership.heartbeat(1, alive.incarnation, clock=1, now=moment)
+    newcomer = JoinRequest(launch="b", waited=4.0, launch_ranks=range(2))
+    assert rivals(membership, 0, 6.0, **vars(newcomer)) == [0, 1]
+    assert membership.rivals(0, newcomer, now=6.0).live
 
 
 def test_a_launch_keeps_what_its_worker_was_and_one_that_takes_over_knows_from_which() -> None:
@@ -264,8 +271,9 @@ def test_while_a_job_is_rolled_back_its_ranks_are_kept_for_the_launch_that_had_t
     assert membership.rivals(0, newcomer, now=5.0 + LEASE) is None, "it did not come back"
     member = join(membership, 0, now=7.0, launch="a")
     assert not membership.rivals(0, newcomer, now=8.0).live, "it may have asked before it died"
-    membership.heartbeat(0, member.incarnation, clock=1, now=8.5)
-    assert membership.rivals(0, newcomer, now=9.0).live
+    for moment in (8.5, 11.0):
+        membership.heartbeat(0, member.incarnation, clock=1, now=moment)
+    assert membership.rivals(0, newcomer, now=11.5).live
 
 
 @pytest.mark.parametrize("how", ["tell", "end"])

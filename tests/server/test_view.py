@@ -337,7 +337,11 @@ def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -
     asked, events = AskedShard(), EventLog(Clock())
     shards = {0: replace(registered(0), api=asked)}
     coordinator = SimpleNamespace(
-        shards=lambda: shards, statistics=lambda: SimpleNamespace(jobs={}), lease=10.0, shard_count=1, events=events
+        shards=lambda: shards,
+        shard_directory=SimpleNamespace(count=1),
+        statistics=lambda: SimpleNamespace(jobs={}),
+        lease=10.0,
+        events=events,
     )
     watch = Watch(coordinator, 1, asked)  # type: ignore[arg-type]
 
