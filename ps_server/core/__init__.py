@@ -13,6 +13,8 @@ consistency.py   One bucket's protocol: what may be staged, what is applied next
 data_commits.py  Counts each sample into each bucket of a shard exactly once, whichever worker brings it
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
+sums.py          The sum of what workers have contributed to one update of a bucket, and the memory for it
+pieces.py        Adds the last contribution to an update and steps SGD, piece by piece
 figures.py       What processes measure of their own work, for people who watch
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default

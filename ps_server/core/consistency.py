@@ -167,6 +167,14 @@ class UpdateRule(Generic[T]):
         # What waits is for a later update, and no worker is left to bring this one: it is an empty one.
         return self._step() if self.added or self.waiting else None
 
+    def completes(self, work: Add[T]) -> bool:
+        """Whether the open update is complete with a contribution that `next` named, as the roster is now."""
+        if not self.consistency.aggregate:
+            return True
+        taken = {add.rank for add in self.added} | {work.rank}
+        others = (rank for rank in self.waiting.keys() | self.roster.keys() if rank != work.rank)
+        return not any(self._is_next(rank) or (rank not in taken and self._is_needed(rank)) for rank in others)
+
     def done(self, work: Add[T] | Step) -> None:
         """Records that what `next` said has been done."""
         if isinstance(work, Add):
@@ -211,16 +219,11 @@ class UpdateRule(Generic[T]):
     def sent(self, rank: int, clock: int) -> None:
         """Notes that a live worker gets this version by a pull at `clock`; see QuorumRule."""
 
-    def admits(self, rank: int, clock: int) -> Admission:
-        """Whether a pull of worker `rank` at `clock` may be answered: the one rule of sync, ssp and async.
+    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns whether each pull, a rank and a clock, may be answered: the one rule of sync, ssp and async.
 
         Its own updates up to `clock` must be in, and those of every other live worker up to clock - max_staleness
         (Ho et al., NIPS 2013). The dead are not waited for: only the roster counts.
-        """
-        return self.admit_all([(rank, clock)])[0]
-
-    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns what `admits` says of several pulls, each a rank and a clock.
 
         What the pulls of one clock have in common is found out once: otherwise a push would cost as much as there are
         workers, squared.

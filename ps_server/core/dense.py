@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,10 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.agreement import Agreement, square
+from ps_server.core.pieces import PIECE, PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
+from ps_server.core.sums import Scratch, Sum
 
 
 @dataclass(frozen=True)
@@ -76,35 +78,11 @@ class Gradient:
         return replace(self, values=self.values.clone(), borrowed=False, own=True)
 
 
-class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
-
-    keep: tensors of a size that are kept; where more are open at a time, their memory is given back
-    """
-
-    def __init__(self, keep: int = 4) -> None:
-        self._keep = keep
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor of [numel] with anything in it."""
-        try:
-            return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
-        except (KeyError, IndexError):
-            return torch.empty(numel, dtype=dtype)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Takes a tensor back."""
-        free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
-        if len(free) < self._keep:
-            free.append(tensor)
-
-
 class OpenUpdate:
     """The gradients that are added up for one update of a bucket, and what goes with them.
 
-    total:   [numel], the sum so far, in float32 where the bucket's dtype is narrower; None: no gradient came
-    terms:   what was added up
+    sum:     of the gradients, each [numel]
+    terms:   how many those are
     count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
     present: positions of the slices with a gradient
     groups, assignment: hyper-parameters to use from this update on, and what is set before it
@@ -114,19 +92,20 @@ class OpenUpdate:
         """quorum: workers go on while what they have contributed is here, and their clocks differ
         local:  what is added are the differences of rounds
         """
-        self.total: torch.Tensor | None = None
+        self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
         self.groups: dict[int, HyperParameters] = {}
         self.assignment: Assignment | None = None
-        self._bucket, self._scratch, self._quorum = bucket, scratch, quorum
+        self._bucket, self._quorum = bucket, quorum
         self._squares = 0.0 if local else None  # of the norms of what was added
         self._is_empty, self._clock = True, 0
-        self._owns = False  # the total may be written
-        self._is_scratch = False
 
-    def add(self, gradient: Gradient) -> None:
-        """Adds one contribution. The order of calls is the order of the sum."""
+    def add(self, gradient: Gradient, is_last: bool = False) -> None:
+        """Adds one contribution. The order of calls is the order of the sum.
+
+        is_last: the update is complete with it, as it seems now
+        """
         # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
         # order contributions came. With a quorum the first may be late: the hyper-parameters are those of the worker
         # that is furthest, and assignments, which the lowest rank alone sends, count whenever they come.
@@ -155,50 +134,14 @@ class OpenUpdate:
         if gradient.weight != 1:  # in float32 at least: half types end at 65504, or lose the small terms
             wide = torch.float32 if values.itemsize < 4 else values.dtype
             values, own = values.to(wide) * gradient.weight, True
-        if self.total is None and self._quorum and gradient.borrowed and not own:
-            self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
-            self._owns = self._is_scratch = True
-        elif self.total is None:
-            self.total, self._owns = values, own  # not copied: with one contribution it is only read
-        elif not self._owns or self.total.itemsize < 4:
-            self._add_to_scratch(self.total, values)
-        elif values.dtype == self.total.dtype:
-            self.total += values
-        else:
-            self._add_narrow(self.total, values)
-
-    def _add_to_scratch(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds a term to the first one, in memory of the scratch: it was another's, or is too narrow for a sum."""
-        wide = torch.float32 if total.itemsize < 4 else total.dtype  # half types would lose the small terms
-        self._owns = self._is_scratch = True
-        self.total = self._scratch.take(total.numel(), wide)
-        if total.dtype == values.dtype == wide:
-            torch.add(total, values, out=self.total)
-        else:
-            self.total.copy_(total)
-            self._add_narrow(self.total, values)
-
-    def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds widened values: adding mixed types takes up to three times as long as both together (measured)."""
-        wide = self._scratch.take(values.numel(), total.dtype)
-        total += wide.copy_(values)
-        self._scratch.give(wide)
+        # With a quorum, a worker goes on while what it has contributed is here.
+        self.sum.add(values, own, self._quorum and gradient.borrowed, is_last and self._squares is None)
 
     def agreement(self) -> Agreement | None:
         """Returns how alike the differences of a round are, before the sum is written; None: there are not several."""
-        if self._squares is None or self.terms < 2 or self.total is None:
+        if self._squares is None or self.terms < 2 or self.sum.total is None:
             return None
-        return Agreement(square(self.total) / self.count**2, self._squares / self.count)
-
-    def own(self) -> None:
-        """Copies what it has borrowed of a worker's memory."""
-        if self.total is not None and not self._owns:
-            self.total, self._owns = self.total.clone(), True
-
-    def close(self) -> None:
-        """Gives the memory of the sum back."""
-        if self.total is not None and self._is_scratch:
-            self._scratch.give(self.total)
+        return Agreement(square(self.sum.total) / self.count**2, self._squares / self.count)
 
 
 class DenseBucket:
@@ -219,6 +162,7 @@ class DenseBucket:
         self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
         self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, bucket)
+        self._pieces = self._new_pieces()
         self._quorum, self._local = spec.consistency.quorum is not None, spec.local is not None
         self._open = self._new_update()
         self.agreement: Agreement | None = None
@@ -231,9 +175,23 @@ class DenseBucket:
         if self.sent is not None:
             self.sent.begin(values)
 
-    def add(self, gradient: Gradient) -> None:
-        """Adds one contribution to the open update. The order of calls is the order of the sum."""
-        self._open.add(gradient)
+    def add(self, gradient: Gradient, is_last: bool = False) -> None:
+        """Adds one contribution to the open update. The order of calls is the order of the sum.
+
+        is_last: the update is complete with it, as it seems now, so that it may be added while the optimizer steps
+        """
+        self._open.add(gradient, is_last and self._pieces is not None)
+
+    def _new_pieces(self) -> PieceStep | None:
+        """Returns what steps this bucket in pieces; None where it steps as a whole."""
+        if self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > PIECE:
+            return PieceStep(self.bucket, self._optimizer, self._slices)
+        return None
+
+    @property
+    def steps_in_pieces(self) -> bool:
+        """Whether `add` wants to know which contribution is the last."""
+        return self._pieces is not None
 
     def _new_update(self) -> OpenUpdate:
         return OpenUpdate(self.bucket, self._scratch, self._quorum, self._local)
@@ -245,31 +203,48 @@ class DenseBucket:
         self.agreement = update.agreement()
         if update.assignment is not None:
             self.assign(update.assignment)
-        if self._optimizer is not None and self._step is not None and update.total is not None:
-            if update.terms > 1 and self._divides:
-                # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a
-                # pass over memory of its own.
-                mean = update.total
-                self._optimizer.grad_scale = _scale(update.count)  # type: ignore[attr-defined]
-            elif update.terms > 1:
-                mean = update.total.div_(update.count).to(self.flat.dtype)
-            else:  # the sum is the contribution itself, and perhaps another's memory: not to be written
-                mean = update.total.to(self.flat.dtype)
-                mean = mean / update.count if update.count > 1 else mean
+        if self._optimizer is not None and self._step is not None and update.sum.total is not None:
             for group in self._optimizer.param_groups:
                 group.update(update.groups.get(group["index"], {}))
-            for positions in self._rounds(self._optimizer, update.present):
+            self._step_with(update, self._optimizer, self._step)
+        update.sum.close()
+        if self.sent is not None:
+            self.sent.advance(self.flat, whole=update.assignment is not None and bool(update.assignment.weights))
+
+    def _step_with(self, update: OpenUpdate, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        """Steps with the mean of the gradients that were added."""
+        divides = update.terms > 1 and self._divides
+        if divides:
+            # Gradient scaling, whose inverse torch's fused kernels apply on the way: the same division, but not a pass
+            # over memory of its own.
+            optimizer.grad_scale = _scale(update.count)  # type: ignore[attr-defined]
+        total, last = update.sum.total, update.sum.last
+        pieces = self._pieces if len(update.present) == len(self._slices) else None
+        if pieces is not None and pieces.has_state() and total is not None and last is not None:
+            piece = self._scratch.take(PIECE, last.dtype)
+            pieces.run(step, total, last, piece)
+            self._scratch.give(piece)
+        else:
+            mean = self._mean(update)
+            for positions in self._rounds(optimizer, update.present):
                 for position in positions:
                     part = self.bucket.slices[position]
                     self._slices[position].grad = mean[part.offset : part.offset + part.length]
-                self._step()
+                step()
                 for tensor in self._slices:
                     tensor.grad = None
-            if self._divides:
-                self._optimizer.grad_scale = None  # type: ignore[attr-defined]
-        update.close()
-        if self.sent is not None:
-            self.sent.advance(self.flat, whole=update.assignment is not None and bool(update.assignment.weights))
+        if divides:
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def _mean(self, update: OpenUpdate) -> torch.Tensor:
+        """Returns the mean of the gradients, or their sum where the optimizer divides it."""
+        update.sum.complete()
+        total = update.sum.total
+        assert total is not None
+        if update.terms > 1:
+            return total if self._divides else total.div_(update.count).to(self.flat.dtype)
+        mean = total.to(self.flat.dtype)  # the sum is the contribution itself, and perhaps another's: not to be written
+        return mean / update.count if update.count > 1 else mean
 
     def assign(self, assignment: Assignment) -> None:
         """Sets weights and optimizer state."""
@@ -372,7 +347,7 @@ class DenseBucket:
 
     def own(self) -> None:
         """Copies what the open update borrowed of a worker's memory."""
-        self._open.own()
+        self._open.sum.own()
 
     @property
     def optimizer_bytes(self) -> int:

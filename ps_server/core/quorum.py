@@ -93,6 +93,10 @@ class QuorumRule(UpdateRule[T]):
         clocks = tuple(add.clock for add in self.added)
         return Step(tuple(add.rank for add in self.added), max(self.lags), clocks, late)
 
+    def completes(self, work: Add[T]) -> bool:
+        """Returns False: a worker goes on, and writes its memory, while what it has contributed is here."""
+        return False
+
     def waits_for_grace(self) -> bool:
         """Whether the open update has its quorum, and is held back for those who may still come."""
         return self.initialised and self.next() is None and bool(self.added) and self._has_quorum()

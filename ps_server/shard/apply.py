@@ -100,10 +100,11 @@ class Updates:
                         self._note_grace(job, bucket)
                         bucket.busy = False
                         return
+                    is_last = isinstance(work, Add) and bucket.completes(work)
                 with bucket.tensors:
                     started = self._clock()
                     if isinstance(work, Add):
-                        bucket.weights.add(work.contribution)
+                        bucket.add(work.contribution, is_last)
                         failpoint("contribution-added")
                     else:
                         bucket.loans.recall()

@@ -24,7 +24,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_server.core.commands import Close
-from ps_server.core.consistency import UpdateRule
+from ps_server.core.consistency import Add, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
@@ -114,6 +114,14 @@ class Hosted:
     busy: bool = False
     grace_of: int = -1
 
+    def completes(self, work: Add[Any]) -> bool:
+        """Whether the open update is complete with this, where that matters. The caller holds the job's lock."""
+        return False
+
+    def add(self, contribution: Any, is_last: bool) -> None:
+        """Adds one contribution to the open update. is_last: what `completes` said of it"""
+        self.weights.add(contribution)
+
 
 @dataclass(eq=False)
 class HostedBucket(Hosted):
@@ -121,6 +129,14 @@ class HostedBucket(Hosted):
 
     rule: UpdateRule[Gradient]
     weights: DenseBucket
+
+    def completes(self, work: Add[Gradient]) -> bool:
+        """Whether the open update is complete with this, where that matters. The caller holds the job's lock."""
+        return self.weights.steps_in_pieces and self.rule.completes(work)
+
+    def add(self, contribution: Gradient, is_last: bool) -> None:
+        """Adds one contribution to the open update. is_last: what `completes` said of it"""
+        self.weights.add(contribution, is_last)
 
     @property
     def spec(self) -> BucketSpec:

@@ -21,7 +21,7 @@ READERS = 4  # restores at a time, each of another job
 
 
 class Threads(Protocol):
-    """Runs what a shard has to do beside its calls. Tasks do not raise; `write` and `read` raise TryLater after `stop`."""
+    """Runs what a shard does beside its calls. Tasks do not raise. `write` and `read` raise TryLater once it stops."""
 
     def submit(self, task: Task) -> None:
         """Runs a task that applies updates, in another thread if there is one."""

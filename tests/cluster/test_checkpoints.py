@@ -29,9 +29,10 @@ from ps_server.coordinator.timing import Timing
 from ps_server.core.buckets import Bucket
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.consistency import Live, UpdateRule
-from ps_server.core.dense import DenseBucket, Gradient, Scratch
+from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, union
+from ps_server.core.sums import Scratch
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest

@@ -79,7 +79,8 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
-from ps_server.core.dense import DenseBucket, Gradient, Scratch
+from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.sums import Scratch
 
 leave_out_compiler()
 for name in ELEMENTWISE:

@@ -15,7 +15,8 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.dense import DenseBucket, Gradient, Scratch
+from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.sums import Scratch
 from tests.tools.optimizers import UNUSUAL
 
 # The shards run torch's fused kernels where there are some, and on slices; a plain loop runs others on whole tensors.

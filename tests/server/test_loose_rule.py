@@ -12,6 +12,7 @@ from ps_server.core.loose import LooseRule, table_rule
 from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import VersionRange
 from tests.tools.modes import consistency
+from tests.tools.rules import admits
 
 SYNC, ASYNC = consistency("sync"), consistency("async")
 
@@ -67,19 +68,19 @@ def test_a_push_is_applied_at_once_while_a_bucket_waits_for_the_others() -> None
     rule, _ = rule_of()
     stage(rule, (1, 1))
     assert drain(rule) == ["1@1", "|"]
-    assert rule.admits(1, 1) == ADMITTED
-    assert rule.admits(0, 0) == ADMITTED
+    assert admits(rule, 1, 1) == ADMITTED
+    assert admits(rule, 0, 0) == ADMITTED
     bucket: UpdateRule[str] = update_rule(SYNC, rule.roster, initialised=True)
     stage(bucket, (1, 1))
     assert drain(bucket) == []
-    assert bucket.admits(1, 1).waiting_for == (0,)
+    assert admits(bucket, 1, 1).waiting_for == (0,)
 
 
 def test_a_bound_of_its_own_is_kept() -> None:
     rule, _ = rule_of("ssp:1")
     step(rule, (0, 1), (0, 2))
-    assert rule.admits(0, 1) == ADMITTED
-    assert rule.admits(0, 2).waiting_for == (1,)
+    assert admits(rule, 0, 1) == ADMITTED
+    assert admits(rule, 0, 2).waiting_for == (1,)
 
 
 def test_a_repeat_is_known_and_a_later_clock_is_refused() -> None:
@@ -110,13 +111,13 @@ def test_what_waits_for_a_snapshot_is_pulled_after_it() -> None:
     step(rule, (0, 1))
     rule.hold(1)
     stage(rule, (0, 2))
-    verdict = rule.admits(0, 2)
+    verdict = admits(rule, 0, 2)
     assert (verdict.admitted, verdict.waiting_for) == (False, ())
     step(rule, (1, 1))
     assert rule.is_at(1)
     rule.hold(None)
     drain(rule)
-    assert rule.admits(0, 2) == ADMITTED
+    assert admits(rule, 0, 2) == ADMITTED
 
 
 def test_it_is_too_late_for_a_clock_that_a_worker_has_pushed_beyond() -> None:

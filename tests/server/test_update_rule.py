@@ -20,6 +20,7 @@ from ps_protocol.modes import parse_mode
 from ps_server.core.consistency import ADMITTED, Add, Admission, Live, Step, UpdateRule
 from ps_server.core.quorum import update_rule
 from tests.tools.modes import consistency
+from tests.tools.rules import admits
 
 Token = tuple[int, int, int]  # rank, incarnation, clock
 
@@ -45,8 +46,16 @@ def drain(bucket: UpdateRule[str]) -> list[str]:
     done = []
     while (work := bucket.next()) is not None:
         done.append(work.contribution if isinstance(work, Add) else "|")
-        bucket.done(work)
+        do(bucket, work)
     return done
+
+
+def do(bucket: UpdateRule[str], work: Add[str] | Step) -> None:
+    """Does what is next. What a contribution is said to complete is complete with it."""
+    completes = isinstance(work, Add) and bucket.completes(work)
+    bucket.done(work)
+    if isinstance(work, Add) and bucket.consistency.quorum is None:
+        assert completes == isinstance(bucket.next(), Step)
 
 
 # -- the claims one by one -------------------------------------------------------------------------------------------
@@ -80,8 +89,8 @@ def test_ssp_waits_for_the_slowest_live_worker_and_says_so() -> None:
     for clock in (1, 2, 3):
         stage(bucket, 0, clock)
         drain(bucket)
-    assert bucket.admits(0, 2) == ADMITTED
-    verdict = bucket.admits(0, 3)
+    assert admits(bucket, 0, 2) == ADMITTED
+    verdict = admits(bucket, 0, 3)
     assert (verdict.admitted, verdict.waiting_for) == (False, (1,))
     assert "clock 1 of every live worker is needed" in verdict.reason
     assert "worker 1 is at clock 0" in verdict.reason
@@ -92,7 +101,7 @@ def test_before_the_initial_weights_a_pull_waits_for_rank_0_and_nothing_is_appli
     bucket.initialised = False
     bucket.stage(1, 1, "1@1")
     assert bucket.next() is None
-    assert bucket.admits(1, 0).waiting_for == (0,)
+    assert admits(bucket, 1, 0).waiting_for == (0,)
     bucket.initialised = True
     assert drain(bucket) == ["1@1", "|"]
 
@@ -102,19 +111,19 @@ def test_who_waits_in_the_same_update_is_not_blamed_for_it() -> None:
     stage(bucket, 0, 1)
     stage(bucket, 1, 1)
     drain(bucket)
-    assert bucket.admits(0, 1).waiting_for == (2,)
+    assert admits(bucket, 0, 1).waiting_for == (2,)
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
 def test_workers_whose_pushes_have_all_come_wait_for_the_shard_and_not_for_each_other(mode: str) -> None:
     bucket, _ = protocol(mode, 2)
     stage(bucket, 0, 1)
-    assert bucket.admits(0, 1).waiting_for == (1,)
+    assert admits(bucket, 0, 1).waiting_for == (1,)
     stage(bucket, 1, 1)
-    assert [bucket.admits(rank, 1).waiting_for for rank in range(2)] == [(), ()]
-    assert "is being applied" in bucket.admits(0, 1).reason
+    assert [admits(bucket, rank, 1).waiting_for for rank in range(2)] == [(), ()]
+    assert "is being applied" in admits(bucket, 0, 1).reason
     drain(bucket)
-    assert [bucket.admits(rank, 1) for rank in range(2)] == [ADMITTED, ADMITTED]
+    assert [admits(bucket, rank, 1) for rank in range(2)] == [ADMITTED, ADMITTED]
 
 
 def test_a_joiners_first_push_waits_while_an_earlier_update_is_open() -> None:
@@ -136,7 +145,7 @@ def test_a_joiner_does_not_wait_for_an_update_that_only_the_dead_could_have_brou
     del roster[0]
     stage(bucket, 1, 2)
     assert drain(bucket) == ["|", "1@2", "|"]  # update 1 is empty
-    assert bucket.admits(1, 2).admitted
+    assert admits(bucket, 1, 2).admitted
     assert bucket.version == 2
 
 
@@ -159,8 +168,8 @@ def test_a_worker_that_comes_back_does_not_wait_for_what_its_older_self_left_beh
     for clock in (4, 5):
         stage(bucket, 1, clock)
         drain(bucket)
-    assert bucket.admits(0, 5).admitted
-    assert bucket.admits(1, 5).admitted
+    assert admits(bucket, 0, 5).admitted
+    assert admits(bucket, 1, 5).admitted
 
 
 def test_staleness_counts_how_far_the_fastest_was_ahead_of_the_weights_a_gradient_was_taken_at() -> None:
@@ -194,18 +203,18 @@ def test_no_worker_waits_for_a_late_one_and_a_late_one_goes_on_at_once() -> None
     bucket, _ = protocol("sync quorum 2", 3)
     stage(bucket, 0, 1)
     drain(bucket)
-    verdict = bucket.admits(0, 1)
+    verdict = admits(bucket, 0, 1)
     assert (verdict.admitted, verdict.waiting_for) == (False, (1, 2))
     assert "1 of the 2 live workers" in verdict.reason
     stage(bucket, 1, 1)
-    assert bucket.admits(0, 1).waiting_for == ()
-    assert "is being applied" in bucket.admits(0, 1).reason
+    assert admits(bucket, 0, 1).waiting_for == ()
+    assert "is being applied" in admits(bucket, 0, 1).reason
     drain(bucket)
-    assert [bucket.admits(rank, 1).admitted for rank in range(3)] == [True, True, False]
+    assert [admits(bucket, rank, 1).admitted for rank in range(3)] == [True, True, False]
     stage(bucket, 2, 1)
-    assert not bucket.admits(2, 1).admitted, "before it is added, its worker must not write its gradient again"
+    assert not admits(bucket, 2, 1).admitted, "before it is added, its worker must not write its gradient again"
     assert drain(bucket) == ["2@1"]
-    assert bucket.admits(2, 1) == ADMITTED
+    assert admits(bucket, 2, 1) == ADMITTED
 
 
 def test_a_worker_is_in_an_update_once_however_fast_it_is() -> None:
@@ -215,12 +224,12 @@ def test_a_worker_is_in_an_update_once_however_fast_it_is() -> None:
         drain(bucket)
     stage(bucket, 2, 2)  # its clock 1 is in the open update still
     assert drain(bucket) == []
-    assert not bucket.admits(2, 2).admitted
+    assert not admits(bucket, 2, 2).admitted
     with pytest.raises(Backlogged):
         bucket.is_repeat(2, 3)
     stage(bucket, 0, 2)
     assert drain(bucket) == ["0@2", "|", "2@2"]
-    assert bucket.admits(2, 2).admitted
+    assert admits(bucket, 2, 2).admitted
 
 
 def test_a_worker_that_is_many_updates_late_counts_once_and_says_how_late() -> None:
@@ -271,7 +280,7 @@ def test_a_newcomer_joins_at_the_furthest_workers_clock_and_not_at_the_number_of
     assert (bucket.version, bucket.frontier()) == (4, 2)
     roster[2] = Live(incarnation=9, start=2)
     bucket.add_worker(2, 2)
-    assert bucket.admits(2, 2) == ADMITTED
+    assert admits(bucket, 2, 2) == ADMITTED
     stage(bucket, 2, 3)
     assert drain(bucket) == ["2@3", "|"]
 
@@ -284,7 +293,7 @@ def test_after_its_quorum_an_update_waits_for_the_others_until_the_grace_is_over
     stage(bucket, 1, 1)
     assert drain(bucket)[-1] != "|"
     assert bucket.waits_for_grace()
-    assert "grace" in bucket.admits(0, 1).reason
+    assert "grace" in admits(bucket, 0, 1).reason
     bucket.end_grace(bucket.version)
     assert drain(bucket) == ["|"]
     bucket.end_grace(bucket.version - 1)  # of the update before: it comes late
@@ -324,7 +333,7 @@ def test_workers_that_are_each_late_on_another_bucket_do_not_wait_for_each_other
         for rank in (*(rank for rank in range(4) if rank != late), late):
             stage(bucket, rank, 1)
             drain(bucket)
-    assert all(bucket.admits(rank, 1).admitted for bucket in buckets for rank in range(4))
+    assert all(admits(bucket, rank, 1).admitted for bucket in buckets for rank in range(4))
 
 
 class Crew:
@@ -349,7 +358,7 @@ class Crew:
             self.to_push[rank].remove(index)
             return True
         for index in self.to_pull[rank]:
-            if self.buckets[index].admits(rank, self.clocks[rank]).admitted:
+            if admits(self.buckets[index], rank, self.clocks[rank]).admitted:
                 self.to_pull[rank].remove(index)
                 return True
         if self.to_pull[rank]:
@@ -364,7 +373,7 @@ class Crew:
     def apply(self, index: int) -> bool:
         work = self.buckets[index].next()
         if work is not None:
-            self.buckets[index].done(work)
+            do(self.buckets[index], work)
         return work is not None
 
 
@@ -471,7 +480,7 @@ class Interleavings(RuleBasedStateMachine):
     def pull(self, rank: int, worker: Worker, number: int) -> None:
         """At the worker's own clock, at the next one (pulls are asked for before their pushes come), or late."""
         clock = max(worker.start, worker.clock + 1 - number)
-        verdict = self.bucket.admits(rank, clock)
+        verdict = admits(self.bucket, rank, clock)
         if self.has_quorum:
             self.check_verdict(verdict, rank, worker, clock)
             return
@@ -492,7 +501,7 @@ class Interleavings(RuleBasedStateMachine):
             assert set(verdict.waiting_for) - {rank} <= late
             assert verdict.waiting_for or not late
         if self.consistency.aggregate:
-            assert replace(self.bucket, consistency=parse_mode("ssp:0")).admits(rank, clock) == verdict
+            assert admits(replace(self.bucket, consistency=parse_mode("ssp:0")), rank, clock) == verdict
 
     def check_verdict(self, verdict: Admission, rank: int, worker: Worker, clock: int) -> None:
         """With a quorum: its own contribution is in, or added when there were newer weights than it was taken at."""

@@ -9,6 +9,7 @@ http2.py                Frames of HTTP/2 by hand: just enough to be taken for a 
 slow_client.py          Clients that send one byte at a time
 frame_client.py         A data connection without a session: every frame by hand
 raw_worker.py           A worker without a session: a test sends every message by hand
+rules.py                Looks at update rules, as tests need them
 contract_client.py      A worker that knows the contract and nothing else of this project
 record_worker.py        Records the messages of a worker's life, to be kept with a release
 recordings.py           Sends what an earlier release's worker sent to servers of today

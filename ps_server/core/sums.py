@@ -1,0 +1,105 @@
+"""The sum of what workers have contributed to one update of a bucket, and the memory for it."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Scratch:
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
+
+    keep: tensors of a size that are kept; where more are open at a time, their memory is given back
+    """
+
+    def __init__(self, keep: int = 4) -> None:
+        self._keep = keep
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor of [numel] with anything in it."""
+        try:
+            return self._free[numel, dtype].pop()  # in one go: another thread may take the last one
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor back."""
+        free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
+        if len(free) < self._keep:
+            free.append(tensor)
+
+
+class Sum:
+    """A sum of tensors of [numel], in the order in which they are added. Not thread-safe.
+
+    total: the sum, in float32 where what is added is narrower; None: nothing was added
+    last:  what is still to be added to it; None: nothing
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.total: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+        self._scratch = scratch
+        self._owns = self._owns_last = False  # it may be written
+        self._is_scratch = False
+
+    def add(self, values: torch.Tensor, own: bool, copy: bool = False, is_last: bool = False) -> None:
+        """Adds a term.
+
+        own:     nobody else uses the memory of the term, so that the sum may be made in it
+        copy:    the term's owner may write it while the sum is here
+        is_last: no other one comes, as it seems now: it may be kept as `last`
+        """
+        self.complete()
+        if self.total is None and copy and not own:
+            self.total = self._scratch.take(values.numel(), values.dtype).copy_(values)
+            self._owns = self._is_scratch = True
+        elif self.total is None:
+            self.total, self._owns = values, own  # not copied: with one term it is only read
+        elif is_last and values.dtype == self.total.dtype == torch.float32:
+            self.last, self._owns_last = values, own
+        else:
+            self._add(self.total, values)
+
+    def complete(self) -> None:
+        """Adds what is still to be added."""
+        if self.total is not None and self.last is not None:
+            values, self.last = self.last, None
+            self._add(self.total, values)
+
+    def _add(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        if not self._owns or total.itemsize < 4:
+            self._add_to_scratch(total, values)
+        elif values.dtype == total.dtype:
+            total += values
+        else:
+            self._add_narrow(total, values)
+
+    def _add_to_scratch(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds a term to the first one, in memory of the scratch: it was another's, or is too narrow for a sum."""
+        wide = torch.float32 if total.itemsize < 4 else total.dtype  # half types would lose the small terms
+        self._owns = self._is_scratch = True
+        self.total = self._scratch.take(total.numel(), wide)
+        if total.dtype == values.dtype == wide:
+            torch.add(total, values, out=self.total)
+        else:
+            self.total.copy_(total)
+            self._add_narrow(self.total, values)
+
+    def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds widened values: adding mixed types takes up to three times as long as both together (measured)."""
+        wide = self._scratch.take(values.numel(), total.dtype)
+        total += wide.copy_(values)
+        self._scratch.give(wide)
+
+    def own(self) -> None:
+        """Copies what it has borrowed of a worker's memory."""
+        if self.total is not None and not self._owns:
+            self.total, self._owns = self.total.clone(), True
+        if self.last is not None and not self._owns_last:
+            self.last, self._owns_last = self.last.clone(), True
+
+    def close(self) -> None:
+        """Gives the memory of the sum back."""
+        if self.total is not None and self._is_scratch:
+            self._scratch.give(self.total)

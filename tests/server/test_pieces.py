@@ -1,0 +1,199 @@
+"""A large bucket adds the last contribution and steps SGD piece by piece: to the bit as it would step as a whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.modes import Consistency
+from ps_server.core import dense, pieces
+from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.pieces import Piece, PieceStep, pieces_of
+from ps_server.core.sums import Scratch
+
+PIECE = 64  # elements, here
+SIZES = {
+    "first": 40,
+    "large": 300,
+    "tiny": 1,
+    "last": 131,
+}  # a piece may have parts of three
+HYPER: dict[str, HyperParameters] = {
+    "plain": {"lr": 0.1},
+    "momentum": {"lr": 0.1, "momentum": 0.9, "dampening": 0.2},
+    "nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "maximize": {"lr": 0.1, "maximize": True, "weight_decay": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", PIECE)
+    monkeypatch.setattr(dense, "PIECE", PIECE)
+    monkeypatch.setattr(pieces_of, "__defaults__", (PIECE,))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each step that was made in pieces."""
+    made: list[int] = []
+    run = PieceStep.run
+
+    def counting(self: PieceStep, *arguments: Any) -> None:
+        made.append(1)
+        run(self, *arguments)
+
+    monkeypatch.setattr(PieceStep, "run", counting)
+    return made
+
+
+def bucket(hyper: HyperParameters, optimizer: str = "SGD", dtype: str = "float32") -> DenseBucket:
+    """A bucket of four parameters, the last two of which have half the learning rate."""
+    groups = (hyper, {**hyper, "lr": float(hyper["lr"]) / 2})  # type: ignore[arg-type]
+    parameters = tuple(ParameterSpec(n, (size,), dtype, int(n in "tiny last")) for n, size in SIZES.items())
+    spec = JobSpec("job", parameters, optimizer, groups, Consistency(0, aggregate=True), 2**20, 0)
+    [described] = bucket_layout(parameters, 2**20).buckets
+    made = DenseBucket(spec, described, Scratch())
+    made.load(torch.randn(described.numel, generator=torch.Generator().manual_seed(1)).to(made.flat.dtype))
+    return made
+
+
+def both(hyper: HyperParameters, **named: Any) -> tuple[DenseBucket, DenseBucket]:
+    """Two alike: one is told which contribution is the last, the other is not."""
+    return bucket(hyper, **named), bucket(hyper, **named)
+
+
+def update(buckets: tuple[DenseBucket, DenseBucket], workers: int, number: int, **named: Any) -> None:
+    seeds = torch.Generator().manual_seed(number)
+    numel = buckets[0].flat.numel()
+    values = [torch.randn(numel, generator=seeds).to(buckets[0].flat.dtype) for _ in range(workers)]
+    for target, told in zip(buckets, (True, False), strict=True):
+        lent = []
+        for rank, each in enumerate(values):
+            before = each.clone()
+            target.add(Gradient(each, borrowed=True, **named), told and rank == workers - 1)
+            lent.append((each, before))
+        target.step()
+        assert all(torch.equal(each, before) for each, before in lent), "what a worker lends is only read"
+
+
+def alike(buckets: tuple[DenseBucket, DenseBucket]) -> bool:
+    states = [each.copy_state() for each in buckets]
+    same_state = [
+        {position: {name: value.tolist() for name, value in state.items()} for position, state in each.items()}
+        for each in states
+    ]
+    return torch.equal(buckets[0].flat, buckets[1].flat) and same_state[0] == same_state[1]
+
+
+def test_pieces_cover_a_bucket_once_and_know_which_elements_of_which_slice_they_have() -> None:
+    described = bucket({"lr": 1.0}).bucket
+    made = pieces_of(described, PIECE)
+    assert [(piece.start, piece.stop) for piece in made][:2] == [(0, 64), (64, 128)]
+    assert made[-1].stop == described.numel
+    covered = torch.zeros(described.numel, dtype=torch.int64)
+    for piece in made:
+        for part in piece.parts:
+            begin = described.slices[part.position].offset + part.start
+            assert begin == piece.start + part.offset
+            covered[begin : begin + part.stop - part.start] += 1
+    for part in described.slices:
+        assert covered[part.offset : part.offset + part.length].eq(1).all()
+    assert max(len(piece.parts) for piece in made) == 3
+    assert isinstance(made[0], Piece)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("hyper", HYPER.values(), ids=HYPER)
+def test_steps_in_pieces_are_those_of_the_whole_to_the_bit(
+    hyper: HyperParameters, workers: int, runs: list[int]
+) -> None:
+    buckets = both(hyper)
+    for number in range(4):
+        update(buckets, workers, number)
+        assert alike(buckets)
+    # The first step makes the momentum, of all elements at once.
+    assert len(runs) == 4 - ("momentum" in hyper)
+
+
+def test_what_turns_out_not_to_be_the_last_is_added_before_the_next(runs: list[int]) -> None:
+    buckets = both({"lr": 0.1})
+    values = [torch.randn(buckets[0].flat.numel()) for _ in range(3)]
+    for target, told in zip(buckets, (True, False), strict=True):
+        for each in values:
+            target.add(Gradient(each), told)
+        target.step()
+    assert alike(buckets)
+    assert len(runs) == 1
+
+
+def test_what_a_fenced_worker_lent_is_copied_before_it_may_write_it() -> None:
+    buckets = both({"lr": 0.1})
+    values = [torch.randn(buckets[0].flat.numel()) for _ in range(2)]
+    for target, told in zip(buckets, (True, False), strict=True):
+        lent = [each.clone() for each in values]
+        for number, each in enumerate(lent):
+            target.add(Gradient(each, borrowed=True), told and number == 1)
+        target.own()
+        for each in lent:
+            each.fill_(math.nan)
+        target.step()
+    assert alike(buckets)
+    assert buckets[0].flat.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"absent": frozenset({1})}, id="a slice without a gradient"),
+        pytest.param({"weight": 2.0}, id="weights"),
+    ],
+)
+def test_unusual_contributions_end_at_the_same_bits(changed: dict[str, Any]) -> None:
+    buckets = both({"lr": 0.1, "momentum": 0.9})
+    for number in range(3):
+        update(buckets, 2, number, **changed)
+        assert alike(buckets)
+
+
+def test_hyper_parameters_that_a_script_changes_hold_for_all_pieces(runs: list[int]) -> None:
+    buckets = both({"lr": 0.1})
+    update(buckets, 2, 0)
+    update(buckets, 2, 1, groups={0: {"lr": 0.5}, 1: {"lr": 0.25}})
+    update(buckets, 2, 2, groups={0: {"momentum": 0.9}, 1: {"momentum": 0.9}})
+    update(buckets, 2, 3)
+    assert alike(buckets)
+    assert len(runs) == 3, "the third made the momentum"
+
+
+def test_a_restored_bucket_goes_on_in_pieces(runs: list[int]) -> None:
+    buckets = both(HYPER["momentum"])
+    update(buckets, 2, 0)
+    for each in buckets:
+        each.restore(each.flat.clone(), each.copy_state(), each.groups())
+    update(buckets, 2, 1)
+    assert alike(buckets)
+    assert runs == [1]
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("AdamW", "float32"), ("SGD", "bfloat16"), ("SGD", "float64")])
+def test_others_step_as_a_whole(optimizer: str, dtype: str, runs: list[int]) -> None:
+    buckets = both({"lr": 0.1}, optimizer=optimizer, dtype=dtype)
+    assert not buckets[0].steps_in_pieces
+    for number in range(2):
+        update(buckets, 2, number)
+        assert alike(buckets)
+    assert not runs
+
+
+def test_a_bucket_of_one_piece_steps_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = bucket({"lr": 0.1})
+    assert large.steps_in_pieces
+    monkeypatch.setattr(dense, "PIECE", large.flat.numel())
+    assert not bucket({"lr": 0.1}).steps_in_pieces
