@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/figures.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\"\xcc\x04\n\rWorkerFigures\x12\x34\n\x11measured_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nstep_count\x18\x02 \x01(\x04\x12\x30\n\rdata_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10\x66orward_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11\x62\x61\x63kward_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rpush_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rpull_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rwait_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsent_bytes\x18\t \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\n \x01(\x04\x12+\n\x06values\x18\x0b \x03(\x0b\x32\x1b.ps_protocol.v1.LoggedValue\x12\x1a\n\x12looked_up_id_count\x18\x0c \x01(\x04\x12\x19\n\x11\x64istinct_id_count\x18\r \x01(\x04\x12\x1b\n\x0eresidual_ratio\x18\x0e \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_residual_ratio\"7\n\x0bLoggedValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\x01\x12\x0c\n\x04mean\x18\x03 \x01(\x01\"x\n\x0cShardFigures\x12\x34\n\x11measured_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eresident_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x03 \x01(\x04\"\xde\x02\n\x0fShardJobFigures\x12\x13\n\x0b\x61pply_count\x18\x01 \x01(\x04\x12\x31\n\x0e\x61pply_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x12\n\nsent_bytes\x18\x04 \x01(\x04\x12\x31\n\tstaleness\x18\x05 \x03(\x0b\x32\x1e.ps_protocol.v1.StalenessCount\x12P\n\x11\x61waited_durations\x18\x06 \x03(\x0b\x32\x35.ps_protocol.v1.ShardJobFigures.AwaitedDurationsEntry\x1aR\n\x15\x41waitedDurationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration:\x02\x38\x01\"\xea\x02\n\x0cTableFigures\x12\r\n\x05table\x18\x01 \x01(\t\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66ound_id_count\x18\x04 \x01(\x04\x12\x18\n\x10missing_id_count\x18\x05 \x01(\x04\x12\x18\n\x10pushed_row_count\x18\x06 \x01(\x04\x12\x1a\n\x12\x61\x64mitted_row_count\x18\x07 \x01(\x04\x12\x19\n\x11\x65xpired_row_count\x18\x08 \x01(\x04\x12\x19\n\x11\x65victed_row_count\x18\t \x01(\x04\x12\x1e\n\x16waiting_gradient_count\x18\n \x01(\x04\x12\x1e\n\x16no_room_gradient_count\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ile_row_count\x18\x0c \x01(\x04\x12\x17\n\x0f\x66ile_size_bytes\x18\r \x01(\x04\x12\x15\n\rcold_id_count\x18\x0e \x01(\x04\"P\n\x0eStalenessCount\x12\x17\n\nmax_clocks\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0egradient_count\x18\x02 \x01(\x04\x42\r\n\x0b_max_clocksBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cps_protocol/v1/figures.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\"\xcc\x04\n\rWorkerFigures\x12\x34\n\x11measured_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nstep_count\x18\x02 \x01(\x04\x12\x30\n\rdata_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10\x66orward_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11\x62\x61\x63kward_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rpush_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rpull_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rwait_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsent_bytes\x18\t \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\n \x01(\x04\x12+\n\x06values\x18\x0b \x03(\x0b\x32\x1b.ps_protocol.v1.LoggedValue\x12\x1a\n\x12looked_up_id_count\x18\x0c \x01(\x04\x12\x19\n\x11\x64istinct_id_count\x18\r \x01(\x04\x12\x1b\n\x0eresidual_ratio\x18\x0e \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_residual_ratio\"7\n\x0bLoggedValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\x01\x12\x0c\n\x04mean\x18\x03 \x01(\x01\"x\n\x0cShardFigures\x12\x34\n\x11measured_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eresident_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x03 \x01(\x04\"\xde\x02\n\x0fShardJobFigures\x12\x13\n\x0b\x61pply_count\x18\x01 \x01(\x04\x12\x31\n\x0e\x61pply_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x12\n\nsent_bytes\x18\x04 \x01(\x04\x12\x31\n\tstaleness\x18\x05 \x03(\x0b\x32\x1e.ps_protocol.v1.StalenessCount\x12P\n\x11\x61waited_durations\x18\x06 \x03(\x0b\x32\x35.ps_protocol.v1.ShardJobFigures.AwaitedDurationsEntry\x1aR\n\x15\x41waitedDurationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration:\x02\x38\x01\"\x9c\x03\n\x0cTableFigures\x12\r\n\x05table\x18\x01 \x01(\t\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66ound_id_count\x18\x04 \x01(\x04\x12\x18\n\x10missing_id_count\x18\x05 \x01(\x04\x12\x18\n\x10pushed_row_count\x18\x06 \x01(\x04\x12\x1a\n\x12\x61\x64mitted_row_count\x18\x07 \x01(\x04\x12\x19\n\x11\x65xpired_row_count\x18\x08 \x01(\x04\x12\x19\n\x11\x65victed_row_count\x18\t \x01(\x04\x12\x1e\n\x16waiting_gradient_count\x18\n \x01(\x04\x12\x1e\n\x16no_room_gradient_count\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ile_row_count\x18\x0c \x01(\x04\x12\x17\n\x0f\x66ile_size_bytes\x18\r \x01(\x04\x12\x15\n\rcold_id_count\x18\x0e \x01(\x04\x12\x30\n\x0b\x63onsistency\x18\x0f \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\"P\n\x0eStalenessCount\x12\x17\n\nmax_clocks\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0egradient_count\x18\x02 \x01(\x04\x42\r\n\x0b_max_clocksBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
   _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._loaded_options = None
   _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERFIGURES']._serialized_start=81
-  _globals['_WORKERFIGURES']._serialized_end=669
-  _globals['_LOGGEDVALUE']._serialized_start=671
-  _globals['_LOGGEDVALUE']._serialized_end=726
-  _globals['_SHARDFIGURES']._serialized_start=728
-  _globals['_SHARDFIGURES']._serialized_end=848
-  _globals['_SHARDJOBFIGURES']._serialized_start=851
-  _globals['_SHARDJOBFIGURES']._serialized_end=1201
-  _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._serialized_start=1119
-  _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._serialized_end=1201
-  _globals['_TABLEFIGURES']._serialized_start=1204
-  _globals['_TABLEFIGURES']._serialized_end=1566
-  _globals['_STALENESSCOUNT']._serialized_start=1568
-  _globals['_STALENESSCOUNT']._serialized_end=1648
+  _globals['_WORKERFIGURES']._serialized_start=107
+  _globals['_WORKERFIGURES']._serialized_end=695
+  _globals['_LOGGEDVALUE']._serialized_start=697
+  _globals['_LOGGEDVALUE']._serialized_end=752
+  _globals['_SHARDFIGURES']._serialized_start=754
+  _globals['_SHARDFIGURES']._serialized_end=874
+  _globals['_SHARDJOBFIGURES']._serialized_start=877
+  _globals['_SHARDJOBFIGURES']._serialized_end=1227
+  _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._serialized_start=1145
+  _globals['_SHARDJOBFIGURES_AWAITEDDURATIONSENTRY']._serialized_end=1227
+  _globals['_TABLEFIGURES']._serialized_start=1230
+  _globals['_TABLEFIGURES']._serialized_end=1642
+  _globals['_STALENESSCOUNT']._serialized_start=1644
+  _globals['_STALENESSCOUNT']._serialized_end=1724
 # @@protoc_insertion_point(module_scope)

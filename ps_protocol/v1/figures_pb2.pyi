@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from ps_protocol.v1 import job_pb2 as _job_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -85,7 +86,7 @@ class ShardJobFigures(_message.Message):
     def __init__(self, apply_count: _Optional[int] = ..., apply_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[StalenessCount, _Mapping]]] = ..., awaited_durations: _Optional[_Mapping[int, _duration_pb2.Duration]] = ...) -> None: ...
 
 class TableFigures(_message.Message):
-    __slots__ = ("table", "row_count", "size_bytes", "found_id_count", "missing_id_count", "pushed_row_count", "admitted_row_count", "expired_row_count", "evicted_row_count", "waiting_gradient_count", "no_room_gradient_count", "file_row_count", "file_size_bytes", "cold_id_count")
+    __slots__ = ("table", "row_count", "size_bytes", "found_id_count", "missing_id_count", "pushed_row_count", "admitted_row_count", "expired_row_count", "evicted_row_count", "waiting_gradient_count", "no_room_gradient_count", "file_row_count", "file_size_bytes", "cold_id_count", "consistency")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +101,7 @@ class TableFigures(_message.Message):
     FILE_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     FILE_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     COLD_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     table: str
     row_count: int
     size_bytes: int
@@ -114,7 +116,8 @@ class TableFigures(_message.Message):
     file_row_count: int
     file_size_bytes: int
     cold_id_count: int
-    def __init__(self, table: _Optional[str] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., found_id_count: _Optional[int] = ..., missing_id_count: _Optional[int] = ..., pushed_row_count: _Optional[int] = ..., admitted_row_count: _Optional[int] = ..., expired_row_count: _Optional[int] = ..., evicted_row_count: _Optional[int] = ..., waiting_gradient_count: _Optional[int] = ..., no_room_gradient_count: _Optional[int] = ..., file_row_count: _Optional[int] = ..., file_size_bytes: _Optional[int] = ..., cold_id_count: _Optional[int] = ...) -> None: ...
+    consistency: _job_pb2.Consistency
+    def __init__(self, table: _Optional[str] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., found_id_count: _Optional[int] = ..., missing_id_count: _Optional[int] = ..., pushed_row_count: _Optional[int] = ..., admitted_row_count: _Optional[int] = ..., expired_row_count: _Optional[int] = ..., evicted_row_count: _Optional[int] = ..., waiting_gradient_count: _Optional[int] = ..., no_room_gradient_count: _Optional[int] = ..., file_row_count: _Optional[int] = ..., file_size_bytes: _Optional[int] = ..., cold_id_count: _Optional[int] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ...) -> None: ...
 
 class StalenessCount(_message.Message):
     __slots__ = ("max_clocks", "gradient_count")

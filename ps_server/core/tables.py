@@ -241,6 +241,7 @@ class Tables(Mapping[int, ShardTable]):
                     each.rows.counts,
                     each.rows.in_file.rows,
                     each.rows.in_file.nbytes,
+                    each.spec.rows.consistency,
                 )
                 for each in self.values()
             ]

@@ -56,6 +56,7 @@ while True:
 # What a shard says of a table.
 TABLE = {
     "table": "items",
+    "consistency": {"max_staleness": 4, "aggregate": False, "quorum": None, "quorum_grace": 0.0},
     "row_count": 10,
     "size_bytes": 1000,
     "file_row_count": 4,
@@ -203,7 +204,7 @@ def test_tables_of_rows_are_added_up_over_the_shards(look: Callable[..., Any]) -
         "[...document.querySelectorAll('#tables tbody tr')].map(row => row.innerText.split(/\\s*\\t/))"
     )
     assert rows == [
-        ["items", "20", "2.0 kB", "8", "24", "2", "2", "200", "75.0 %"],
+        ["items (ssp:4)", "20", "2.0 kB", "8", "24", "2", "2", "200", "75.0 %"],
         ["tags", "20", "2.0 kB", "8", "24", "2", "2", "0", "–"],
     ]
 

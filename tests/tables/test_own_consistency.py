@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ps_worker
 from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_server.core.limits import Limits
+from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.worker import incarnation_of
 from tests.tools.cases import cases
@@ -107,6 +108,16 @@ def test_rows_are_trained_and_looked_up_while_the_step_waits_for_a_slow_worker(
     # A mean of the two, or a step of each.
     assert [counted for counted, _ in both] == [[1.0 if own is None else 2.0] * 5] * 2
     assert [updates for _, updates in both] == [1.0 if mode == "sync" else 2.0] * 2
+
+
+def test_status_says_which_tables_have_a_rule_of_their_own(shared: Cluster, job: str) -> None:
+    for own, text in ((None, "  table rows: 5 rows"), ("ssp:3", "  table rows (ssp:3): 5 rows")):
+        name = f"{job}{len(text)}"
+        with shared.connect("sync", job=name) as session:
+            Worker(session, Both(own)).step(IDS)
+            await_applied(shared, name)
+            lines = status.table(status.fetch(shared.address)).splitlines()
+            assert [line for line in lines if line.startswith(text)], lines
 
 
 def test_a_job_without_other_weights_steps_with_a_table_under_its_mode(shared: Cluster, job: str) -> None:
