@@ -402,7 +402,7 @@ class Cluster:
                 flat = bucket.weights.flat
                 if run.rules.late:
                     staged = [add.contribution.values for add in bucket.rule.waiting.values()]
-                    flat = flat - sum(each for each in [bucket.weights._open.total, *staged] if each is not None)
+                    flat = flat - sum(each for each in [bucket.weights._open.sum.total, *staged] if each is not None)
                 view[bucket.spec.index] = flat[: view[0].numel()].view(view[0].shape)
         return view
 

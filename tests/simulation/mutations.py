@@ -176,7 +176,7 @@ def drops_what_is_late(patch: pytest.MonkeyPatch) -> None:
 def hears_no_hyper_parameters(patch: pytest.MonkeyPatch) -> None:
     """An update is made with the hyper-parameters that the job began with, and not with those that come with pushes."""
     add = OpenUpdate.add
-    patch.setattr(OpenUpdate, "add", lambda self, gradient: add(self, replace(gradient, groups={})))
+    patch.setattr(OpenUpdate, "add", lambda self, gradient, last: add(self, replace(gradient, groups={}), last))
 
 
 def forgets_what_it_has_sent(patch: pytest.MonkeyPatch) -> None:

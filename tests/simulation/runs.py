@@ -100,6 +100,38 @@ def job_beside(mode: str) -> Job:
     return Job(BESIDE, mode, Shape(buckets=1, rows=8, columns=7), 2)
 
 
+class Tries:
+    """After how many rollbacks each step was tried last, and acknowledged: the last try decides whether it is in."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, int] = {}  # by step
+        self._acknowledged: dict[tuple[int, int], int] = {}  # by life and step
+
+    def begun(self, step: int, rollbacks: int) -> None:
+        """Notes that somebody makes a step."""
+        self._begun[step] = max(rollbacks, self._begun.get(step, 0))
+
+    def acknowledged(self, life: int, step: int, rollbacks: int) -> None:
+        """Notes that a life's step was acknowledged."""
+        self._acknowledged[life, step] = rollbacks
+
+    def follow(self, earlier: Tries) -> None:
+        """Takes what an earlier launch tried."""
+        for step, rollbacks in earlier._begun.items():
+            self.begun(step, rollbacks)
+        self._acknowledged = earlier._acknowledged | self._acknowledged
+
+    def decided(self, life: Life) -> Life:
+        """Returns a life without the steps that a rollback undid and that somebody has tried once more since: who did
+        so may have died over it."""
+        done = {
+            step: clock
+            for step, clock in life.done.items()
+            if self._acknowledged.get((life.number, step), 0) >= self._begun.get(step, 0)
+        }
+        return replace(life, done=done)
+
+
 class Run:
     """One run of a job.
 
@@ -120,6 +152,7 @@ class Run:
         self.lives: list[Life] = []
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []
+        self.tries = Tries()
         self.gone: set[int] = set()
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
@@ -170,6 +203,7 @@ class Run:
         have come first with its initial value, for each bucket.
         """
         self.lives[:0] = earlier.lives
+        self.tries.follow(earlier.tries)
         for row, lives in earlier.writers.items():
             self.writers.setdefault(row, [])[:0] = lives
         self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
@@ -203,9 +237,10 @@ class Run:
         rows = [in_counting_order(content[COUNTS, shard].in_order(shard)) for shard in range(SHARDS) if content]
         lost = [buckets + shard in self.lossy for shard in range(SHARDS)]
         staying = {self.row(each.life.number, each.rank): [each.kept()] for each in self.staying() if each.host.alive}
+        lives = [self.tries.decided(life) for life in self.lives] if self.rules.averaged else self.lives
         return [
-            *judge(view, [*self._marks, *self.lives], self.rules, lossy),
-            *(judge(torch.stack(rows), self.lives, self.rules, frozenset(b - buckets for b in lossy)) if rows else ()),
+            *judge(view, [*self._marks, *lives], self.rules, lossy),
+            *(judge(torch.stack(rows), lives, self.rules, frozenset(b - buckets for b in lossy)) if rows else ()),
             *(
                 violation
                 for table in self.job.tables

@@ -469,6 +469,7 @@ class Worker:
             self._connect(place)
             return
         self.life.attempted.append(number)
+        self.run.tries.begun(number, place.result.restore_count)
         place.clock += 1
         clock = place.clock
         gradient = self._witness.gradient(number) * moved_in(self.run.spec.local, clock)
@@ -479,6 +480,7 @@ class Worker:
             place.cut()
             self._connect(self._renewed(place, lost.__cause__))
             return
+        self.run.tries.acknowledged(self.life.number, number, place.result.restore_count)
         self._acknowledged(number, clock)
         if clock in self._saves:
             self._saves.discard(clock)
