@@ -29,7 +29,7 @@ from ps_server.core.tables import joined
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
-from ps_server.storage.table_files import Rows, check_format, write_rows
+from ps_server.storage.table_files import Rows, check_format, save_tensors, write_rows
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
@@ -53,8 +53,8 @@ def export(directory: Path, job: str, name: str | None, output: Path, tables_as:
         output.mkdir(parents=True, exist_ok=True)
         for name, rows in tables.items():
             write_rows(rows, output / "tables", name, tables_as)
-        safetensors.torch.save_file(model, output / "model.safetensors", {"format": "pt"})
-        safetensors.torch.save_file(optimizer, output / "optimizer.safetensors", {"format": "pt"})
+        save_tensors(model, output / "model.safetensors", {"format": "pt"})
+        save_tensors(optimizer, output / "optimizer.safetensors", {"format": "pt"})
         (output / "optimizer.json").write_text(
             json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
         )

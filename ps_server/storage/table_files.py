@@ -10,6 +10,7 @@ and last [n] int64, the update of the table that trained a row last. Rows are in
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,19 @@ def write_rows(rows: Rows, folder: Path, name: str, form: str) -> None:
     WRITERS[form](rows, folder / name.replace("/", "_"))
 
 
+def save_tensors(tensors: Rows, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes tensors in the format of safetensors, in a file with the mode of any other new file.
+
+    The library makes its file readable for its owner alone, whatever the umask. Raises OSError or SafetensorError.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask has it, or that of the file that is replaced
+    safetensors.torch.save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
+
+
 def _write_safetensors(rows: Rows, path: Path) -> None:
-    safetensors.torch.save_file(dict(rows), f"{path}.safetensors")
+    save_tensors(rows, path.with_name(f"{path.name}.safetensors"))
 
 
 def _write_npy(rows: Rows, path: Path) -> None:

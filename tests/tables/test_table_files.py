@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +141,19 @@ def test_an_export_has_tables_in_the_format_that_was_asked_for(trained: Path, tm
     (tmp_path / "npy" / "tables" / "item" / "ids.npy").mkdir()
     with pytest.raises(CheckpointFailed, match="npy cannot be written: "):
         export(trained, "default", None, tmp_path / "npy", "npy")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(trained: Path, tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        for form in ("safetensors", "npy"):
+            export(trained, "default", None, tmp_path / "out", form)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (tmp_path / "out").rglob("*.*")}
+    assert {"model.safetensors", "optimizer.safetensors", "optimizer.json", "item.safetensors", "ids.npy"} <= set(modes)
+    assert set(modes.values()) == {oct(0o666 & ~mask)}, modes
 
 
 def test_the_command_writes_parquet(
