@@ -18,6 +18,7 @@ from bench.results import Result
 NAMES = (
     "round",
     "train",
+    "peers",
     "straggler",
     "network",
     "lowcomm",

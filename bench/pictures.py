@@ -70,8 +70,9 @@ def lines(path: Path, x: str, y: str, found: Mapping[str, Sequence[Line]]) -> No
     """A panel of lines for each title, beside each other; x counts in powers of two."""
     figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
     for axes, (title, group) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        dotted = sum(line.dotted for line in group)
         for line in group:
-            style = {"linestyle": ":", "color": "black"} if line.dotted else {"marker": "o"}
+            style = {"linestyle": ":", "color": "black" if dotted == 1 else None} if line.dotted else {"marker": "o"}
             axes.plot(*zip(*line.points, strict=True), label=line.name, **style)
         ticks = sorted({point[0] for line in group for point in line.points})
         axes.set_xscale("log", base=2)

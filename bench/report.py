@@ -21,6 +21,9 @@ COLUMNS = (
     ("samples_per_second", "samples/s", "{:.0f}"),
     ("gigabytes_per_second", "GB/s", "{}"),
     ("moved_bytes", "MB on a worker's link, a step", "{:.1f}"),
+    ("sent_bytes", "MB a worker sends", "{:.1f}"),
+    ("received_bytes", "MB a worker receives", "{:.1f}"),
+    ("predicted_bytes", "MB predicted, of a ring each way", "{:.1f}"),
     ("cpu_seconds_per_gigabyte", "CPU, s a GB", "{:.3f}"),
     ("shards_cpu_ms", "CPU of the shards, ms a step", "{:.2f}"),
     ("loss", "last loss", "{:.3f}"),
@@ -33,12 +36,22 @@ COLUMNS = (
     ("pair_count", "pairs of kinds that overlapped", "{}"),
     ("lost_steps", "steps lost with shards, and counted", "{}"),
     ("violations", "violations", "{}"),
+    ("not_measured", "not measured, because", "{}"),
 )
-UNITS = {"moved_bytes": 1e6, "peak_bytes": MIB, "imports_bytes": MIB, "shared_bytes": MIB, "held_bytes": MIB}
+UNITS = {
+    "moved_bytes": 1e6,
+    "sent_bytes": 1e6,
+    "received_bytes": 1e6,
+    "predicted_bytes": 1e6,
+    "peak_bytes": MIB,
+    "imports_bytes": MIB,
+    "shared_bytes": MIB,
+    "held_bytes": MIB,
+}
 
 
 def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
-    """Writes FOLDER.md from FOLDER/*.jsonl, a section a file, in the order of the benchmarks."""
+    """Writes FOLDER.md from FOLDER/*.jsonl, a section a file in the order of the benchmarks; then those without."""
     order = list(modules)
     files = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.jsonl")}
     sections = sorted(
@@ -53,6 +66,10 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
     ]
     for stem, lines in sections:
         page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]
+    measured = {lines[0]["bench"] for _, lines in sections}
+    for name in order:
+        if name not in measured:
+            page += ["", *_without_results(name, modules[name].__doc__ or "")]
     folder.with_suffix(".md").write_text("\n".join(page) + "\n")
 
 
@@ -78,6 +95,20 @@ def _section(folder: Path, stem: str, lines: Sequence[Result], text: str) -> lis
     return found
 
 
+def _without_results(name: str, text: str) -> list[str]:
+    return [
+        f"## {name}",
+        "",
+        *text.strip().splitlines(),
+        "",
+        "```console",
+        f"$ python -m bench {name}",
+        "```",
+        "",
+        "No results of it are in benchmarks/ yet.",
+    ]
+
+
 def _table(lines: Sequence[Result]) -> list[str]:
     columns = [column for column in COLUMNS if any(line.get(column[0]) not in (None, "") for line in lines)]
     peers = list(dict.fromkeys(peer for line in lines for peer in line["ratios"]))
@@ -96,4 +127,6 @@ def _cell(line: Result, field: str, form: str) -> str:
     value = line.get(field)
     if value is None or value == "":
         return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {form.format(each / UNITS[field])}" for name, each in value.items())
     return form.format(value / UNITS[field] if field in UNITS else value)

@@ -22,7 +22,7 @@ def result(
     workers: int,
     shards: int,
     size: int,
-    ms: float,
+    ms: float | None,
     transport: str = "",
     wire: str = "",
     ratios: Mapping[str, float] | None = None,
@@ -31,7 +31,7 @@ def result(
     """One result.
 
     size:   bytes of the model's weights in float32
-    ms:     the median of what was measured, in milliseconds
+    ms:     the median of what was measured, in milliseconds; None: nothing was, and `not_measured` says why
     ratios: by the peer's name, this result divided by the peer's in the same run
     more:   what only this benchmark has
     """

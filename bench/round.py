@@ -155,7 +155,7 @@ def _of_all(used: dict[str, float]) -> dict[str, float]:
 
 def _systems(order: dict[str, Any]) -> dict[str, System]:
     elements = order["mib"] * MIB // 4
-    gradient = (torch.arange(elements) % PATTERN + dist.get_rank() + 1).float()
+    gradient = known_gradient(elements, dist.get_rank())
     found = {
         f"ours:{transport}:{wire}": _ours(order, transport, wire, gradient) for transport, wire in order["systems"]
     }
@@ -192,7 +192,7 @@ def _ours(order: dict[str, Any], transport: str, wire: str, gradient: torch.Tens
             assert parameter.grad is not None
             parameter.grad.copy_(values)
 
-    return System(fill, optimizer.step, lambda rounds: _check(parameters, rounds))
+    return System(fill, optimizer.step, lambda rounds: check(parameters, rounds, size))
 
 
 def _gloo(values: torch.Tensor, bucket: int) -> System:
@@ -209,15 +209,20 @@ def _gloo(values: torch.Tensor, bucket: int) -> System:
         gradient.div_(count)
         optimizer.step()
 
-    return System(lambda: gradient.copy_(values), step, lambda rounds: _check([weights], rounds))
+    return System(lambda: gradient.copy_(values), step, lambda rounds: check([weights], rounds, count))
 
 
-def _check(weights: Sequence[torch.Tensor], rounds: int) -> None:
+def known_gradient(elements: int, rank: int) -> torch.Tensor:
+    """Returns a worker's gradient: [elements], its rank + 1, and 0 to 4 by place."""
+    return (torch.arange(elements) % PATTERN + rank + 1).float()
+
+
+def check(weights: Sequence[torch.Tensor], rounds: int, workers: int) -> None:
     """Raises SystemExit unless all are right. They are whole numbers and halves, exact in every wire format."""
     start = 0
     for tensor in weights:
         place = torch.arange(start, start + tensor.numel()) % PATTERN
-        wrong = tensor.detach() != -rounds * (place + (dist.get_world_size() + 1) / 2)
+        wrong = tensor.detach().flatten().cpu() != -rounds * (place + (workers + 1) / 2)
         if wrong.any():
             raise SystemExit(f"wrong result: {int(wrong.sum())} of {tensor.numel()} weights, from {start} on")
         start += tensor.numel()

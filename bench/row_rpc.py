@@ -28,7 +28,7 @@ def rpc_servers(count: int, workers: int, **table: Any) -> Iterator[str]:
     table: `rows` and `dim` of all, and the learning rate `lr`
     """
     address = f"tcp://{HERE.address}:{free_port()}"
-    running = [HERE.start("bench.row_rpc_server") for _ in range(count)]
+    running = [HERE.start("bench.serving", "row_rpc") for _ in range(count)]
     try:
         for number, process in enumerate(running):
             tell(

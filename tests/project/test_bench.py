@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from bench.__main__ import NAMES, modules
+from bench.peer_part import Part, owned
+from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
+from bench.peers import reason
+from bench.report import write_page
+from bench.results import result
+from bench.scale import predicted
+from bench.training import build
 from tests.tools.launching import python
+from tests.tools.network import network_of
 
 SMALLEST = {
     "round": "--mib 1 --rounds 1 --transport shm --wire float32 --no-peers",
     "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
+    "peers": "--mib 1 --shards 1 --turns 1 --rounds 2 --layers 1 --width 64 --batch 1 --steps 2 --transport tcp"
+    " --only gloo,DataParallel",
     "train": "--layers 1 --width 64 --batch 1 --turns 1 --steps 2",
     "straggler": "--workers 2 --shards 1 --base-ms 5 --seconds 1 --turns 1",
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
@@ -25,10 +40,10 @@ SMALLEST = {
 QUICK = ("scale", "rows", "lowcomm", "crowd", "restore")  # which is made of rounds
 
 
-def run(name: str, flags: str, directory: Path) -> list[dict[str, Any]]:
+def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, Any]]:
     """The results of a benchmark; a picture of them is in the directory."""
     results = ["--json", str(directory / "found.jsonl"), "--picture", str(directory / "found.png")]
-    done = python("-m", "bench", name, *flags.split(), *results, folder=directory, seconds=600)
+    done = python("-m", "bench", name, *flags.split(), *more, *results, folder=directory, seconds=600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (directory / "found.jsonl").read_text().splitlines()]
 
@@ -41,8 +56,127 @@ def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path) -> N
     assert found
     for line in found:
         assert line["bench"] == name
-        assert line["ms"] > 0
+        assert line["not_measured"] if line["ms"] is None else line["ms"] > 0
         assert {"system", "transport", "wire", "workers", "shards", "bytes", "ratios", "threads", "versions"} <= set(
             line
         )
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- that a wrong result is found, and what cannot be measured is said -----------------------------------------------
+
+
+def trained(work: Work, ranks: range, steps: int) -> nn.Module:
+    """A model that one process has trained with the batches of some workers."""
+    model = work.model()
+    batches, optimizer = Batches(work, build(work.task)[2], ranks, work.place(0)), work.optimizer(model.parameters())
+    for _ in range(steps):
+        x, y = batches.next()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_peers_whose_weights_are_those_of_other_batches_are_refused(tmp_path: Path) -> None:
+    work, path = Work("step", 2, layers=1, width=64, batch=1), tmp_path / "expected.safetensors"
+    save_expected(trained(work, range(2), 3), path)
+    check_weights(work, trained(work, range(2), 3), path)
+    for wrong in (trained(work, range(1), 3), trained(work, range(2), 2), work.model()):
+        with pytest.raises(SystemExit, match=r"wrong result: weights are .* of their way off"):
+            check_weights(work, wrong, path)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_servers_of_the_peers_step_with_the_mean_and_a_sum_is_refused(servers: int) -> None:
+    work = Work("round", 2, mib=1)
+    models = [work.model() for _ in range(2)]
+    rounds = [Rounds(work, rank, model) for rank, model in enumerate(models)]
+    parts = [Part(work, number, servers) for number in range(servers)]
+    for _ in range(2):
+        for each in rounds:
+            each.fill()
+        last: list[list[bool]] = []
+        for model in models:
+            gradients = [[each.grad for each in part] for part in owned(model, servers)]
+            last.append([part.add(own) for part, own in zip(parts, gradients, strict=True)])
+        assert last == [[False] * servers, [True] * servers]
+    with torch.no_grad():
+        for model in models:
+            for mine, part in zip(owned(model, servers), parts, strict=True):
+                for parameter, weights in zip(mine, part.parameters, strict=True):
+                    parameter.copy_(weights)
+    for each in rounds:
+        each.check()
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.mul_(2)
+    with pytest.raises(SystemExit, match="wrong result: 32768 of 32768 weights"):
+        rounds[0].check()
+
+
+def test_what_dataparallel_brings_together_in_its_backward_pass_is_the_gradient_of_a_round() -> None:
+    work = Work("round", 1, mib=1)
+    model = work.model()
+    rounds, optimizer = Rounds(work, 0, model), work.optimizer(model.parameters())
+    for _ in range(2):
+        rounds.fill()
+        optimizer.zero_grad()
+        nn.DataParallel(model, device_ids=None)(torch.zeros(1)).mean().backward()
+        optimizer.step()
+    rounds.check()
+
+
+def test_a_peer_that_is_not_there_says_how_it_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", nothing)
+    assert "pip install '.[peers]'" in reason("Ray", Work("round", 2))
+    assert "docs/comparison.md" in reason("Horovod", Work("round", 2))
+    assert "--device cuda" in reason("DataParallel", Work("round", 2))
+    assert "2 GPUs" in reason("DataParallel", Work("round", 1, device="cuda"))
+    for name in ("ours", "gloo"):
+        assert reason(name, Work("round", 2)) == ""
+
+
+def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_path: Path) -> None:
+    folder = tmp_path / "found"
+    folder.mkdir()
+    common = {"workers": 2, "shards": 1, "size": 10**6}
+    found = [
+        result("peers", "Ray", ms=None, not_measured="Ray is not installed", **common),
+        result("scale", "ours", ms=1.0, predicted_bytes=predicted(2, 10**6), sent_bytes=1_100_000, **common),
+    ]
+    for line in found:
+        (folder / f"{line['bench']}.jsonl").write_text(json.dumps({**line, "command": "python -m bench"}) + "\n")
+    write_page(folder, modules())
+    page = (tmp_path / "found.md").read_text()
+    assert "| Ray is not installed |" in page
+    assert "| 1.1 | DataParallel 2.0, ring 1.0, ours 2.0 |" in page
+    for name in NAMES:
+        assert page.count(f"## {name}\n") == 1
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_those_of_the_formulas() -> None:
+    assert predicted(4, 100) == {"DataParallel": 600, "ring": 150, "ours": 200}
+    assert predicted(1, 100) == {"DataParallel": 0, "ring": 0, "ours": 200}
+
+
+@pytest.mark.long
+@pytest.mark.netns
+def test_the_bytes_of_a_round_at_the_interfaces_are_those_that_were_predicted(tmp_path: Path) -> None:
+    with network_of(5) as network:  # hosts count from 1 here
+        addresses = ",".join(network.address(number) for number in range(1, 5))
+        flags = f"--mib 2 --workers 3 --shards 1 --rounds 4 --transport tcp --addresses {addresses} --interface eth0"
+        prefix = f"ip netns exec {network.name(0).removesuffix('0')}{{number}}"
+        found = run("scale", flags, tmp_path, "--exec", prefix)
+    assert [line["system"] for line in found] == ["ddp", "ours"]
+    ring, ours = found
+    for way in ("sent_bytes", "received_bytes"):
+        assert 1.0 < ring[way] / ring["predicted_bytes"]["ring"] < 1.2
+        assert 0.5 < ours[way] / ours["predicted_bytes"]["ours"] < 0.6
+    assert 1.0 < ours["ratios"]["predicted"] < 1.2
