@@ -74,8 +74,9 @@ class MembershipServiceServicer:
     def Join(self, request, context):
         """Makes the caller a live worker of a job under a new incarnation, and fences an older one of the same rank.
         NOT_FOUND: no such job. INVALID_ARGUMENT: the rank is not below the job's world size. UNAVAILABLE: a shard does not
-        answer, or a worker of another launch holds the rank and it is not known yet whether that worker is alive (repeat
-        the call, with `wait_duration`). RESOURCE_EXHAUSTED: the job has as many workers as a job may have.
+        answer; or a worker of another launch holds the rank and it is not known yet whether that worker is alive; or a live
+        worker of the same launch does, and this may be a late call of a process that is dead (repeat the call, with
+        `wait_duration`, in the last two cases). RESOURCE_EXHAUSTED: the job has as many workers as a job may have.
         FAILED_PRECONDITION, reason JOB_IN_USE: live workers of another launch hold the rank, or one of the launch's ranks;
         the message names them.
         """

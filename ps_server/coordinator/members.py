@@ -182,6 +182,8 @@ class JobMembers:
             if rank >= self._limits.workers:
                 raise LimitExceeded(f"a rank must be below max-workers, {self._limits.workers}, got {rank}")
             key, older = secrets.token_bytes(LEASE_KEY_BYTES), membership.members.get(rank)
+            if older is not None and _may_be_late(request):
+                raise try_soon(f"worker {rank} of job {self._name!r} is live: a successor has to ask again")
             is_new = request.previous is None
             reservation = Reservation(rank, membership.next_incarnation(), request.attempt, key, older, is_new)
             before = self._joining.add(reservation)
@@ -212,6 +214,8 @@ class JobMembers:
             return counted
 
         shards = self._shards.all()
+        # Where one counts the worker, others wait for it: not before it is known that all shards answer.
+        self._shards.call(shards, lambda shard: shard.api.process())
         try:
             each = self._shards.call(shards, lambda shard: count(shard, None))
             clock = max(counted.frontier for counted in each)
@@ -348,3 +352,12 @@ class JobMembers:
             else:  # the shards that kept theirs still count them
                 self.removals.add(*gone)
         return members
+
+
+def _may_be_late(request: JoinRequest) -> bool:
+    """Whether the caller may have died since: a network that was cut hands a call of a dead process over when it heals.
+
+    Such a call must not push out the process that was started in its place. One that lives asks again, and says that it
+    has waited. A client that names no launch is not asked to.
+    """
+    return request.previous is None and bool(request.attempt and request.launch) and not request.waited

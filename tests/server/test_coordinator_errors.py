@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_a_new_worker_that_its_dead_predecessor_overtakes_while_it_joins_is_aske
     assert cluster.coordinator.join("job", 0, new).member.incarnation > dead.place.member.incarnation
     with pytest.raises(Fenced):
         dead.rejoin()
+
+
+def test_the_first_call_of_a_dead_worker_that_arrives_late_does_not_push_out_its_successor(cluster: OneProcess) -> None:
+    spec = vector_job("job", "async", CELLS, 0)
+    live = DirectWorker(cluster, spec, 0, "launch")
+    live.initialise()
+    request = JoinRequest(host="here", pid=7, run=live.run, launch="launch", attempt=5)
+    with pytest.raises(TryLater, match="worker 0 of job 'job' is live: a successor has to ask again"):
+        cluster.coordinator.join("job", 0, request)
+    live.push()
+    again = cluster.coordinator.join("job", 0, replace(request, waited=0.05))
+    assert again.member.incarnation > live.place.member.incarnation, "who lives asks again"
+    with pytest.raises(Fenced):
+        live.push()
 
 
 def test_workers_hear_why_their_job_is_not_rolled_back_and_it_is_not_tried_all_the_time(cluster: OneProcess) -> None:

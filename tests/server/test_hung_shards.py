@@ -171,6 +171,24 @@ def test_a_shard_that_has_not_called_in_hears_of_a_worker_that_died_meanwhile(
     assert list(roster(cluster, 1)) == [0]
 
 
+def test_no_shard_counts_a_worker_that_joins_while_another_shard_does_not_answer(cluster: OneProcess) -> None:
+    """Otherwise those who train on it would wait for the worker, each time that it tries."""
+    spec = vector_job("job", "ssp:0", CELLS, 0)
+    DirectWorker(cluster, spec, 0)
+    hung = cluster.coordinator.shards()[1].api
+
+    def process() -> int:
+        raise TryLater("shard 1 does not answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hung, "process", process)
+        with pytest.raises(TryLater, match="shard 1 does not answer"):
+            DirectWorker(cluster, spec, 1)
+        assert [list(roster(cluster, shard)) for shard in range(2)] == [[0], [0]]
+    DirectWorker(cluster, spec, 1)
+    assert [list(roster(cluster, shard)) for shard in range(2)] == [[0, 1], [0, 1]]
+
+
 def test_a_coordinator_that_was_killed_over_a_join_takes_the_worker_back(cluster: OneProcess, tmp_path: Path) -> None:
     spec = vector_job("job", "async", CELLS, 0)
     DirectWorker(cluster, spec, 0)
