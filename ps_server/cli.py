@@ -21,6 +21,7 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime import logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
+from ps_runtime.compiled_loops import NATIVE_DIR
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
@@ -111,6 +112,8 @@ def parser() -> CommandLine:
 
     config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
+
+    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
 
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
     files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
@@ -231,6 +234,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "plan":
         return _plan(arguments)
+    if arguments.command == "native":
+        from ps_server.shard.native_loops import compile_loops
+
+        print(f"ps-server: {compile_loops(arguments.native_dir)}")
+        return 0
     if arguments.command == "dev-certs":
         return _make_certificates(arguments)
     if arguments.command == "config":

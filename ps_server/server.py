@@ -34,6 +34,7 @@ from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import (
     coordinator_gauges,
+    loops_gauge,
     restart_gauges,
     security_gauges,
     service_discovery,
@@ -59,6 +60,7 @@ from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.rpc.views import Views
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.native_loops import use_native_loops
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
@@ -261,6 +263,7 @@ class Server:
 
     def _add_shard(self) -> list[str]:
         checkpoints, release = self._open_checkpoints()
+        is_native = use_native_loops(self._config.native, self._config.native_dir)
         shard = Shard(
             ShardMetrics(self._registry),
             OwnThreads(self._config.apply_threads),
@@ -288,6 +291,7 @@ class Server:
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
+        self._registry.register(loops_gauge(is_native))
         self._stops += [shard.stop, data.stop, feeds.stop, release]
         return [data.NAME, feeds.NAME, control.NAME]
 

@@ -11,6 +11,7 @@ import torch
 
 from ps_protocol.row_ids import Ids, Which
 from ps_tables.distinct import distinct
+from ps_tables.sums import add_rows
 
 Counts = npt.NDArray[np.int64]
 
@@ -47,7 +48,8 @@ class RowGradients:
         """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
         each, places, counts = distinct(ids)
         sums = torch.zeros(len(each), gradients.shape[1], dtype=torch.float32, device="cpu")
-        return RowGradients(each, counts, sums.index_add_(0, torch.from_numpy(places), gradients))
+        add_rows(sums, places, gradients)
+        return RowGradients(each, counts, sums)
 
     @staticmethod
     def union(contributions: Sequence[RowGradients]) -> RowGradients:
@@ -61,6 +63,6 @@ class RowGradients:
         for each in contributions:
             at = places[first : first + len(each)]
             counts[at] += each.counts  # distinct within one contribution
-            sums.index_add_(0, torch.from_numpy(at), each.gradients)
+            add_rows(sums, at, each.gradients)
             first += len(each)
         return RowGradients(ids, counts, sums)

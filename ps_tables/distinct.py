@@ -6,17 +6,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, mix, shards_of
+from ps_tables.native import in_use
 
 Places = npt.NDArray[np.int64]
+
+_MOST, _MOST_SHARDS = 2**30, 2**16  # of ids and shards that the compiled loop takes
 
 
 def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Places, Places]:
     """Returns each id once, the place of each id of the batch among those, and how often each occurs.
 
     [n] to [m], [n] and [m]. The order is that of shards, and then that of places in the batch: of the last id of
-    several, mostly.
+    several.
     salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
     """
+    loops = in_use.loops()
+    if loops is not None and len(ids) < _MOST and shards < _MOST_SHARDS:
+        return loops.distinct(ids, salt, shards)
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
     mask = np.int64(slots_count - 1)
     slots = mix(ids ^ np.int64(salt)).view(np.int64) & mask

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, mix
 from ps_tables.memory import RowNumbers
+from ps_tables.native import in_use
 
 _FULL = 0.75  # of the slots have a key: beyond, searches take long
 _NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
@@ -58,13 +59,20 @@ class _Slots:
 
     def find(self, ids: Ids) -> RowNumbers:
         """Returns the row of each id, -1 where it has none."""
+        loops = in_use.loops()
+        if loops is not None:
+            return loops.find(self.keys, self.rows, int(self._salt), ids)
         slots = self.probe(ids)
         rows = self.rows.take(slots).astype(np.int64) - 1
         rows[self.keys.take(slots) != ids] = -1
         return rows
 
     def insert(self, ids: Ids, rows: RowNumbers) -> None:
-        """Gives distinct ids without a row one each."""
+        """Gives distinct ids without a row one each. Which of two ids gets the slot that both want, may be either."""
+        loops = in_use.loops()
+        if loops is not None:
+            self.used += loops.insert(self.keys, self.rows, int(self._salt), ids, rows)
+            return
         slots = self.probe(ids)
         waiting = np.arange(len(ids))
         while len(waiting):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ps_protocol.errors import LimitExceeded
+from ps_tables.native import in_use
 
 RowNumbers = npt.NDArray[np.int64]
 
@@ -38,19 +39,29 @@ class RowArray:
 
     capacity: the most rows; memory is used for those that were written
     dim:      elements of a row
+    elements: [capacity, dim], all of them
     """
 
     def __init__(self, capacity: int, dim: int) -> None:
         self.dim = dim
         self._records = reserved(capacity, f"V{4 * dim}")
+        self.elements: npt.NDArray[np.float32] = self._records.view(np.float32).reshape(-1, dim)
 
     def read(self, rows: RowNumbers, out: torch.Tensor) -> None:
         """Copies rows: [n] into [n, dim], contiguous, or as flat. A number below zero gets any row."""
-        np.take(self._records, rows, out=self._as_records(out), mode="clip")  # `raise` would copy once more
+        loops = in_use.loops()
+        if loops is not None:
+            loops.gather(self._records, rows, self._as_records(out))
+        else:
+            np.take(self._records, rows, out=self._as_records(out), mode="clip")  # `raise` would copy once more
 
     def write(self, rows: RowNumbers, values: torch.Tensor) -> None:
         """Sets rows to values: [n], [n, dim], contiguous, or as flat."""
-        self._records[rows] = self._as_records(values)
+        loops = in_use.loops()
+        if loops is not None:
+            loops.scatter(self._records, rows, self._as_records(values))
+        else:
+            self._records[rows] = self._as_records(values)
 
     def _as_records(self, values: torch.Tensor) -> npt.NDArray[Any]:
         return values.detach().reshape(-1).numpy().view(self._records.dtype)

@@ -23,6 +23,8 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, tensors_kept
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables.memory import RowArray, RowNumbers
+from ps_tables.native import in_use
+from ps_tables.native.loops import ADD_SCALED, SGD, SGD_FUSED, Loops
 
 PADDING = 64  # elements: whole vector registers of every processor, and of torch's unrolled loops
 BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
@@ -57,12 +59,31 @@ class RowOptimizer(ABC):
         values:  hyper-parameters
         version: the number of the table's update, from 1: the step of optimizers that count them
         """
+        loops = in_use.loops()
+        if loops is None or not self.step_in_loops(loops, weights, rows, sums, count, values):
+            self.step_in_torch(weights, rows, sums, count, values, version)
+
+    def step_in_loops(
+        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
+    ) -> bool:
+        """Does what `step` does in a compiled loop. False where there is none for this: nothing is done then."""
+        return False
+
+    def step_in_torch(
+        self,
+        weights: RowArray,
+        rows: RowNumbers,
+        sums: torch.Tensor,
+        count: int,
+        values: HyperParameters,
+        version: int,
+    ) -> None:
+        """Does what `step` does in numpy and torch."""
         arrays = {"": weights, **self.state}
         for first in range(0, len(rows), self._block):
             block = rows[first : first + self._block]
             tensors = {name: self._gather(name, array, block) for name, array in arrays.items()}
-            gradient = self._padded("gradient", len(block), self._dim)
-            torch.div(sums[first : first + self._block].view(-1), count, out=gradient[: len(block) * self._dim])
+            gradient = self._mean(sums[first : first + self._block], count)
             self._step(tensors, gradient, len(block), values, version)
             for name, array in arrays.items():
                 array.write(block, tensors[name][: len(block) * array.dim])
@@ -86,6 +107,11 @@ class RowOptimizer(ABC):
 
         tensors: the weights by the empty name, states by theirs; padded, as the gradient is
         """
+
+    def _mean(self, sums: torch.Tensor, count: int) -> torch.Tensor:
+        gradient = self._padded("gradient", len(sums), self._dim)
+        torch.div(sums.view(-1), count, out=gradient[: len(sums) * self._dim])
+        return gradient
 
     def _gather(self, name: str, array: RowArray, rows: RowNumbers) -> torch.Tensor:
         gathered = self._padded(name, len(rows), array.dim)
@@ -113,6 +139,21 @@ class _TorchOptimizer(RowOptimizer):
         self._optimizer = ELEMENTWISE[name]([self._parameter], **values, **fused)  # type: ignore[arg-type]
         self._bare_step = bare_step(self._optimizer)
         self._steps = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._is_sgd = name == "SGD"
+
+    def step_in_loops(
+        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
+    ) -> bool:
+        """Steps by plain SGD: with momentum, weight decay or a gradient to climb, torch does."""
+        if not self._is_sgd or self.state or not loops.used & {SGD, SGD_FUSED}:
+            return False
+        group = self._optimizer.param_groups[0]
+        group.update(values)
+        if any(group[name] for name in ("momentum", "weight_decay", "maximize", "nesterov")):
+            return False
+        fused = SGD_FUSED in loops.used
+        loops.sgd(fused, weights.elements, rows, sums.detach().numpy(), count, float(group["lr"]))
+        return True
 
     def _step(
         self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
@@ -132,16 +173,37 @@ class _RowWiseAdagrad(RowOptimizer):
     def __init__(self, capacity: int, dim: int) -> None:
         super().__init__(dim, {"sum": RowArray(capacity, 1)})
 
+    def step_in_loops(
+        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
+    ) -> bool:
+        """Has a loop add to the rows. What each row's mean is multiplied by is one number, which torch computes: its
+        root is not rounded as the processor's is."""
+        if ADD_SCALED not in loops.used:
+            return False
+        kept = self.state["sum"]
+        for first in range(0, len(rows), self._block):
+            block = rows[first : first + self._block]
+            means = self._mean(sums[first : first + self._block], count)[: len(block) * self._dim].view(len(block), -1)
+            total = self._gather("sum", kept, block)
+            scales = self._scales(total, means, values)
+            kept.write(block, total[: len(block)])
+            loops.add_scaled(weights.elements, block, means.numpy(), scales[: len(block)].numpy())
+        return True
+
     def _step(
         self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
     ) -> None:
-        weights, total = tensors[""][: rows * self._dim].view(rows, -1), tensors["sum"]
+        weights = tensors[""][: rows * self._dim].view(rows, -1)
         gradients = gradient[: rows * self._dim].view(rows, -1)
+        scales = self._scales(tensors["sum"], gradients, values)
+        weights += gradients.mul_(scales[:rows, None])
+
+    def _scales(self, total: torch.Tensor, gradients: torch.Tensor, values: HyperParameters) -> torch.Tensor:
+        """Adds up the means of squares; returns what the gradients are multiplied by. total: padded"""
         # numpy sums each row by itself, whatever rows lie beside it.
         squares = torch.from_numpy(np.einsum("ij,ij->i", gradients.numpy(), gradients.numpy()))
-        total[:rows] += squares / self._dim
-        scale = -_number(values, "lr", 0.01) / (total.sqrt() + _number(values, "eps", 1e-10))
-        weights += gradients.mul_(scale[:rows, None])
+        total[: len(squares)] += squares / self._dim
+        return -_number(values, "lr", 0.01) / (total.sqrt() + _number(values, "eps", 1e-10))
 
 
 class _FtrlProximal(RowOptimizer):

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES, NonFinite
+from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
@@ -44,6 +45,7 @@ from ps_worker.strategies.local import LocalSteps
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
+from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted
 from ps_worker.values import PrepareOptions
 
@@ -263,6 +265,9 @@ class Session:
         for model in models:
             if len({tensor.device for tensor in model.parameters()}) <= 1:  # others are spread over devices on purpose
                 model.to(self.device)
+        loops = loops_for(models, self._config.native, loops_folder(self._config.native_dir), c_compiler)
+        if loops.text:
+            log.log(logging.WARNING if loops.is_trouble else logging.INFO, "%s", loops.text)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
         self._models = list(models)
         speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)

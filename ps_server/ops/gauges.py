@@ -208,6 +208,12 @@ def restart_gauges(count: int) -> Gauges[int]:
     return Gauges(lambda: count, [("ps_shard_restarts_total", text, (), lambda count: [((), count)])])
 
 
+def loops_gauge(is_native: bool) -> Gauges[bool]:
+    """Returns the gauge of whether this shard uses compiled loops for tables."""
+    text = "1 where compiled loops are used for tables, 0 where numpy is."
+    return Gauges(lambda: is_native, [("ps_native_loops", text, (), lambda is_native: [((), int(is_native))])])
+
+
 def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> bytes:
     """Returns every live shard and worker that serves metrics, in the JSON of Prometheus' http_sd_configs."""
     scheme = {"__scheme__": "https"} if encrypted else {}

@@ -5,6 +5,7 @@ freezing.py    A copy of a model for serving, with plain modules of torch in pla
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
 lookups.py     The rows that a step has looked up, and their gradients
 modules.py     Embedding and EmbeddingBag
+native_loops.py Compiled loops for tables in a worker's process
 optimizers.py  Optimizers that only tables have
 row_copy.py    The rows of one shard as a reader has copied them from its feed
 rows.py        The rows of one module in this process, and their steps; a replica of them on each rank of DDP

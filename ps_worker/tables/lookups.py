@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
+from ps_tables.sums import added_up
 from ps_worker.tables.ahead import Batch, flat_ids
 
 _LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
@@ -193,24 +192,7 @@ class _Expanded(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = context.saved_tensors
-        return _added_up(gradient, places, context.count), None
-
-
-def _added_up(gradient: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sums of gradients by their places, in the order of the batch: [n, dim] and [n] to [count, dim].
-
-    On the CPU by torch's bags, after sorting: half the time of index_add_ in float32, and the same bits (measured: 0.6
-    beside 1.1 ms for 26,624 gradients of 10,271 rows).
-    """
-    if gradient.device.type != "cpu" or gradient.dtype != torch.float32 or not len(places):
-        return gradient.new_zeros(count, gradient.shape[1]).index_add_(0, places, gradient)
-    found = places.numpy()
-    keys = (found << 32) | np.arange(len(found))
-    keys.sort()
-    ends = np.cumsum(np.bincount(found, minlength=count))
-    begins = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
-    order = torch.from_numpy(keys & (2**32 - 1))
-    return functional.embedding_bag(order, gradient.contiguous(), begins, mode="sum")
+        return added_up(gradient, places, context.count), None
 
 
 class _Joined(torch.autograd.Function):

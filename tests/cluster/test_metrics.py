@@ -556,7 +556,7 @@ def test_every_promised_name_is_there(exposed: dict[str, str]) -> None:
         "shard": "ps_push_total ps_push_bytes_total ps_push_refused_total ps_pull_total ps_pull_bytes_total "
         "ps_apply_seconds_count ps_accumulate_seconds_count ps_apply_staleness_clocks_count ps_job_bytes "
         "ps_staged_bytes ps_buckets ps_bucket_version_min ps_bucket_version_max ps_waiting_pulls ps_shard_clock "
-        "ps_shard_workers ps_shard_restarts_total ps_table_rows ps_table_bytes ps_table_lookups_total "
+        "ps_shard_workers ps_shard_restarts_total ps_native_loops ps_table_rows ps_table_bytes ps_table_lookups_total "
         "ps_table_pushed_rows_total ps_table_admitted_rows_total ps_table_forgotten_rows_total "
         "ps_table_dropped_gradients_total grpc_server_started_total grpc_server_handled_total "
         "grpc_server_msg_received_total grpc_server_msg_sent_total grpc_server_handling_seconds_count "

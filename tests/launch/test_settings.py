@@ -49,6 +49,8 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
         ("int2", "int4,", "int4,int4,int4", "INT4"),
     ),
     "shared_directory": ([("/shared", Path("/shared"))], ()),
+    "native": ([("off", "off"), ("build", "build")], ("on", "OFF", "1")),
+    "native_dir": ([("/loops", "/loops")], ()),
     "tls_cert": ([], ("no/such.pem",)),
     "tls_key": ([], ("no/such.pem",)),
     "tls_ca": ([], ("no/such.pem",)),
@@ -74,7 +76,7 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    assert {*names, "rank"} - keywords == {"start_timeout", "wire", "log_level", "log_format"}
+    assert {*names, "rank"} - keywords == {"start_timeout", "wire", "native", "native_dir", "log_level", "log_format"}
 
 
 def test_a_quorum_is_a_part_of_the_rule_as_flag_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "ps_protocol": set[str](),
     "ps_runtime": set[str](),
     "ps_launch": {"ps_runtime"},
+    "ps_tables.native": set[str](),
     "ps_tables": set[str](),
     "ps_server.core": {"ps_tables"},
     "ps_server.failpoints": set[str](),
@@ -82,6 +83,7 @@ ONLY_IN = {
     "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster"},
     "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {"ps_protocol.convert", "ps_server.rpc", "ps_worker.cluster"},
+    "cffi": {"ps_tables.native.loading"},
     "fsspec": {"ps_server.storage.objects"},
     "prometheus_client": {
         "ps_runtime.metrics",

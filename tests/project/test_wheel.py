@@ -40,7 +40,7 @@ def test_the_contract_is_in_the_wheel_as_it_is_here(wheel: zipfile.Path) -> None
 
 def test_the_code_and_its_types_are_in_the_wheel_and_nothing_else(wheel: zipfile.Path) -> None:
     names = {name for name in wheel.root.namelist() if ".dist-info/" not in name and not name.endswith("/")}
-    kinds = (".py", ".pyi", "py.typed")
+    kinds = (".py", ".pyi", "py.typed", ".c", ".h")
     here = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES

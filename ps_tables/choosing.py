@@ -1,0 +1,66 @@
+"""Which loops a process uses for tables: compiled ones, where they are and give the same bits, or numpy and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ps_protocol.errors import Unsupported
+from ps_tables.equal_bits import with_equal_bits
+from ps_tables.native import building, in_use
+from ps_tables.native.loading import load
+from ps_tables.native.loops import ADD, ADD_SCALED, SGD, SGD_FUSED, Loops
+
+AUTO, BUILD, OFF = "auto", "build", "off"
+CHOICES = (AUTO, BUILD, OFF)
+
+# What people call the loops that torch may round in another way.
+_CALLED = {"SGD": {SGD, SGD_FUSED}, "row-wise Adagrad": {ADD_SCALED}, "sums": {ADD}}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    is_native: compiled loops are used
+    text:      one line for the log; empty: there is nothing to say
+    is_trouble: numpy and torch are used although compiled loops were wanted: the line says why
+    """
+
+    is_native: bool
+    text: str = ""
+    is_trouble: bool = False
+
+
+@cache
+def _loaded(path: Path) -> Loops:
+    """Returns the loops of a file, tried out: once in a process."""
+    return with_equal_bits(load(path))
+
+
+def choose(how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Choice:
+    """Has this process use loops, and returns which. What goes wrong is no error: the results are the same without.
+
+    how:      of CHOICES. auto: compiled loops if they are in the folder; build: compiled now if they are not there
+    compiler: returns the words that start a C compiler
+    """
+    in_use.use(None)
+    if how == OFF:
+        return Choice(False)
+    try:
+        path = folder / building.file_name()
+        if not path.exists():
+            if how == AUTO and not any(folder.glob(building.FILES)):
+                return Choice(False)
+            if how == AUTO:
+                raise Unsupported(f"those in {folder} are of another version or processor: run `ps-server native`")
+            path = building.build(folder, compiler())
+        loops = _loaded(path)
+    except (Unsupported, OSError) as error:
+        return Choice(False, f"tables: numpy in place of compiled loops: {error}", is_trouble=True)
+    in_use.use(loops)
+    without = [name for name, loops_of in _CALLED.items() if not loops_of & loops.used]
+    but = f", but not for {' and '.join(without)}, which torch rounds in another way here" if without else ""
+    return Choice(True, f"tables: compiled loops, {path}{but}")

@@ -1,0 +1,286 @@
+"""Compiled loops give the bits of numpy and torch: each of them, and a whole training run."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.row_ids import mix
+from ps_protocol.tables import Initializer, TableSpec
+from ps_runtime.compiled_loops import c_compiler
+from ps_tables import index, optimizers, sums
+from ps_tables.contributions import RowGradients
+from ps_tables.distinct import distinct
+from ps_tables.equal_bits import same, special_numbers, with_equal_bits
+from ps_tables.memory import RowArray
+from ps_tables.native import in_use
+from ps_tables.native.building import build
+from ps_tables.native.loading import load
+from ps_tables.native.loops import ADD, ADD_SCALED, SGD, SGD_FUSED, Loops
+from ps_tables.table import Table
+from tests.tools.cluster import Cluster
+from tests.tools.table_model import TableModel, train
+
+EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]
+DIMS = (1, 3, 8, 17, 64)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's cache with compiled loops."""
+    if importlib.util.find_spec("cffi") is None:
+        pytest.skip("needs cffi")
+    if not c_compiler():
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("cache")
+    build(folder / "ps-torch", [*c_compiler(), "-Wall", "-Wextra", "-Werror"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loops(cache: Path) -> Loops:
+    """What was compiled, as far as it gives torch's bits here."""
+    [path] = (cache / "ps-torch").iterdir()
+    return with_equal_bits(load(path))
+
+
+@pytest.fixture(autouse=True)
+def _numpy() -> Iterator[None]:
+    """Whatever a test has used, the next one begins with numpy."""
+    yield
+    in_use.use(None)
+
+
+def rows_of(numbers: torch.Tensor) -> RowArray:
+    array = RowArray(len(numbers), numbers.shape[1])
+    array.write(np.arange(len(numbers)), numbers)
+    return array
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch may round in another way")
+def test_every_loop_is_used_where_torch_is_known_to_round_as_it_does(loops: Loops) -> None:
+    assert loops.used in ({ADD, ADD_SCALED, SGD}, {ADD, ADD_SCALED, SGD_FUSED})
+
+
+def test_loops_whose_bits_differ_are_left_out(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only those: torch rounds by its version and the processor."""
+    before = optimizers.RowOptimizer.step_in_torch
+
+    def other(self: optimizers.RowOptimizer, weights: RowArray, rows: np.ndarray, *more: object) -> None:
+        before(self, weights, rows, *more)  # type: ignore[arg-type]
+        weights.elements[5, 0] = np.nextafter(weights.elements[5, 0], np.float32(2))
+
+    monkeypatch.setattr(optimizers.RowOptimizer, "step_in_torch", other)
+    left = with_equal_bits(loops)
+    assert left.used == {ADD}
+    ours, theirs = rows_of(torch.ones(9, 2)), rows_of(torch.ones(9, 2))
+    in_use.use(left)
+    for array in (ours, theirs):
+        optimizers.row_optimizer("SGD", {"lr": 0.5}, 9, 2).step(array, np.arange(9), torch.ones(9, 2), 1, {}, 1)
+    assert np.array_equal(ours.elements, theirs.elements)
+    assert ours.elements[5, 0] != 0.5, "torch has stepped"
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    ids=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1))),
+    salt=st.integers(-(2**63), 2**63 - 1),
+    shards=st.integers(1, 5),
+)
+def test_distinct_ids_come_in_the_same_order(loops: Loops, ids: list[int], salt: int, shards: int) -> None:
+    batch = np.array(ids, np.int64)
+    in_use.use(None)
+    expected = distinct(batch, salt, shards)
+    found = loops.distinct(batch, salt, shards)
+    assert all(np.array_equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found, expected, strict=True))
+
+
+def test_a_large_batch_has_the_same_distinct_ids(loops: Loops) -> None:
+    batch = mix(np.random.default_rng(1).zipf(1.2, 30_000) % 10_000).astype(np.int64)
+    for each in (batch, batch[::2], np.arange(5_000)):
+        for shards in (1, 3, 300):
+            found, expected = loops.distinct(np.ascontiguousarray(each), 7, shards), distinct(each, 7, shards)
+            assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_an_index_finds_the_same_rows_whichever_loops_have_filled_it(loops: Loops) -> None:
+    """Also where they take turns, ids share a slot, and rows are removed."""
+    rng = np.random.default_rng(3)
+    crowd = np.arange(400_000)
+    every = np.unique(np.concatenate([rng.integers(-(2**63), 2**63 - 1, 20_000), EDGES, crowd[mix(crowd) % 1024 == 5]]))
+    rng.shuffle(every)
+    indexes = [index.Index(9) for _ in range(3)]
+    for turn, part in enumerate(np.array_split(every, 12)):
+        rows, gone = np.arange(len(part)) + 100 * turn, part[: len(part) // 3]
+        for number, each in enumerate(indexes):
+            in_use.use((None, loops, (None, loops)[turn % 2])[number])
+            each.insert(part, rows)
+            each.remove(gone)
+            each.insert(gone[::2], rows[: len(gone[::2])])
+        found = []
+        for use in (None, loops):
+            in_use.use(use)
+            found += [each.find(every) for each in indexes]
+        assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert len({(len(each), each._slots.used, each.nbytes) for each in indexes}) == 1
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_are_read_and_written_alike(loops: Loops, dim: int) -> None:
+    """To the last bit of a NaN; a place below zero or beyond the end reads the first or the last row."""
+    numbers, rng = special_numbers(300, dim, 1), np.random.default_rng(dim)
+    read, written = [], []
+    for use in (None, loops):
+        array = rows_of(numbers)
+        in_use.use(use)
+        out = torch.empty(500, dim)
+        array.read(np.concatenate([rng.permutation(300), np.arange(-50, 150) * 3]), out)
+        rng = np.random.default_rng(dim)
+        array.write(np.array([7, 299, 7, 0]), special_numbers(4, dim, 2))  # of two for one row the last one stays
+        read.append(out.view(torch.int32)[300:])
+        written.append(array.elements.view(np.int32))
+    assert torch.equal(*read)
+    assert np.array_equal(*written)
+    empty = np.empty(0, np.int64)
+    array.read(empty, torch.empty(0, dim))
+    array.write(empty, torch.empty(0, dim))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sums_have_the_bits_of_both_ways_of_torch(loops: Loops, dim: int) -> None:
+    values, places = special_numbers(900, dim, 3), np.random.default_rng(dim).zipf(1.3, 900) % 200
+    by_index = torch.zeros(200, dim).index_add_(0, torch.from_numpy(places), values)
+    in_use.use(loops)
+    found = sums.added_up(values, torch.from_numpy(places), 200)
+    assert same(found, by_index)
+    assert same(found, sums.added_up_in_torch(values, places, 200))
+    ids = places * 3 - 50
+    pair = []
+    for use in (None, loops):
+        in_use.use(use)
+        each = [RowGradients.summed(ids[part], values[part]) for part in (slice(0, 400), slice(300, 900))]
+        pair.append(RowGradients.union(each))
+    assert same(pair[0].gradients, pair[1].gradients)
+    assert np.array_equal(pair[0].ids, pair[1].ids)
+    assert np.array_equal(pair[0].counts, pair[1].counts)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 1e-30, "momentum": 0.0}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("SGD", {"lr": 0.1, "weight_decay": 0.01}),
+        ("SGD", {"lr": 0.1, "maximize": True}),
+        ("RowWiseAdagrad", {"lr": 0.3, "eps": 1e-3, "initial_accumulator_value": 0.5}),
+        ("RowWiseAdagrad", {}),
+        ("Adagrad", {"lr": 0.1}),
+    ],
+    ids=str,
+)
+def test_rows_are_stepped_alike(
+    loops: Loops, name: str, values: dict[str, float], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several blocks, by means of several counts, with a rate that changes."""
+    monkeypatch.setattr(optimizers, "BLOCK_ELEMENTS", 200 * dim)
+    ends = []
+    for use in (None, loops):
+        in_use.use(use)
+        array = rows_of(special_numbers(700, dim, 4))
+        optimizer = optimizers.row_optimizer(name, values, 700, dim)
+        optimizer.reset(np.arange(700), values)
+        for version, count in enumerate((1, 3, 7), 1):
+            rows = np.random.default_rng(version).permutation(700)[:500]
+            now = {**values, "lr": values.get("lr", 0.01) / version}
+            optimizer.step(array, rows, special_numbers(500, dim, version), count, now, version)
+        ends.append([array.elements, *(kept.elements for kept in optimizer.state.values())])
+    assert all(same(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(*ends, strict=True))
+
+
+def test_a_loop_refuses_what_does_not_fit_and_writes_nothing(loops: Loops) -> None:
+    numbers = special_numbers(10, 4, 5)
+    array, more = rows_of(numbers), torch.ones(2, 4)
+    ones, records = more.numpy(), more.reshape(-1).numpy().view("V16")
+    for place in (10, -1, 2**62, -(2**63)):
+        places = np.array([3, place])
+        for refused in (
+            lambda places=places: loops.scatter(array._records, places, records),
+            lambda places=places: loops.add(array.elements, places, ones),
+            lambda places=places: loops.sgd(False, array.elements, places, ones, 1, 0.1),
+            lambda places=places: loops.sgd(True, array.elements, places, ones, 1, 0.1),
+            lambda places=places: loops.add_scaled(array.elements, places, ones, ones[0, :2]),
+        ):
+            with pytest.raises(IndexError, match="a place is outside of the array"):
+                refused()
+    good = np.array([3, 4])
+    with pytest.raises(TypeError, match="expected an array of int64, got int32"):
+        loops.add(array.elements, good.astype(np.int32), ones)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 2 elements, got 1"):
+        loops.add(array.elements, good, ones[:1])
+    with pytest.raises(ValueError, match="expected rows of 4, got 3"):
+        loops.add(array.elements, good, np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match="contiguous"):
+        loops.add(array.elements[:, ::2], good, np.ones((2, 2), np.float32))
+    assert torch.equal(torch.from_numpy(array.elements).view(torch.int32), numbers.view(torch.int32))
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RowWiseAdagrad", "Adam"])
+def test_a_table_that_is_trained_ends_with_the_same_bits(loops: Loops, optimizer: str) -> None:
+    """With rows that are admitted, expire, make room, come again, and are saved and restored."""
+    spec = TableSpec("t", 6, Initializer("normal", 0.1, 3), admit_after=2, expire_after=20)
+
+    def trained(use: Callable[[int], Loops | None]) -> dict[str, torch.Tensor]:
+        table = Table(spec, optimizer, {"lr": 0.1}, 900, salt=5)
+        for version in range(1, 61):
+            in_use.use(use(version))
+            random = np.random.default_rng(version)
+            ids = (random.zipf(1.2, 400) % 3_000 + 10 * version) * 2**40 - 7
+            table.apply(RowGradients.summed(ids, torch.from_numpy(random.standard_normal((400, 6), "f4"))), 2, version)
+            table.pull(ids, torch.empty(400, 6))
+            if version == 30:
+                saved, table = table.snapshot(), Table(spec, optimizer, {"lr": 0.1}, 900, salt=6)
+                table.restore(saved)
+        return table.snapshot()
+
+    expected = trained(lambda version: None)
+    assert 100 < len(expected["ids"]) < 900
+    for use in (lambda version: loops, lambda version: (None, loops)[version % 2]):
+        found = trained(use)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_job_on_servers_ends_with_the_same_bits(
+    cache: Path, make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker and shards find the loops where they were compiled, unless they are told to leave them out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    ends, used = [], []
+    for how in ("off", "auto"):
+        monkeypatch.setenv("PS_NATIVE", how)
+        torch.manual_seed(0)
+        own = TableModel()
+        with make_cluster(native=how).connect("sync") as session:
+            train(session, own)
+            ends.append(own.rows())
+            used.append(in_use.loops() is not None)
+    assert used == [False, True]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
