@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker
+from bench.compiled_loops import compiled
 from bench.results import THREADS
 from bench.row_rpc import RpcTable
 from bench.talk import own_output
 from ps_protocol.row_ids import mix
+from ps_tables.native import in_use
 
 ZIPF = 1.05
 LR, GRADIENT = 0.01, 1e-3
@@ -40,6 +42,7 @@ class Served:
 
     computed: ms of computing in a step, between lookup and backward
     ahead:    each step is told of the next one's ids
+    native:   worker and shards use compiled loops
     """
 
     mode: str
@@ -48,25 +51,26 @@ class Served:
     wire: str = "float32"
     computed: int = 0
     ahead: bool = False
+    native: bool = False
 
     @property
     def name(self) -> str:
         """All of it in a word."""
-        return ":".join(
-            ("ours", self.mode, self.optimizer, self.transport, self.wire, str(self.computed), "ahead" * self.ahead)
-        )
+        how = str(self.computed), "ahead" * self.ahead, "native" * self.native
+        return ":".join(("ours", self.mode, self.optimizer, self.transport, self.wire, *how))
 
     @classmethod
     def of(cls, name: str) -> Served:
         """Returns what has a name."""
-        _, mode, optimizer, transport, wire, computed, ahead = name.split(":")
-        return cls(mode, optimizer, transport, wire, int(computed), bool(ahead))
+        _, mode, optimizer, transport, wire, computed, ahead, native = name.split(":")
+        return cls(mode, optimizer, transport, wire, int(computed), bool(ahead), bool(native))
 
     @property
     def title(self) -> str:
         """What people call it."""
         known = f", {self.computed} ms of computing, next ids {'' if self.ahead else 'not '}known"
-        return f"ours {self.mode} {self.optimizer}{known if self.computed else ''}"
+        loops = ", compiled loops" * self.native
+        return f"ours {self.mode} {self.optimizer}{known if self.computed else ''}{loops}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Order:
     systems:   ours: fields of Served
     server:    of our job; `rpc` is where torch's RPC meets, or None
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
+    native:    servers with compiled loops, for those of `systems` that have them
     turn:      steps that a system makes before it is the next one's turn
     """
 
@@ -91,6 +96,7 @@ class Order:
     rpc: str | None = None
     shards: int = 0
     saving: str = ""
+    native: str = ""
     turn: int = TURN
 
 
@@ -113,8 +119,10 @@ def main() -> None:
     batches = list(zipf(order.rows, order.ids, order.steps + order.turn, dist.get_rank()))
     systems = _systems(order)
     times: dict[str, list[float]] = {name: [] for name in systems}
+    loops = compiled() if order.native else None
     for first in range(0, len(batches), order.turn):
         for name, system in systems.items():
+            in_use.use(loops if system.native else None)
             prepared = [system.ids(batch) for batch in batches[first : first + order.turn]]
             dist.barrier()
             started = time.perf_counter()
@@ -145,6 +153,7 @@ class System:
     step:      looks a batch up and trains it, and is told of the next one; look_up: returns the rows of a batch
     tolerance: of a row's elements at the end; 0: not checked
     mean:      whether an update is the mean over workers
+    native:    with compiled loops
     """
 
     ids: Callable[[np.ndarray], torch.Tensor]
@@ -152,6 +161,7 @@ class System:
     look_up: Callable[[torch.Tensor], torch.Tensor]
     tolerance: float
     mean: bool = False
+    native: bool = False
 
 
 def _systems(order: Order) -> dict[str, System]:
@@ -170,7 +180,8 @@ def _systems(order: Order) -> dict[str, System]:
 def _ours(order: Order, served: Served) -> System:
     rank, size = dist.get_rank(), dist.get_world_size()
     job = served.name.replace(":", "-")
-    session = ps_worker.connect(order.server, served.mode, job, rank, size, transport=served.transport)
+    server = order.native if served.native else order.server
+    session = ps_worker.connect(server, served.mode, job, rank, size, transport=served.transport)
     own = ps_worker.RowWiseAdagrad(lr=LR) if served.optimizer == "RowWiseAdagrad" else None
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
@@ -186,7 +197,8 @@ def _ours(order: Order, served: Served) -> System:
         table.announce(following if served.ahead else None)
         train(ids)
 
-    return System(_hashed, step, table, 0.0 if own else TOLERANCE[served.wire], served.mode == "sync")
+    tolerance = 0.0 if own else TOLERANCE[served.wire]
+    return System(_hashed, step, table, tolerance, served.mode == "sync", served.native)
 
 
 def _ddp(order: Order) -> System:

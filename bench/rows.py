@@ -4,7 +4,8 @@ A step looks up 26,624 ids of a Zipf distribution over a million rows, and train
 optimizer, with nothing else in the model. Some systems have 10 ms of computing in it, and know the next batch's ids or
 not. `ids` of the peers are row numbers; ours are hashes of them. The growing table gets new ids alone: how long its
 longest update takes, and its peak memory over that of its rows. Of another table memory holds a quarter, and the rest
-is in a file: see cold_rows.py."""
+is in a file: see cold_rows.py. Compiled loops are beside numpy's in the same run: whole steps, and each by itself in
+CPU time, see row_loops.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,17 @@ import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, servers
 from bench.cold_rows import cold_rows
+from bench.compiled_loops import compiled
 from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
+from bench.row_loops import row_loops
 from bench.row_rpc import rpc_servers
 from bench.row_workers import LR, SAVING, Order, Served, zipf
 from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
+from ps_tables.native import in_use
 from ps_tables.table import Table
 
 SHORT = {"rows": 200_000, "steps": 10, "grow": 1_000_000, "beyond": 200_000, "checkpoints": 1}
@@ -52,6 +56,11 @@ SERVERS = (
         for ahead in (False, True)
     ),
 )
+NATIVE = tuple(
+    Served(mode, optimizer, native=True)
+    for mode, optimizer in (("async", "sgd"), ("sync", "sgd"), ("async", "RowWiseAdagrad"))
+)
+NUMPY = ("--native", "off")
 SAVED_EVERY = 100  # steps
 TIMEOUT = 600.0
 BATCH = 10_000  # new ids in an update of the growing table
@@ -66,6 +75,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     options.add(parser, workers=2, shards=2)
     parser.add_argument("--only", default="", help="of our systems: those whose title has this text")
     parser.add_argument("--no-peers", action="store_true", help="of the servers: only ourselves")
+    parser.add_argument("--no-native", action="store_true", help="without compiled loops")
     parser.add_argument(
         "--checkpoints", type=int, default=5, help="in sync, one every 100 steps; 0: none (%(default)s)"
     )
@@ -81,11 +91,18 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures."""
     torch.set_num_threads(THREADS)
-    lines = _on_servers(arguments) if arguments.shards else []
+    loops = None if arguments.no_native else compiled()
+    lines = _on_servers(arguments, NATIVE if loops is not None else ()) if arguments.shards else []
     if arguments.shards and arguments.checkpoints:
         lines += _checkpointed(arguments)
     for name in OPTIMIZERS:
         lines += _steps(arguments, name)
+    if loops is not None:
+        size = 4 * arguments.rows * arguments.dim
+        each = row_loops(arguments.rows, arguments.dim, arguments.ids, loops)
+        lines += [
+            result("rows", f"compiled: {what}", workers=1, shards=0, size=size, **of) for what, of in each.items()
+        ]
     if arguments.grow:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(grow, (arguments.grow, arguments.dim))
@@ -102,15 +119,21 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     return lines
 
 
-def _on_servers(arguments: argparse.Namespace) -> list[Result]:
-    """Workers and shards, beside what the peers do with as many processes."""
+def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list[Result]:
+    """Workers and shards, beside what the peers do with as many processes. native: what has servers of its own, with
+    compiled loops"""
     table = {"rows": arguments.rows, "dim": arguments.dim}
-    systems = [asdict(served) for served in SERVERS if arguments.only in served.title]
+    chosen = [served for served in (*SERVERS, *native) if arguments.only in served.title]
     workers, shards, peers = arguments.workers, arguments.shards, not arguments.no_peers
-    with servers([HERE] * shards) as cluster, contextlib.ExitStack() as stack:
+    with servers([HERE] * shards, NUMPY) as cluster, contextlib.ExitStack() as stack:
+        faster = ""
+        if any(served.native for served in chosen):
+            faster = stack.enter_context(servers([HERE] * shards, ["--native", "build"])).address
         rpc = stack.enter_context(rpc_servers(shards, workers, lr=LR, **table)) if peers else None
-        order = Order(**table, ids=arguments.ids, steps=arguments.steps, systems=systems, server=cluster.address)
-        order = replace(order, rpc=rpc, shards=shards)
+        order = Order(
+            **table, ids=arguments.ids, steps=arguments.steps, systems=list(map(asdict, chosen)), server=cluster.address
+        )
+        order = replace(order, rpc=rpc, shards=shards, native=faster)
         with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
             times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
@@ -138,9 +161,12 @@ def _on_servers(arguments: argparse.Namespace) -> list[Result]:
 
 
 def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
-    """Returns how long a step takes beside others'; where the next batch's ids are known, beside where they are not."""
+    """Returns how long a step takes beside others'; where the next batch's ids are known, beside where they are not;
+    with compiled loops, beside those of numpy."""
     if not name.startswith("ours:") or not Served.of(name).computed:
-        return {peer: ms[name] / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name}
+        ratios = {peer: ms[name] / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name}
+        plain = replace(Served.of(name), native=False).name if name.startswith("ours:") else name
+        return ratios | ({"numpy": ms[name] / ms[plain]} if plain != name and plain in ms else {})
     served = Served.of(name)
     return {"ids not known": ms[name] / ms[replace(served, ahead=False).name]} if served.ahead else {}
 
@@ -154,7 +180,7 @@ def _checkpointed(arguments: argparse.Namespace) -> list[Result]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         every = ["--checkpoint-dir", directory, "--checkpoint-every", f"{SAVED_EVERY}steps"]
-        plain, saving = (stack.enter_context(servers([HERE] * shards, more)) for more in ([], every))
+        plain, saving = (stack.enter_context(servers([HERE] * shards, [*NUMPY, *more])) for more in ([], every))
         order = Order(
             rows=arguments.rows,
             dim=arguments.dim,
@@ -197,6 +223,7 @@ def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
         "ours": _trained(ps_worker.Embedding(arguments.dim), name, session=ps_worker.connect(mode="single")),
     }
     ids = {"torch": batches, "ours": [hashes[batch] for batch in batches]}
+    in_use.use(None)
     for part in hashes.split(100_000):
         systems["ours"](part)  # all rows are there
     for first in range(0, len(batches), 5):
