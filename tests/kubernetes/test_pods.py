@@ -22,7 +22,7 @@ from tests.tools.pods import END_SECONDS, LoopbackPlace, Place, Pods, wait_ready
 USER = 10001
 MOST_PODS = 12  # with those that replace others
 # The manifests' training, smaller, and with checkpoints so often that there is one when the shard is killed.
-STEPS, EVERY = 700, "2s"
+STEPS, EVERY = 3000, "2s"
 TINY = ["--batch-size=2", "--layers=1", "--heads=2", "--width=16", "--block=8"]
 OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1

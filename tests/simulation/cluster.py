@@ -193,7 +193,7 @@ class Cluster:
         if not run.identity:
             run.identity = place.run
             for earlier in self.runs[: run.number] if not run.is_beside else ():
-                if earlier.identity == place.run and not earlier.has_ended:
+                if earlier.identity == place.run and (not earlier.has_ended or earlier.end_is_forgotten):
                     run.go_on_from(earlier)
         if place.run == run.identity or run.over:
             return
@@ -234,9 +234,13 @@ class Cluster:
 
     def _server_died(self, host: Host, shard: int | None) -> None:
         self.faults.died(host)
+        coordinator = self.servers.coordinator
+        file = coordinator.coordinator._state_file if coordinator.coordinator is not None else None
         for run in [*self.runs, *([self.beside] if self.beside is not None else ())]:
             if shard is not None:  # also for one that seems over: the next launch may go on from it
                 run.shard_died(shard, self.world.now)
+            if host is coordinator.host and file is not None and file.is_behind and run.has_ended:
+                run.end_is_forgotten = True
             if self.servers.setup.policy is None and host is self.servers.coordinator.host:
                 run.may_end = run.may_end or "the coordinator came back without its file"
 

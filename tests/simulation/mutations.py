@@ -319,7 +319,7 @@ REPAIRS = (
         EVERY_MODE,
         frozenset({"waits for the dead"}),
         faults=(SHARD_HANGS, WORKER_DIES),
-        known=("async", 2),
+        known=("async", 26),
     ),
     Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("async", 30)),
     Mutation(

@@ -140,6 +140,7 @@ class Run:
     gone:     ranks that are not started again
     target:   the clock at which all of them hold; None: they train on
     may_end:  why the job may be lost; empty: it may not
+    end_is_forgotten: the disk was full when the job ended, and the coordinator died: the next may go on with the job
     over:     its user knows that it is over
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
@@ -156,6 +157,7 @@ class Run:
         self.gone: set[int] = set()
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
+        self.end_is_forgotten = False
         self.identity = ""
         self.placement: list[int] = []
         self.lossy: dict[int, float] = {}
