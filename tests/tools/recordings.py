@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -49,13 +50,20 @@ class Recorded:
 
     def new_request(self) -> Any:
         """Returns the request as that release's classes read it: a new message each time."""
-        message = message_factory.GetMessageClass(self.method.input_type).FromString(self.request)
+        message = self._classes[0].FromString(self.request)
         assert message.SerializeToString(deterministic=True) == self.request
         return message
 
     def read(self, answer: bytes) -> Any:
         """Returns an answer as that release's classes read it."""
-        return message_factory.GetMessageClass(self.method.output_type).FromString(answer)
+        return self._classes[1].FromString(answer)
+
+    @functools.cached_property
+    def _classes(self) -> tuple[Any, Any]:
+        """The classes of request and answer. A request is made before its answer is read in another thread, so they are
+        there by then: protobuf may crash where several threads make classes of one pool."""
+        of = self.method.input_type, self.method.output_type
+        return message_factory.GetMessageClass(of[0]), message_factory.GetMessageClass(of[1])
 
     def recorded(self) -> list[Any]:
         """Returns what that release's servers answered."""
