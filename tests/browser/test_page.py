@@ -194,7 +194,8 @@ def test_tables_of_rows_are_added_up_over_the_shards(look: Callable[..., Any]) -
         seen = answer.json()
         for shard in seen["status"]["shards"]:
             for held in shard["jobs"]:
-                held["tables"] = [TABLE, {**TABLE, "table": "tags", "found_id_count": 0, "missing_id_count": 0}]
+                plain = {"table": "tags", "consistency": None, "found_id_count": 0, "missing_id_count": 0}
+                held["tables"] = [TABLE, {**TABLE, **plain}]
         route.fulfill(response=answer, body=json.dumps(seen))
 
     assert not look().is_visible("#rows"), "a job without tables"
