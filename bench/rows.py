@@ -27,7 +27,7 @@ import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, servers
 from bench.cold_rows import cold_rows
-from bench.compiled_loops import compiled
+from bench.compiled_loops import compiled, folder
 from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
@@ -128,7 +128,8 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
     with servers([HERE] * shards, NUMPY) as cluster, contextlib.ExitStack() as stack:
         faster = ""
         if any(served.native for served in chosen):
-            faster = stack.enter_context(servers([HERE] * shards, ["--native", "build"])).address
+            loops = ["--native", "build", "--native-dir", str(folder())]
+            faster = stack.enter_context(servers([HERE] * shards, loops)).address
         rpc = stack.enter_context(rpc_servers(shards, workers, lr=LR, **table)) if peers else None
         order = Order(
             **table, ids=arguments.ids, steps=arguments.steps, systems=list(map(asdict, chosen)), server=cluster.address

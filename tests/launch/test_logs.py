@@ -99,7 +99,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_all_that_servers_write_to_stderr_is_json(start: Start) -> None:
-    flags = ("--shards", "2", "--port", "0", "--metrics-port", "0", "--log-format", "json")
+    flags = ("--shards", "2", "--port", "0", "--metrics-port", "0", "--log-format", "json", "--native", "off")
     command = start("-m", "ps_server", "up", *flags, PS_SHARDZ="1")
     command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
     command.family()[-1].kill()
