@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +42,14 @@ def _loaded(path: Path) -> Loops:
     return with_equal_bits(load(path))
 
 
+def _has_any(folder: Path) -> bool:
+    """Whether a folder has compiled loops, of whatever version. One that this user may not look into has none."""
+    try:
+        return bool(fnmatch.filter(os.listdir(folder), building.FILES))
+    except OSError:
+        return False
+
+
 def choose(how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Choice:
     """Has this process use loops, and returns which. What goes wrong is no error: the results are the same without.
 
@@ -51,8 +61,8 @@ def choose(how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Cho
         return Choice(False)
     try:
         path = folder / building.file_name()
-        if not path.exists():
-            if how == AUTO and not any(folder.glob(building.FILES)):
+        if not os.path.exists(path):  # False where this user may not look
+            if how == AUTO and not _has_any(folder):
                 return Choice(False)
             if how == AUTO:
                 raise Unsupported(f"those in {folder} are of another version or processor: run `ps-server native`")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ps_protocol.errors import Unsupported
-from ps_tables.native.loading import DECLARATIONS, check_private
+from ps_tables.native.loading import DECLARATIONS, check_absolute, check_private
 
 SOURCE = DECLARATIONS.with_name("loops.c")
 FILES = "loops-*.so"
@@ -45,8 +45,7 @@ def build(folder: Path, compiler: Sequence[str]) -> Path:
     """
     if not compiler:
         raise Unsupported("there is no C compiler: install gcc or clang, or name one in CC")
-    if not folder.is_absolute():
-        raise Unsupported(f"expected an absolute path of a folder, got {str(folder)!r}: name one in PS_NATIVE_DIR")
+    check_absolute(folder)
     try:
         _make(folder)
         folder = check_private(folder)

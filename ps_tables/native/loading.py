@@ -8,24 +8,34 @@ import stat
 from pathlib import Path
 
 from ps_protocol.errors import Unsupported
-from ps_tables.native.loops import Loops
+from ps_tables.native.loops import Loops, check_complete
 
 DECLARATIONS = Path(__file__).with_name("loops.h")
 
 
 def load(path: Path) -> Loops:
     """Returns the loops of a compiled file. Raises Unsupported where it must not, or cannot, be loaded."""
+    check_absolute(path.parent)
+    declared = re.sub(r"/\*.*?\*/", "", DECLARATIONS.read_text(), flags=re.DOTALL)
     try:
         from cffi import FFI
-    except ImportError:
-        raise Unsupported("cffi is not installed: pip install 'ps-torch[native]'") from None
-    foreign = FFI()
-    foreign.cdef(re.sub(r"/\*.*?\*/", "", DECLARATIONS.read_text(), flags=re.DOTALL))
+
+        foreign = FFI()
+        foreign.cdef(declared)
+    except ImportError as error:  # of cffi, or of what it parses declarations with
+        raise Unsupported(f"cffi cannot be used ({error}): pip install 'ps-torch[native]'") from None
     try:
         library = foreign.dlopen(os.fspath(check_private(path)))
+        check_complete(library)
         return Loops(foreign, library)
     except (OSError, AttributeError) as error:
         raise Unsupported(f"{path} cannot be loaded: {error}") from None
+
+
+def check_absolute(folder: Path) -> None:
+    """Raises Unsupported for a folder below whatever folder this process happens to be in."""
+    if not folder.is_absolute():
+        raise Unsupported(f"expected an absolute path of a folder, got {str(folder)!r}: name one in PS_NATIVE_DIR")
 
 
 def check_private(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """The compiled loops, as functions of arrays. loops.h says what each does.
 
-They release the interpreter's lock. Each checks the types of its arrays, and the C code that places are inside: what
-does not fit raises an error, and writes nothing.
+They release the interpreter's lock. Each checks the types of its arrays, and that those it writes to may be written;
+the C code checks that places are inside. What does not fit raises an error, and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Foreign(Protocol):
     """What is used of cffi's FFI."""
 
     def from_buffer(self, kind: str, buffer: Any, require_writable: bool = False) -> Any:
-        """Returns a pointer to an array's memory. Raises ValueError where that does not lie in one piece."""
+        """Returns a pointer to an array's memory. Raises ValueError where that does not lie in one piece, or is only to
+        be read."""
 
 
 class Loops:
@@ -49,18 +50,22 @@ class Loops:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def gather(self, records: Records, places: Longs, out: Records) -> None:
-        """Copies records: as np.take with mode="clip"."""
+        """Copies records: as np.take with mode="clip". Raises IndexError where there is none to copy."""
         _check_length(out, len(places))
+        _check_record(out, records.itemsize)
+        self._done(len(records) > 0 or len(places) == 0)
         self._library.ps_gather(
-            self._bytes(records), len(records), records.itemsize, self._read(places), len(places), self._bytes(out)
+            *(self._bytes(records), len(records), records.itemsize),
+            *(self._read(places), len(places), self._bytes(out, written=True)),
         )
 
     def scatter(self, records: Records, places: Longs, values: Records) -> None:
         """Sets records. Raises IndexError for a place that is none."""
         _check_length(values, len(places))
+        _check_record(values, records.itemsize)
         self._done(
             self._library.ps_scatter(
-                *(self._bytes(records), len(records), records.itemsize),
+                *(self._bytes(records, written=True), len(records), records.itemsize),
                 *(self._read(places), len(places), self._bytes(values)),
             )
         )
@@ -71,7 +76,8 @@ class Loops:
         _check_dim(values, sums.shape[1])
         self._done(
             self._library.ps_add(
-                *(self._floats(sums), *sums.shape, self._read(places), len(places), self._floats(values))
+                *(self._floats(sums, written=True), *sums.shape),
+                *(self._read(places), len(places), self._floats(values)),
             )
         )
 
@@ -80,16 +86,17 @@ class Loops:
         _check_length(sums, len(places))
         _check_dim(sums, weights.shape[1])
         step = self._library.ps_sgd_fused if fused else self._library.ps_sgd
-        each = self._floats(weights), *weights.shape, self._read(places), len(places), self._floats(sums)
-        self._done(step(*each, count, lr))
+        rows = self._floats(weights, written=True), *weights.shape
+        self._done(step(*rows, self._read(places), len(places), self._floats(sums), count, lr))
 
     def add_scaled(self, weights: Floats, places: Longs, means: Floats, scales: Floats) -> None:
         """Adds means to distinct rows, each times a number of its own: [capacity, dim], [n], [n, dim], [n]."""
         _check_length(means, len(places))
         _check_length(scales, len(places))
         _check_dim(means, weights.shape[1])
-        each = self._floats(weights), *weights.shape, self._read(places), len(places), self._floats(means)
-        self._done(self._library.ps_add_scaled(*each, self._floats(scales)))
+        rows = self._floats(weights, written=True), *weights.shape
+        each = self._read(places), len(places), self._floats(means), self._floats(scales)
+        self._done(self._library.ps_add_scaled(*rows, *each))
 
     # -- ids ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +109,7 @@ class Loops:
     def insert(self, keys: Longs, rows: npt.NDArray[np.int32], salt: int, ids: Longs, given: Longs) -> int:
         """Gives distinct ids without a row one each; returns how many slots have a key now that had none."""
         _check_length(given, len(ids))
-        slots = self._slots(keys, rows)
+        slots = self._slots(keys, rows, written=True)
         return int(self._library.ps_insert(*slots, salt, self._read(ids), self._read(given), len(ids)))
 
     def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs]:
@@ -119,39 +126,51 @@ class Loops:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _slots(self, keys: Longs, rows: npt.NDArray[np.int32]) -> tuple[Any, Any, int]:
+    def _slots(self, keys: Longs, rows: npt.NDArray[np.int32], written: bool = False) -> tuple[Any, Any, int]:
         _check_length(rows, len(keys))
-        return self._longs(keys), self._ints(rows), len(keys) - 1
+        return self._longs(keys, written), self._ints(rows, written), len(keys) - 1
 
     def _read(self, array: Longs) -> Any:
         """A pointer to numbers that are only read: they may lie anyhow."""
         return self._longs(np.ascontiguousarray(array))
 
-    def _longs(self, array: Longs) -> Any:
-        return self._pointer("int64_t[]", array, np.int64)
+    def _longs(self, array: Longs, written: bool = False) -> Any:
+        return self._pointer("int64_t[]", array, np.int64, written)
 
-    def _ints(self, array: npt.NDArray[np.int32]) -> Any:
-        return self._pointer("int32_t[]", array, np.int32)
+    def _ints(self, array: npt.NDArray[np.int32], written: bool = False) -> Any:
+        return self._pointer("int32_t[]", array, np.int32, written)
 
-    def _floats(self, array: Floats) -> Any:
-        return self._pointer("float[]", array, np.float32)
+    def _floats(self, array: Floats, written: bool = False) -> Any:
+        return self._pointer("float[]", array, np.float32, written)
 
-    def _bytes(self, array: Records) -> Any:
-        return self._foreign.from_buffer("char[]", array)
+    def _bytes(self, array: Records, written: bool = False) -> Any:
+        return self._foreign.from_buffer("char[]", array, require_writable=written)
 
-    def _pointer(self, kind: str, array: npt.NDArray[Any], dtype: type) -> Any:
+    def _pointer(self, kind: str, array: npt.NDArray[Any], dtype: type, written: bool) -> Any:
         if array.dtype != dtype:
             raise TypeError(f"expected an array of {dtype.__name__}, got {array.dtype}")
-        return self._foreign.from_buffer(kind, array)
+        return self._foreign.from_buffer(kind, array, require_writable=written)
 
     def _done(self, is_inside: int) -> None:
         if not is_inside:
             raise IndexError("a place is outside of the array")
 
 
+def check_complete(library: Any) -> None:
+    """Raises AttributeError where a library lacks a function of loops.h: each is looked up when it is first named."""
+    _ = library.ps_gather, library.ps_scatter, library.ps_add, library.ps_add_scaled
+    _ = library.ps_sgd, library.ps_sgd_fused, library.ps_has_fused
+    _ = library.ps_find, library.ps_insert, library.ps_distinct
+
+
 def _check_length(array: npt.NDArray[Any], length: int) -> None:
     if len(array) != length:
         raise ValueError(f"expected {length} elements, got {len(array)}")
+
+
+def _check_record(array: Records, nbytes: int) -> None:
+    if array.itemsize != nbytes:
+        raise TypeError(f"expected records of {nbytes} bytes, got {array.itemsize}")
 
 
 def _check_dim(array: npt.NDArray[Any], dim: int) -> None:

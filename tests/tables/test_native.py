@@ -239,6 +239,39 @@ def test_a_loop_refuses_what_does_not_fit_and_writes_nothing(loops: Loops) -> No
     assert torch.equal(torch.from_numpy(array.elements).view(torch.int32), numbers.view(torch.int32))
 
 
+def test_records_of_another_size_are_refused(loops: Loops) -> None:
+    """Otherwise a copy would go on beyond the end of the smaller ones."""
+    records, places = np.zeros(4, "V16"), np.array([1, 2])
+    for other in (np.zeros(2, "V8"), np.zeros(2, "V32")):
+        for refused in (loops.gather, loops.scatter):
+            with pytest.raises(TypeError, match=f"expected records of 16 bytes, got {other.itemsize}"):
+                refused(records, places, other)
+    with pytest.raises(IndexError, match="a place is outside of the array"):
+        loops.gather(records[:0], places, np.zeros(2, "V16"))
+
+
+def test_what_is_only_to_be_read_is_not_written(loops: Loops) -> None:
+    array, places, ones = RowArray(4, 2), np.array([1, 2]), np.ones((2, 2), np.float32)
+    keys, rows = np.zeros(8, np.int64), np.zeros(8, np.int32)
+    out = np.zeros(2, "V8")
+    for each in (array.elements, array._records, out, keys, rows):
+        each.flags.writeable = False
+    for refused in (
+        lambda: loops.gather(array._records, places, out),
+        lambda: loops.scatter(array._records, places, ones.reshape(-1).view("V8")),
+        lambda: loops.add(array.elements, places, ones),
+        lambda: loops.sgd(False, array.elements, places, ones, 1, 0.1),
+        lambda: loops.add_scaled(array.elements, places, ones, ones[0]),
+        lambda: loops.insert(keys, np.zeros(8, np.int32), 0, places, places),
+        lambda: loops.insert(np.zeros(8, np.int64), rows, 0, places, places),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            refused()
+    assert not array.elements.any()
+    assert not keys.any()
+    assert loops.find(keys, rows, 0, places).tolist() == [-1, -1]
+
+
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 

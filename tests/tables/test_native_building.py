@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from ps_server.shard.native_loops import use_native_loops
 from ps_tables.choosing import Choice, choose
 from ps_tables.native import in_use
 from ps_tables.native.building import build, file_name
-from ps_tables.native.loading import check_private
+from ps_tables.native.loading import DECLARATIONS, check_private
+from ps_tables.native.loops import check_complete
 from tests.tools.forkserver import ROOT, Nursery
 
 SCRIPT = ROOT / "tests" / "scripts" / "build_loops.py"
@@ -116,6 +119,53 @@ def test_a_compiler_that_fails_costs_one_line_and_no_result(
     assert in_use.loops() is None
     folder = loops_folder(None)
     assert not folder.exists() or [*folder.iterdir()] == ([folder / file_name()] if "loaded" in reason else [])
+
+
+def test_a_library_without_the_loops_costs_one_line(tmp_path: Path, compiler: list[str]) -> None:
+    """As where CC hides the names of functions."""
+    found = choose("build", tmp_path / "loops", lambda: [*compiler, "-fvisibility=hidden"])
+    assert (found.is_native, found.is_trouble) == (False, True)
+    assert "cannot be loaded: " in found.text
+    assert "ps_" in found.text
+    assert in_use.loops() is None
+
+
+def test_a_library_that_lacks_any_declared_function_is_found_out() -> None:
+    names = {*re.findall(r"\b(ps_\w+)\(", DECLARATIONS.read_text())}
+    assert len(names) == 10
+    check_complete(SimpleNamespace(**dict.fromkeys(names)))
+    for name in names:
+        with pytest.raises(AttributeError, match=f"'{name}'"):
+            check_complete(SimpleNamespace(**dict.fromkeys(names - {name})))
+
+
+def test_a_cffi_that_lacks_what_it_needs_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> None:
+        raise ImportError("No module named 'pycparser'")
+
+    (tmp_path / file_name()).write_text("")
+    for cffi in (None, SimpleNamespace(FFI=lacking)):
+        monkeypatch.setitem(sys.modules, "cffi", cffi)
+        found = choose("auto", tmp_path, list)
+        assert (found.is_native, found.is_trouble) == (False, True)
+        assert found.text.endswith(": pip install 'ps-torch[native]'")
+
+
+def test_a_folder_that_may_not_be_looked_into_has_no_loops_and_nothing_is_said(tmp_path: Path) -> None:
+    """As the home of another user, which containers often name."""
+    folder = tmp_path / "home" / ".cache" / "ps-torch"
+    folder.mkdir(parents=True)
+    user = os.geteuid()
+    folder.parents[1].chmod(0)
+    if user == 0:
+        os.seteuid(NO_ONE)
+    try:
+        for looked in (folder, folder.parent):
+            assert choose("auto", looked, list) == Choice(False)
+        assert choose("build", folder, lambda: ["cc"]).is_trouble
+    finally:
+        os.seteuid(user)
+        folder.parents[1].chmod(0o700)
 
 
 def test_a_worker_says_why_it_does_without_and_trains(
@@ -216,6 +266,20 @@ def test_loops_in_a_folder_that_others_can_write_are_neither_loaded_nor_made(tmp
     with pytest.raises(Unsupported, match="others can write to"):
         build(path.parent, ["cc"])
     assert [*path.parent.iterdir()] == []
+
+
+def test_loops_are_not_loaded_from_where_the_process_happens_to_be(
+    tmp_path: Path, compiler: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without a home has the folder ~/.cache, which would be one below whatever folder a process starts in."""
+    monkeypatch.chdir(tmp_path)
+    here = Path("~", ".cache", "ps-torch")
+    build(tmp_path / here, compiler)
+    for how in ("auto", "build"):
+        found = choose(how, here, lambda: compiler)
+        assert (found.is_native, found.is_trouble) == (False, True)
+        assert "expected an absolute path of a folder, got '~/.cache/ps-torch'" in found.text
+        assert in_use.loops() is None
 
 
 # -- several at once -------------------------------------------------------------------------------------------------
