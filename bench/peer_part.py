@@ -59,7 +59,7 @@ class Part:
 
 
 class Served:
-    """What stands in for an optimizer on a worker: a step sends each server its gradients, and takes its weights.
+    """A worker's optimizer where servers step: `step` sends gradients to each server, and takes weights from it.
 
     send: starts to send gradients to a server by its number; returns what waits for the weights
     """

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from bench.cluster import HERE, free_port
 from bench.peer_part import Answer, Part, Served
 from bench.peer_work import Work
 from bench.results import THREADS
-from bench.row_rpc import join
-from bench.talk import end, tell
-
-
-@contextlib.contextmanager
-def rpc_servers(count: int, work: Work) -> Iterator[str]:
-    """Processes that hold the parts of a model; yields where workers meet them, who have to be there, too."""
-    address = f"tcp://{HERE.address}:{free_port()}"
-    running = [HERE.start("bench.serving", "peer_rpc") for _ in range(count)]
-    try:
-        for number, process in enumerate(running):
-            tell(process, json.dumps({"number": number, "count": count, "address": address, "work": asdict(work)}))
-        yield address
-    finally:
-        end(running)
+from bench.rpc_processes import join
 
 
 def rpc_served(address: str, model: nn.Module, work: Work, rank: int, servers: int) -> Served:
@@ -55,7 +37,7 @@ update: torch.futures.Future[list[Tensor]]
 def push(gradients: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
     """Called by workers. Returns the weights of the next update."""
     global update
-    mine = update  # nobody's next call comes before this update
+    mine = update  # each worker waits for this update before it calls again
     if part.add(gradients):
         update = torch.futures.Future()
         mine.set_result([parameter.detach() for parameter in part.parameters])

@@ -54,7 +54,7 @@ class Order:
 
 
 class Steps(Protocol):
-    """An optimizer, or what stands in for one: it brings gradients together as well."""
+    """An optimizer, or an object with its two methods. A step also makes the mean of all workers' gradients."""
 
     def step(self) -> object:
         """Makes of this worker's gradients the weights of all."""
@@ -138,12 +138,8 @@ class AllReduced:
         flat = torch.zeros(sum(each.numel() for each in parameters), device=parameters[0].device)
         for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
-        self._optimizer, self._flat, self._pieces, self._workers = (
-            optimizer,
-            flat,
-            flat.split(GLOO_BUCKET // 4),
-            workers,
-        )
+        self._optimizer, self._workers = optimizer, workers
+        self._flat, self._pieces = flat, flat.split(GLOO_BUCKET // 4)
 
     def step(self) -> None:
         """All pieces travel at the same time."""
@@ -177,7 +173,7 @@ class Worker:
         self._loss = float("nan")
 
     def warm_up(self) -> None:
-        """Raises SystemExit unless what comes of it is right."""
+        """Makes the first rounds or steps. Raises SystemExit unless the weights are right after them."""
         for _ in range(WARMUP):
             self._one()
         if self._work.kind == ROUND:

@@ -30,11 +30,11 @@ from bench import options
 from bench.cluster import HERE, Group, Host, servers
 from bench.peer_horovod import horovod_hosts
 from bench.peer_ray import ray_servers
-from bench.peer_rpc import rpc_servers
 from bench.peer_work import ROUND, STEP, Work
 from bench.peer_worker import IN_ONE_PROCESS, SYSTEMS, Order
 from bench.pictures import Bar, bars
 from bench.results import Result, label, median_ms, result
+from bench.rpc_processes import rpc_servers
 from bench.training import weight_bytes
 
 SECONDS = 300.0  # for a turn
@@ -202,7 +202,8 @@ def _group(work: Work, order: Order) -> Iterator[Group]:
     places = [HERE] * (1 if order.system in IN_ONE_PROCESS else work.workers)
     with contextlib.ExitStack() as stack:
         if order.system == "torch RPC":
-            order = replace(order, address=stack.enter_context(rpc_servers(order.servers, work)))
+            address = stack.enter_context(rpc_servers("peer_rpc", order.servers, work=asdict(work)))
+            order = replace(order, address=address)
         if order.system == "Ray":
             address, host = stack.enter_context(ray_servers(order.servers, work))
             order, places = replace(order, address=address), [host] * work.workers

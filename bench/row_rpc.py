@@ -1,48 +1,21 @@
 """torch's RPC as a parameter server of an embedding: rows are looked up and trained by calls of functions.
 
-With distributed autograd and its optimizers, which torch's tutorials use, a step takes several times as long.
+Row n of a table is on server n % count. With distributed autograd and its optimizers, which torch's tutorials use, a
+step takes several times as long.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import rpc
 
-from bench.cluster import HERE, START_SECONDS, free_port
 from bench.results import THREADS
-from bench.talk import end, tell
-
-
-@contextlib.contextmanager
-def rpc_servers(count: int, workers: int, **table: Any) -> Iterator[str]:
-    """Processes that hold the parts of a table, row n on server n % count; yields where workers meet them.
-
-    table: `rows` and `dim` of all, and the learning rate `lr`
-    """
-    address = f"tcp://{HERE.address}:{free_port()}"
-    running = [HERE.start("bench.serving", "row_rpc") for _ in range(count)]
-    try:
-        for number, process in enumerate(running):
-            tell(
-                process, json.dumps({"number": number, "count": count, "workers": workers, "address": address, **table})
-            )
-        yield address
-    finally:
-        end(running)
-
-
-def join(name: str, address: str, rank: int, world: int) -> None:
-    """Waits until all processes are there."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=START_SECONDS)
-    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
+from bench.rpc_processes import join
 
 
 class RpcTable:

@@ -32,8 +32,8 @@ from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_loops import row_loops
-from bench.row_rpc import rpc_servers
 from bench.row_workers import LR, SAVING, Order, Served, zipf
+from bench.rpc_processes import rpc_servers
 from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
@@ -130,7 +130,7 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
         if any(served.native for served in chosen):
             loops = ["--native", "build", "--native-dir", str(folder())]
             faster = stack.enter_context(servers([HERE] * shards, loops)).address
-        rpc = stack.enter_context(rpc_servers(shards, workers, lr=LR, **table)) if peers else None
+        rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
         order = Order(
             **table, ids=arguments.ids, steps=arguments.steps, systems=list(map(asdict, chosen)), server=cluster.address
         )

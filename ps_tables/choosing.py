@@ -16,7 +16,6 @@ from ps_tables.native.loading import load
 from ps_tables.native.loops import ADD, ADD_SCALED, SGD, SGD_FUSED, Loops
 
 AUTO, BUILD, OFF = "auto", "build", "off"
-CHOICES = (AUTO, BUILD, OFF)
 
 # What people call the loops that torch may round in another way.
 _CALLED = {"SGD": {SGD, SGD_FUSED}, "row-wise Adagrad": {ADD_SCALED}, "sums": {ADD}}
@@ -53,7 +52,7 @@ def _has_any(folder: Path) -> bool:
 def choose(how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Choice:
     """Has this process use loops, and returns which. What goes wrong is no error: the results are the same without.
 
-    how:      of CHOICES. auto: compiled loops if they are in the folder; build: compiled now if they are not there
+    how:      off: none; auto: compiled loops if they are in the folder; build: compiled now if they are not there
     compiler: returns the words that start a C compiler
     """
     in_use.use(None)

@@ -52,7 +52,7 @@ class HeldJobs:
         self._last: dict[int, _Look] = {}  # by shard
 
     def compare(self) -> None:
-        """Has shards drop jobs that nobody knows, and ends those that shards have dropped."""
+        """Tells shards to drop the jobs that the coordinator does not know. Ends the jobs that shards have dropped."""
         dropped: set[Run] = set()
         for index, shard in self._shards.known().items():
             expected = {(name, job.placed.run) for name, job in self._jobs().items() if _is_held(job, shard)}

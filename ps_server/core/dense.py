@@ -180,7 +180,7 @@ class DenseBucket:
 
         is_last: the update is complete with it, as it seems now, so that it may be added while the optimizer steps
         """
-        self._open.add(gradient, is_last and self._pieces is not None)
+        self._open.add(gradient, is_last)
 
     def _new_pieces(self) -> PieceStep | None:
         """Returns what steps this bucket in pieces; None where it steps as a whole."""

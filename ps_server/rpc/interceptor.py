@@ -170,7 +170,8 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     if isinstance(error, PSError):
         return error
-    if isinstance(error, NotImplementedError):  # of the health and reflection services, for what grpcio leaves out
+    # grpcio's own health and reflection services raise this for methods that they do not implement.
+    if isinstance(error, NotImplementedError):
         return Unsupported("this server does not have that method")
     return metrics.fault(error)
 
