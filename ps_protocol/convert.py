@@ -169,6 +169,7 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
         message.expire_after,
         message.max_rows,
         consistency(message.consistency) if message.HasField("consistency") else None,
+        message.initial_rows,
     )
     return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
 
@@ -196,6 +197,7 @@ def _table_message(table: JobTable) -> job_pb2.TableSpec:
         optimizer=table.optimizer,
         hyper_parameters=hyper_messages(table.values),
         consistency=None if rows.consistency is None else consistency_message(rows.consistency),
+        initial_rows=rows.initial_rows,
     )
 
 

@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     PULL_ROWS = 8
     PULL_TABLE = 9
     EXCHANGE_ROWS = 10
+    PUSH_TABLE = 11
     OPENED = 16  # the ticket was good; no message
     ANSWER = 17  # an answer; more follow, or END or ERROR
     LAST = 18  # the last answer
@@ -59,6 +60,7 @@ METHODS = {
     Kind.PULL_ROWS: "PullRows",
     Kind.PULL_TABLE: "PullTable",
     Kind.EXCHANGE_ROWS: "ExchangeRows",
+    Kind.PUSH_TABLE: "PushTable",
 }
 KINDS = {method: kind for kind, method in METHODS.items()}
 

@@ -38,6 +38,11 @@ def check_row_optimizer(name: str, values: HyperParameters) -> None:
 
 def numbers_kept(name: str, values: HyperParameters, dim: int) -> int:
     """Returns how many numbers an optimizer keeps for a row of `dim` elements."""
+    return sum(state_kept(name, values, dim).values())
+
+
+def state_kept(name: str, values: HyperParameters, dim: int) -> dict[str, int]:
+    """Returns what an optimizer keeps for a row of `dim` elements: by name, in order, how many numbers each is."""
     if name == "RowWiseAdagrad":
-        return 1
-    return dim * (2 if name == "Ftrl" else len(tensors_kept(name, values)))
+        return {"sum": 1}
+    return dict.fromkeys(("z", "n") if name == "Ftrl" else tensors_kept(name, values), dim)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.modes import Consistency
 
 MAX_DIM = 4096
+MAX_UPDATES = 2**62  # that have trained a table's rows before a job
 MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
 INITIAL_KINDS = ("constant", "uniform", "normal")
 
@@ -38,6 +39,7 @@ class TableSpec:
     expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
     max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
     consistency:  the table's own rule, looser than its job's; None: that of the job
+    initial_rows: rank 0 says which rows the table begins with, and it begins when they are here
     """
 
     name: str
@@ -47,6 +49,11 @@ class TableSpec:
     expire_after: int = 0
     max_rows: int = 0
     consistency: Consistency | None = None
+    initial_rows: bool = False
+
+    def seeded(self, seed: int | None) -> TableSpec:
+        """Returns the table with another seed; None: with its own."""
+        return self if seed is None else replace(self, initializer=replace(self.initializer, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,9 @@ class JobTable:
     def difference(self, other: JobTable) -> str | None:
         """Returns the first difference from a table of another worker's job in words; None when they are the same.
 
-        The seed is none: a script draws it, and that of the worker that registers the job counts. Nor are
-        hyper-parameters, which ride with each push.
+        The seed is none: a script draws it, and that of rank 0 or of the worker that registers the job counts. Nor are
+        hyper-parameters, which ride with each push. Where the job waits for no rows, a worker may bring some: none is
+        taken. The other way round all would wait for them.
         """
         ours, others = self.rows, other.rows
         for what, a, b in (
@@ -77,11 +85,34 @@ class JobTable:
             ("expire_after", ours.expire_after, others.expire_after),
             ("max_rows", ours.max_rows, others.max_rows),
             ("consistency", ours.consistency or "of the job", others.consistency or "of the job"),
+            ("initial_rows", ours.initial_rows, ours.initial_rows and others.initial_rows),
             ("optimizer", self.optimizer, other.optimizer),
         ):
             if a != b:
                 return f"table {ours.name!r} has {what} {a} in the registered job and {b} in this one"
         return None
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a table begins with on one shard, in all.
+
+    version:    updates that have trained its rows
+    seed:       of rows that are not trained
+    rows:       how many there are; waiting: how many ids wait
+    with_state: rows have the state of the table's optimizer
+    """
+
+    version: int
+    seed: int
+    rows: int = 0
+    waiting: int = 0
+    with_state: bool = False
+
+    @property
+    def total(self) -> int:
+        """Rows and ids that wait."""
+        return self.rows + self.waiting
 
 
 def validate_table(spec: TableSpec) -> None:

@@ -3,6 +3,7 @@
 Pure, like the servers' core: no socket, clock, thread, environment or message; native/ alone touches files. A table is
 for one caller at a time.
 
+beginning.py      What a table begins with that was trained before its job: in parts, and how they travel
 candidates.py     Ids that are not rows yet: how often each has occurred
 changes.py        What changed in a table after a version: a walk over its rows, some at a time
 choosing.py       Which loops a process uses: compiled ones, or those of numpy and torch

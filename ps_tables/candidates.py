@@ -49,11 +49,11 @@ class Candidates:
         return EntriesCopy(self.entries, version, since, {"counts": Column(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
-        """Takes the place of an empty one, of which no more are to come than there is room; see `snapshot`.
+        """Takes the place of an empty one, as far as there is room, or what comes after that; see `snapshot`.
 
         version: of the table
         """
-        newest = np.lexsort((mix(ids), -last))[: self._capacity]
+        newest = np.lexsort((mix(ids), -last))[: self._capacity - len(self.entries)]
         self._counts[self.entries.add(ids[newest], last[newest])] = counts[newest]
         self.admitted = RemovedIds(version)
 

@@ -113,11 +113,11 @@ class WithFile(Places):
         places[missing] = self._taken(numbers[missing]) + 1
         return places - 1
 
-    def fill(self, numbers: RowNumbers, last: Versions, write: Fill) -> None:
+    def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
         """Has rows written to memory, some at a time, those trained longest ago first: these move to the file."""
         order = np.argsort(last, kind="stable")
         # Memory keeps an eighth free where the file has room for the others: a table may be as full as both together.
-        cold = len(order) - (self._in_memory - self._in_memory // 8)
+        cold = self._memory.used + len(order) + more - (self._in_memory - self._in_memory // 8)
         for first in range(0, len(order), _COPIED):
             which = order[first : first + _COPIED]
             write(which, self.of_new(numbers[which]))

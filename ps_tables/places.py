@@ -55,8 +55,12 @@ class Places(ABC):
         """Ends an update of this version: moves some rows, where that is due."""
 
     @abstractmethod
-    def fill(self, numbers: RowNumbers, last: Versions, write: Fill) -> None:
-        """Has many rows come into being. last: the version that trained each. Raises LimitExceeded for too many."""
+    def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
+        """Has many rows come into being. Raises LimitExceeded for too many.
+
+        last: the version that trained each
+        more: how many come in calls after this one, which were not trained longer ago
+        """
 
     @abstractmethod
     def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
@@ -113,7 +117,7 @@ class InMemory(Places):
     def settle(self, rows: Entries, version: int) -> None:
         """Moves no row."""
 
-    def fill(self, numbers: RowNumbers, last: Versions, write: Fill) -> None:
+    def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
         """Has all rows written at once."""
         write(slice(None), self.of_new(numbers))
 

@@ -195,6 +195,11 @@ class Table:
         known = 0 if since is None or removed is None else since
         return Changes(self._rows, self._places.columns["weights"], known, self.version, removed)
 
+    @property
+    def capacity(self) -> int:
+        """How many rows there may be now."""
+        return self._places.limit
+
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns a copy of all rows, in the order of mixed ids, and all that decides what becomes of them.
 
@@ -246,18 +251,29 @@ class Table:
         """The optimizer's hyper-parameters, as they were last used."""
         return dict(self._values)
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters | None = None) -> None:
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], values: HyperParameters | None = None, more: int = 0
+    ) -> None:
         """Takes the place of an empty table; see `snapshot`. Raises InvalidRequest for what is none of this table.
 
         Where the optimizer is another one than that of the snapshot, all rows begin without a state.
+        A table may come in parts, one after the other: rows that were trained longest ago first, and of ids that wait
+        those that occurred last.
+
         values: hyper-parameters to go on with
+        more:   how many rows come in the parts after this one
         """
         self._values.update(values or {})
         arrays = self._in_memory()
         if not arrays.keys() <= tensors.keys():
             arrays = {"weights": self._weights}
-        capacity = self._places.limit
+        capacity = self._places.limit - len(self)
         ids = _checked(tensors, self.spec, capacity, {name: array.dim for name, array in arrays.items()})
+        if len(self) and bool((self._rows.find(ids) >= 0).any()):
+            raise InvalidRequest(f"table {self.spec.name!r}: expected ids once each, got some in two parts")
+        waiting = self._candidates if "waiting.ids" in tensors else None
+        if waiting is not None and bool((waiting.entries.find(tensors["waiting.ids"].numpy()) >= 0).any()):
+            raise InvalidRequest(f"table {self.spec.name!r}: expected waiting.ids once each, got some in two parts")
 
         def write(which: slice | RowNumbers, places: RowNumbers) -> None:
             self._optimizer.reset(places, self._values)
@@ -265,10 +281,10 @@ class Table:
                 array.write(places, tensors[name][which].contiguous())
 
         last = tensors["last"].numpy()
-        self._places.fill(self._rows.add(ids, last), last, write)
-        if self._candidates is not None and "waiting.ids" in tensors:
+        self._places.fill(self._rows.add(ids, last), last, write, more)
+        if waiting is not None:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
-            self._candidates.restore(ids, counts, last, int(tensors["version"]))
+            waiting.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
         self._removed = RemovedIds(self.version)
 

@@ -79,6 +79,11 @@ class DataServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.FromString,
                 _registered_method=True)
+        self.PushTable = channel.unary_unary(
+                '/ps_protocol.v1.DataService/PushTable',
+                request_serializer=ps__protocol_dot_v1_dot_rows__pb2.PushTableRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PushTableResponse.FromString,
+                _registered_method=True)
         self.AttachSegment = channel.unary_unary(
                 '/ps_protocol.v1.DataService/AttachSegment',
                 request_serializer=ps__protocol_dot_v1_dot_data__pb2.AttachSegmentRequest.SerializeToString,
@@ -174,6 +179,15 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushTable(self, request, context):
+        """Takes what a table begins with on this shard, from rank 0, in messages that come in order: see rows.proto. Repeating a
+        message is safe. INVALID_ARGUMENT: another rank, or a message that contradicts the others. RESOURCE_EXHAUSTED: there is
+        no room for so many rows; none is kept. FAILED_PRECONDITION, reason OUT_OF_ORDER: messages before are missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AttachSegment(self, request, context):
         """Maps a memory segment that the worker made, if worker and shard share a host. AttachSegmentRequest says how the
         worker hands it over, and where the gradient and the weights of each bucket lie in it: that follows from the job
@@ -236,6 +250,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.PullTable,
                     request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.SerializeToString,
+            ),
+            'PushTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushTable,
+                    request_deserializer=ps__protocol_dot_v1_dot_rows__pb2.PushTableRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_rows__pb2.PushTableResponse.SerializeToString,
             ),
             'AttachSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachSegment,
@@ -468,6 +487,33 @@ class DataService:
             '/ps_protocol.v1.DataService/PullTable',
             ps__protocol_dot_v1_dot_rows__pb2.PullTableRequest.SerializeToString,
             ps__protocol_dot_v1_dot_rows__pb2.PullTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.DataService/PushTable',
+            ps__protocol_dot_v1_dot_rows__pb2.PushTableRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_rows__pb2.PushTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,7 +80,7 @@ class Local(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., warm_up_steps: _Optional[int] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., nesterov: _Optional[bool] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weighted_by_samples: _Optional[bool] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("name", "dim", "initializer", "admit_after", "expire_after", "max_rows", "optimizer", "hyper_parameters", "consistency")
+    __slots__ = ("name", "dim", "initializer", "admit_after", "expire_after", "max_rows", "optimizer", "hyper_parameters", "consistency", "initial_rows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class TableSpec(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ROWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     initializer: RowInitializer
@@ -99,7 +100,8 @@ class TableSpec(_message.Message):
     optimizer: str
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[HyperParameter]
     consistency: Consistency
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., initializer: _Optional[_Union[RowInitializer, _Mapping]] = ..., admit_after: _Optional[int] = ..., expire_after: _Optional[int] = ..., max_rows: _Optional[int] = ..., optimizer: _Optional[str] = ..., hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
+    initial_rows: bool
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., initializer: _Optional[_Union[RowInitializer, _Mapping]] = ..., admit_after: _Optional[int] = ..., expire_after: _Optional[int] = ..., max_rows: _Optional[int] = ..., optimizer: _Optional[str] = ..., hyper_parameters: _Optional[_Iterable[_Union[HyperParameter, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initial_rows: _Optional[bool] = ...) -> None: ...
 
 class RowInitializer(_message.Message):
     __slots__ = ("distribution", "scale", "seed")

@@ -162,3 +162,47 @@ class PullTableResponse(_message.Message):
     waiting: RowWaitNotice
     payload: bytes
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., row_count: _Optional[int] = ..., seed: _Optional[int] = ..., waiting: _Optional[_Union[RowWaitNotice, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class TableBeginning(_message.Message):
+    __slots__ = ("version", "seed", "row_count", "waiting_count", "with_state")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WITH_STATE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    seed: int
+    row_count: int
+    waiting_count: int
+    with_state: bool
+    def __init__(self, version: _Optional[int] = ..., seed: _Optional[int] = ..., row_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., with_state: _Optional[bool] = ...) -> None: ...
+
+class PushTableRequest(_message.Message):
+    __slots__ = ("worker", "table", "beginning", "first", "row_count", "waiting_count", "last", "payload")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    BEGINNING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    worker: _types_pb2.WorkerIdentity
+    table: int
+    beginning: TableBeginning
+    first: int
+    row_count: int
+    waiting_count: int
+    last: bool
+    payload: bytes
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., beginning: _Optional[_Union[TableBeginning, _Mapping]] = ..., first: _Optional[int] = ..., row_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., last: _Optional[bool] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushTableResponse(_message.Message):
+    __slots__ = ("header", "duplicate", "begun")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    duplicate: bool
+    begun: bool
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate: _Optional[bool] = ..., begun: _Optional[bool] = ...) -> None: ...

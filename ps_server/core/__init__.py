@@ -3,6 +3,7 @@
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
 agreement.py     How alike workers move in a round of local steps
+beginnings.py    What has come of the rows that a table begins with, from rank 0: all of them or none
 bucket_sizes.py  How large a job's buckets are where its workers do not say
 buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each
 budget.py        How many bytes may wait on a shard, by job and by principal

@@ -17,12 +17,13 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
-from ps_protocol.tables import JobTable
+from ps_protocol.tables import MAX_UPDATES, JobTable
 from ps_protocol.tensors import is_finite
-from ps_server.core.commands import StageRows
+from ps_server.core.commands import BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
+from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePush
+from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients
 
 
@@ -72,6 +73,51 @@ class RowChecker:
             principal,
         )
 
+    def beginning(self, push: TablePush) -> BeginRows:
+        """Returns the command that takes one message with what a table begins with."""
+        table, beginning = self.table(push.table), push.beginning
+        name, rows = table.rows.name, table.rows
+        end = push.first + push.rows + push.waiting
+        if push.rows and push.waiting:
+            raise InvalidRequest(f"table {name!r}: expected rows or ids that wait in one message, got both")
+        if (
+            end > beginning.total
+            or (push.rows and end > beginning.rows)
+            or (push.waiting and push.first < beginning.rows)
+        ):
+            raise InvalidRequest(
+                f"table {name!r}: {push.rows} rows and {push.waiting} ids came behind {push.first}, of "
+                f"{beginning.rows} rows and {beginning.waiting} ids in all"
+            )
+        if not 0 <= beginning.version <= MAX_UPDATES or (beginning.waiting and rows.admit_after <= 1):
+            raise InvalidRequest(
+                f"table {name!r}: expected up to 2^62 updates, and ids that wait only with admit_after above 1, got "
+                f"{beginning.version} updates and {beginning.waiting} ids"
+            )
+        worker = push.rank, push.incarnation, push.key, self.first + push.table
+        return BeginRows(*worker, beginning, push.first, self._part(table, push), push.rows + push.waiting, push.last)
+
+    def _part(self, table: JobTable, push: TablePush) -> dict[str, torch.Tensor]:
+        """Returns the rows of a payload, or the ids that wait, as Table.restore takes them."""
+        rows, version = table.rows, push.beginning.version
+        part = {
+            "ids": torch.empty(0, dtype=torch.int64, device="cpu"),
+            "last": torch.empty(0, dtype=torch.int64, device="cpu"),
+            "weights": torch.empty(0, rows.dim, dtype=torch.float32, device="cpu"),
+            "version": torch.tensor([version], device="cpu"),
+        }
+        columns = row_columns(table.optimizer, table.values, rows.dim, push.beginning.with_state)
+        part |= decoded(push.payload, push.rows + push.waiting, {} if push.waiting else columns)
+        prefix = "waiting." if push.waiting else ""
+        ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
+        self._check_place(table, ids)
+        _check_distinct(table, ids)
+        if len(last) and not 0 <= last.min() <= last.max() <= version:
+            raise InvalidRequest(f"table {rows.name!r}: rows were trained by updates 0 to {version}, got others")
+        if push.waiting and not 0 < part["waiting.counts"].min() <= part["waiting.counts"].max() < 2**32:
+            raise InvalidRequest(f"table {rows.name!r}: an id that waits has occurred 1 to 2^32 - 1 times, got others")
+        return part
+
     def wanted(self, pull: RowsPull) -> Ids:
         """Returns the ids that a pull asks for."""
         table = self.table(pull.table)
@@ -110,9 +156,7 @@ class RowChecker:
         counts = np.frombuffer(push.payload, "<u4", push.count, ID_BYTES * push.count).astype(np.int64)
         gradients = _elements(codec, push.payload, (ID_BYTES + COUNT_BYTES) * push.count, push.count * dim)
         self._check_place(table, ids)
-        ordered = np.sort(ids)  # several times as fast as hashing them
-        if bool((ordered[1:] == ordered[:-1]).any()):
-            raise InvalidRequest(f"table {name!r}: expected each id once, got some twice")
+        _check_distinct(table, ids)
         if not counts.all():
             raise InvalidRequest(f"table {name!r}: expected that each id has occurred, got a count of 0")
         return RowGradients(ids, counts, gradients.view(push.count, dim))
@@ -155,6 +199,12 @@ class RowChecker:
                     f"with {dict(registered)}, which cannot be switched on in a running job"
                 )
             self._checked[number] = values
+
+
+def _check_distinct(table: JobTable, ids: Ids) -> None:
+    ordered = np.sort(ids)  # several times as fast as hashing them
+    if bool((ordered[1:] == ordered[:-1]).any()):
+        raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got some twice")
 
 
 def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:

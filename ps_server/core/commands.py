@@ -13,6 +13,7 @@ import torch
 from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
@@ -173,6 +174,31 @@ class StageRows(Command[Staged]):
     values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
     principal: str = ""
+
+
+@dataclass(frozen=True)
+class BeginRows(Command[Staged]):
+    """One message of rank 0 with what a table begins with on this shard. They come in order; the last one begins it.
+
+    table:     its index
+    beginning: all of it, the same in each message of an incarnation
+    first:     how many rows and ids came before this message
+    part:      rows, or ids that wait, as Table.snapshot has them; `count` of them, none in a message that only asks
+    last:      no message follows
+    Raises as Stage, InvalidRequest for another rank and messages that contradict each other, OutOfOrder where some are
+    missing, LimitExceeded for more rows than there is room for. Nothing changes then; but where the disk takes
+    no more rows, all are given up, and have to come again.
+    """
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    table: int
+    beginning: Beginning
+    first: int
+    part: Mapping[str, torch.Tensor]
+    count: int
+    last: bool
 
 
 @dataclass(frozen=True)

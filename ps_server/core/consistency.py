@@ -72,6 +72,7 @@ class Admission:
 
 ADMITTED = Admission(True)
 NOT_INITIALISED = Admission(False, (0,), "rank 0 has not sent the initial weights yet")
+NOT_BEGUN = Admission(False, (0,), "rank 0 has not sent all rows yet that the table begins with")
 OWN_PUSH_APPLIED = Admission(False, (), "its own push is being applied")
 
 
@@ -89,6 +90,7 @@ class UpdateRule(Generic[T]):
     pushed:  by rank, the highest clock of a contribution: `staged` without the clocks that were joined at
     applied: by rank, the highest clock whose update is in the weights
     version: updates applied
+    awaits:  what a pull waits for before it is initialised
     """
 
     consistency: Consistency
@@ -100,6 +102,7 @@ class UpdateRule(Generic[T]):
     applied: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, Add[T]] = field(default_factory=dict)
     added: list[Add[None]] = field(default_factory=list)
+    awaits: Admission = NOT_INITIALISED
 
     def add_worker(self, rank: int, clock: int) -> None:
         """Counts a worker from `clock` on: what came before counts as done by it."""
@@ -229,7 +232,7 @@ class UpdateRule(Generic[T]):
         workers, squared.
         """
         if not self.initialised:
-            return [NOT_INITIALISED for _ in pulls]
+            return [self.awaits for _ in pulls]
         of_clock: dict[int, tuple[set[int], Admission]] = {}
         found = []
         for rank, clock in pulls:

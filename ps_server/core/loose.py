@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_protocol.modes import Consistency
-from ps_server.core.consistency import Add, Live, Step, T, UpdateRule
+from ps_server.core.consistency import NOT_BEGUN, Add, Live, Step, T, UpdateRule
 from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import VersionRange
 
@@ -76,8 +76,18 @@ class LooseRule(UpdateRule[T]):
         return self.held_after is not None and clock > self.held_after
 
 
-def table_rule(job: Consistency, own: Consistency | None, roster: Mapping[int, Live]) -> UpdateRule[T]:
-    """Returns the rule of a table at its beginning. own: its own consistency; None: it has the job's"""
-    if own is None or not job.one_clock:
-        return update_rule(own or job, roster, initialised=True)
-    return LooseRule(own, roster, initialised=True)
+def table_rule(
+    job: Consistency, own: Consistency | None, roster: Mapping[int, Live], begun: bool = True
+) -> UpdateRule[T]:
+    """Returns the rule of a table at its beginning.
+
+    own:   its own consistency; None: it has the job's
+    begun: it begins at once, and not when rank 0 has sent its rows
+    """
+    is_loose = own is not None and job.one_clock
+    rule: UpdateRule[T] = (
+        LooseRule(own, roster, begun) if own is not None and is_loose else update_rule(own or job, roster, begun)
+    )
+    if not begun:
+        rule.awaits = NOT_BEGUN
+    return rule

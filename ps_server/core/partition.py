@@ -28,6 +28,7 @@ from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
     AddWorker,
     Assign,
+    BeginRows,
     Close,
     Command,
     Commit,
@@ -137,6 +138,9 @@ class JobPartition:
             case StageRows():
                 self._check_pusher(command)
                 result = self.tables.stage(command, self.data)
+            case BeginRows():
+                self.check_worker(command.rank, command.incarnation, command.key)
+                result = self.tables.begin(command)
             case Initialise():
                 result = self._initialise(command)
             case AddWorker():

@@ -25,7 +25,6 @@ from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
 from ps_server.core.consistency import (
     ADMITTED,
-    NOT_INITIALISED,
     Add,
     Admission,
     Live,
@@ -138,7 +137,7 @@ class QuorumRule(UpdateRule[T]):
         """Returns whether each pull, a rank and a clock, may be answered: its contribution is in, or in the open update
         and an update was made since the weights that it was taken at."""
         if not self.initialised:
-            return [NOT_INITIALISED for _ in pulls]
+            return [self.awaits for _ in pulls]
         waits = self._waits_for_all()
         return [
             ADMITTED

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.tables import Beginning
 
 
 class PushKind(enum.Enum):
@@ -80,6 +81,31 @@ class RowsPush:
     key: bytes = field(default=b"", repr=False)
     run: str = ""
     place: int | None = None
+
+
+@dataclass(frozen=True)
+class TablePush:
+    """One message with what a table begins with, as rank 0 sends it.
+
+    table:     its place in the job's list
+    beginning: all of it
+    first:     how many rows and ids that wait came before
+    rows, waiting: how many of either are in the payload
+    last:      no message follows
+    """
+
+    job: str
+    rank: int
+    incarnation: int
+    table: int
+    beginning: Beginning
+    first: int
+    rows: int
+    waiting: int
+    last: bool
+    payload: Buffer
+    key: bytes = field(default=b"", repr=False)
+    run: str = ""
 
 
 class PullPlaces(NamedTuple):

@@ -56,6 +56,7 @@ class TableSnapshot:
 
     tensors: as Table.snapshot returns them, or, for changes, as ps_tables/increments.py says
     values:  the hyper-parameters of the last update
+    seed:    of rows that are not trained; None: that of the job
     the others as in BucketSnapshot
     """
 
@@ -65,6 +66,7 @@ class TableSnapshot:
     tensors: Mapping[str, torch.Tensor]
     values: HyperParameters = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
+    seed: int | None = None
 
     @property
     def nbytes(self) -> int:

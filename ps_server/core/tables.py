@@ -16,10 +16,11 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids, shards_of
-from ps_protocol.tables import MAX_ROWS, JobTable
+from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
+from ps_server.core.beginnings import ComingRows
 from ps_server.core.budget import StagingBudget
 from ps_server.core.checking_rows import RowChecker
-from ps_server.core.commands import Staged, StageRows
+from ps_server.core.commands import BeginRows, Staged, StageRows
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
@@ -70,7 +71,11 @@ class TableRows:
     def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
         """capacity: rows; salt: of the index; beyond: where rows are that memory does not hold"""
         self.dim = table.rows.dim
-        self._table = Table(table.rows, table.optimizer, table.values, capacity, salt, beyond)
+
+        def made(spec: TableSpec) -> Table:
+            return Table(spec, table.optimizer, table.values, capacity, salt, beyond)
+
+        self._made, self._table = made, made(table.rows)
         self._open: list[RowsContribution] = []
         self.counts = RowCounts()
 
@@ -111,6 +116,25 @@ class TableRows:
         return found
 
     @property
+    def spec(self) -> TableSpec:
+        """The table, with the seed that it has: that of the job, or the one that rank 0 or a snapshot brought."""
+        return self._table.spec
+
+    @property
+    def capacity(self) -> int:
+        """How many rows there may be now."""
+        return self._table.capacity
+
+    def begin(self, seed: int, version: int) -> None:
+        """Becomes empty, for rows that are to come. version: updates that have trained them"""
+        self._table = self._made(self.spec.seeded(seed))
+        self._table.version = version
+
+    def take(self, part: Mapping[str, torch.Tensor], more: int) -> None:
+        """Takes some of the rows that the table begins with; see Table.restore. more: how many come after these"""
+        self._table.restore(part, more=more)
+
+    @property
     def in_file(self) -> InFile:
         """What lies in a file; see Table.in_file."""
         return self._table.in_file
@@ -142,8 +166,10 @@ class TableRows:
         """The hyper-parameters of the last update."""
         return self._table.values
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters) -> None:
-        """Takes the rows of a snapshot, and hyper-parameters; see Table.restore."""
+    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
+        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore."""
+        if seed is not None and seed != self.spec.initializer.seed:
+            self._table = self._made(self.spec.seeded(seed))
         self._table.restore(tensors, values)
 
 
@@ -163,6 +189,7 @@ class ShardTable:
     """One table on this shard: its rule, its rows, and by rank what is pending.
 
     most_bytes: that it comes to take, where its job says how many rows there may be; 0: it takes what there is
+    coming:     what has come of what it begins with
     """
 
     index: int
@@ -171,6 +198,7 @@ class ShardTable:
     rows: TableRows
     most_bytes: int = 0
     pending: dict[int, PendingRows] = field(default_factory=dict)
+    coming: ComingRows = field(default_factory=ComingRows)
 
     def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
         """Returns a copy of the table as it is, with the leased data in it. The caller keeps it from being stepped."""
@@ -178,11 +206,12 @@ class ShardTable:
 
     def without_rows(self, committed: Committed) -> TableSnapshot:
         """Returns a snapshot of the table as it is, to which its rows are still to come."""
-        return TableSnapshot(self.index, self.rule.version, self.rule.extent().clocks, {}, self.rows.values, committed)
+        clocks, seed = self.rule.extent().clocks, self.rows.spec.initializer.seed
+        return TableSnapshot(self.index, self.rule.version, clocks, {}, self.rows.values, committed, seed)
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
-        self.rows.restore(snapshot.tensors, snapshot.values)
+        self.rows.restore(snapshot.tensors, snapshot.values, snapshot.seed)
         self.rule.restore(snapshot.version, snapshot.clocks)
 
 
@@ -206,7 +235,8 @@ class Tables(Mapping[int, ShardTable]):
         self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
-            rule: UpdateRule[RowsContribution] = table_rule(spec.consistency, table.rows.consistency, roster)
+            own, begun = table.rows.consistency, not table.rows.initial_rows
+            rule: UpdateRule[RowsContribution] = table_rule(spec.consistency, own, roster, begun)
             size = table_size(table, checker.place)
             rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
             self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)
@@ -246,6 +276,22 @@ class Tables(Mapping[int, ShardTable]):
                 for each in self.values()
             ]
         )
+
+    def begin(self, command: BeginRows) -> Staged:
+        """Takes a message of what a table begins with, from rank 0. Where that was the last one, the table has begun.
+
+        A message to a table that has begun is a duplicate; one that came before is kept, too. See BeginRows.
+        """
+        table = self._tables[command.table]
+        if command.rank != 0:
+            raise InvalidRequest(
+                f"rows that a table begins with are rank 0's to send, got them from rank {command.rank}"
+            )
+        if table.rule.initialised:
+            return Staged(table.rule.version, duplicate=True)
+        is_new = table.coming.take(command, table.rows)
+        table.rule.initialised = table.coming.is_complete
+        return Staged(table.rule.version, duplicate=not is_new, kept=not table.rule.initialised)
 
     def stage(self, command: StageRows, data: DataCommits) -> Staged:
         """Takes a message of a contribution that the partition has let pass; stages it if all are here."""
@@ -313,8 +359,10 @@ class Tables(Mapping[int, ShardTable]):
             raise self._staged.full(self._limit())
 
     def drop_pending(self, rank: int, index: int | None = None) -> None:
-        """Forgets what is pending of a worker, in one table or in all."""
+        """Forgets what is pending of a worker, in one table or in all; in all, also what tables were to begin with."""
         for table in self.values() if index is None else (self._tables[index],):
+            if index is None and rank == 0 and not table.rule.initialised:
+                table.coming.drop(table.rows)
             if table.pending.pop(rank, None) is not None:
                 self._staged.release(table.index, rank)
 
@@ -358,6 +406,7 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
         tensors,
         parts[0].values,
         in_all([part.committed for part in parts]),
+        parts[0].seed,
     )
 
 

@@ -13,7 +13,7 @@ from ps_protocol.frames import KINDS
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
 from ps_server.core.limits import Limits
-from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull
+from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.rpc import data_messages, row_messages
 from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
 from ps_server.rpc.data_connections import (
@@ -54,6 +54,7 @@ class DataService:
             for name, behaviour in (
                 ("Push", self._push),
                 ("PushRows", self._push_rows),
+                ("PushTable", self._push_table),
                 ("AttachSegment", self._attach),
                 ("OpenDataConnection", self._open),
             )
@@ -91,7 +92,7 @@ class DataService:
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
-    def _answers_of(self, call: PushCall | PullCall | RowsPush | RowsPull | TablePull) -> Answers:
+    def _answers_of(self, call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush) -> Answers:
         return self._answers.of(call.run or self._shard.run_of(call.job))
 
     def _outbox(self, context: Any, send: Send, write: Any) -> Outbox:
@@ -109,6 +110,11 @@ class DataService:
         push = row_messages.push(request)
         _check_caller(push, context)
         return row_messages.pushed(self._answers_of(push), self._shard.push_rows(push, caller_name()))
+
+    def _push_table(self, request: Request, context: grpc.ServicerContext) -> bytes:
+        push = row_messages.push_table(request)
+        _check_caller(push, context)
+        return row_messages.begun(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         attached = data_messages.attach_request(request)
@@ -171,7 +177,9 @@ class DataService:
         self._shard.pull_state(call, outbox, caller_name())
 
 
-def _check_caller(call: PushCall | PullCall | RowsPush | RowsPull | TablePull, context: grpc.ServicerContext) -> None:
+def _check_caller(
+    call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush, context: grpc.ServicerContext
+) -> None:
     """Raises Forbidden for a job that the caller may not use, or a worker that it is not."""
     check_job(call.job)
     check_sender(context, call.job, call.rank, call.incarnation)

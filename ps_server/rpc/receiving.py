@@ -19,6 +19,7 @@ KINDS = {
     "/ps_protocol.v1.DataService/PullRows": Kind.DATA,  # it brings the ids
     "/ps_protocol.v1.DataService/Push": Kind.DATA,
     "/ps_protocol.v1.DataService/PushRows": Kind.DATA,
+    "/ps_protocol.v1.DataService/PushTable": Kind.DATA,
     "/ps_protocol.v1.JobService/RegisterJob": Kind.LARGE,
     "/ps_protocol.v1.MembershipService/Leave": Kind.LARGE,  # it brings what SaveWorkerState does
     "/ps_protocol.v1.MembershipService/SaveWorkerState": Kind.LARGE,

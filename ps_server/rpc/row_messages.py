@@ -12,10 +12,11 @@ from ps_protocol.convert import (
 )
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.tables import Beginning
 from ps_protocol.v1 import rows_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
-from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
+from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.rpc.data_messages import Answers, Request, parse, read, whole
 from ps_server.shard.waiting import Answer, Notice, PulledRows, PulledTable
 
@@ -95,6 +96,33 @@ def pull_table(data: Request) -> TablePull:
     worker = request.worker
     identity = worker.job, worker.rank, worker.incarnation
     return TablePull(*identity, request.table, request.clock, request.count_only, worker.lease_key, worker.run)
+
+
+def push_table(data: Request) -> TablePush:
+    """Reads a PushTableRequest, as `push`."""
+    request, payload = read(rows_pb2.PushTableRequest, data)
+    worker, begins = request.worker, request.beginning
+    return TablePush(
+        job=worker.job,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        table=request.table,
+        beginning=Beginning(begins.version, begins.seed, begins.row_count, begins.waiting_count, begins.with_state),
+        first=request.first,
+        rows=request.row_count,
+        waiting=request.waiting_count,
+        last=request.last,
+        payload=payload or b"",
+        key=worker.lease_key,
+        run=worker.run,
+    )
+
+
+def begun(answers: Answers, staged: Staged) -> bytes:
+    """Returns the bytes of a PushTableResponse."""
+    header, had_begun = answers.header(staged.version), staged.duplicate and not staged.kept
+    response = rows_pb2.PushTableResponse(header=header, duplicate=staged.duplicate and staged.kept, begun=had_begun)
+    return response.SerializeToString()
 
 
 def pushed(answers: Answers, staged: Staged) -> bytes:

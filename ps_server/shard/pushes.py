@@ -18,7 +18,7 @@ from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
-from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush
+from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush, TablePush
 from ps_server.failpoints import failpoint
 from ps_server.shard import row_memory
 from ps_server.shard.apply import Updates
@@ -55,6 +55,26 @@ class Pushes:
         if staged.fresh:
             apply = self._updates.schedule if push.place is None else self._updates.lend
             apply(job, [table])
+        return staged
+
+    def push_table(self, job: HostedJob, push: TablePush) -> Staged:
+        """Takes a message with what a table begins with. Where it was the last one, what was pushed meanwhile is
+        applied, and pulls that wait are answered."""
+        try:
+            with job.lock:
+                job.state.check_worker(push.rank, push.incarnation, push.key)
+            command = job.state.tables.checker.beginning(push)
+            failpoint("push-checked")
+            with job.lock:
+                staged = job.state.execute(command)
+        except PSError as error:
+            self._metrics.refused(job.name, error)
+            raise
+        failpoint("push-staged")
+        self._metrics.pushed(job.name, len(push.payload), staged)
+        if staged.fresh:
+            self._updates.schedule(job, [command.table])
+            self._pulls.release(job, job.parts[command.table])
         return staged
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:

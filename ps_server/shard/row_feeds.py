@@ -57,13 +57,16 @@ class RowFeed:
         self._due = self._sign_due = 0.0
 
     def begin(self) -> None:
-        """Sends the first round."""
+        """Sends the first round, once the table has begun."""
+        if self._hosted is not None and not self._hosted[1].rule.initialised:
+            self._waits = True
+            return
         self.outbox.lend(self._next)
 
     def tick(self, now: float) -> None:
         """Begins a round where it is time to. For one thread."""
         hosted = self._hosted
-        if not self._waits or hosted is None or now < self._due:
+        if not self._waits or hosted is None or now < self._due or not hosted[1].rule.initialised:
             return
         if hosted[1].rule.version != self._told or now >= self._sign_due:
             self._waits = False
@@ -122,8 +125,7 @@ class RowFeed:
             self._told = table.rule.version
         self._removed = walk.removed  # what may take long to put together, updates do not wait for
         self._walk = walk
-        spec = job.state.tables[table.index].spec.rows
-        return RoundBegin(walk.full, self._told, job.state.tables.checker.place.shards, spec)
+        return RoundBegin(walk.full, self._told, job.state.tables.checker.place.shards, table.weights.spec)
 
 
 class RowFeeds:

@@ -101,7 +101,7 @@ def _send_table(job: HostedJob, table: HostedTable, pull: Pull, count_only: bool
     with table.tensors:
         version, rows = table.rule.version, len(table.weights)
         tensors = {} if count_only else table.weights.snapshot()
-    seed = job.state.tables[table.index].spec.rows.initializer.seed
+    seed = table.weights.spec.initializer.seed
     answer = PulledTable(table.index, version, rows, seed)
     if count_only:
         pull.outbox.tell(answer)

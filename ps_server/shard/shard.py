@@ -34,7 +34,7 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
-from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull
+from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
@@ -260,12 +260,16 @@ class Shard:
         else:
             self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
 
-    def push_rows(self, push: RowsPush, principal: str = "") -> Staged:
-        """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it.
+    def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
+        """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it;
+        or takes those that a table begins with.
 
         principal: whose bytes they are
         """
-        return self._pushes.push_rows(self._hosted.get(push.job, push.run, True), push, principal)
+        job = self._hosted.get(push.job, push.run, True)
+        if isinstance(push, TablePush):
+            return self._pushes.push_table(job, push)
+        return self._pushes.push_rows(job, push, principal)
 
     def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""

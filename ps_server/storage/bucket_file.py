@@ -39,6 +39,7 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             kind = _CHANGES if bucket.changes_only else _ROWS
             tensors |= {f"{bucket.index}/{kind}/{name}": tensor for name, tensor in bucket.tensors.items()}
             described["values"] = dict(bucket.values)
+            described |= {} if bucket.seed is None else {"seed": bucket.seed}
             continue
         described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
         tensors[f"{bucket.index}/weights"] = bucket.weights
@@ -120,8 +121,10 @@ def _snapshot(
 
 def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:
     version, clocks = _reached(index, described)
-    committed = _committed(described.get("data", {}))
-    return TableSnapshot(index, version, clocks, tensors, _hyper_parameters(described["values"]), committed)
+    committed, seed = _committed(described.get("data", {})), described.get("seed")
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
+        raise ValueError(f"table {index}: a seed is a number from 0 to 2^64 - 1, got {str(seed)[:80]}")
+    return TableSnapshot(index, version, clocks, tensors, _hyper_parameters(described["values"]), committed, seed)
 
 
 def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int]]:

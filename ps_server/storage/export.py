@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,10 @@ def _read(
             snapshots = store.read_files(job, files, rows=parts)
             if not all(parts.values()):
                 raise CheckpointDamaged(f"checkpoint {candidate} has no rows of a table")
-            joint = zip(spec.tables, parts.values(), strict=True)
+            tables = [joined(each, Place()) for each in parts.values()]
+            spec = _with_seeds(spec, tables)
             rows: dict[str, Rows] = {
-                table.rows.name: in_order(dict(joined(each, Place()).tensors)) for table, each in joint
+                table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
             }
             return manifest, spec, buckets, snapshots, rows
         except CheckpointDamaged as error:
@@ -110,6 +112,13 @@ def _read(
                 raise
             reason = str(error)
     raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reason}")
+
+
+def _with_seeds(spec: JobSpec, tables: list[TableSnapshot]) -> JobSpec:
+    """Returns a job with the seeds that its tables have: rank 0 may have brought others than the job was registered
+    with."""
+    each = zip(spec.tables, tables, strict=True)
+    return replace(spec, tables=tuple(replace(table, rows=table.rows.seeded(found.seed)) for table, found in each))
 
 
 def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:

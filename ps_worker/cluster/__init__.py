@@ -7,6 +7,7 @@ transport.py      A transport is one way for buckets between a worker and one sh
 network.py        One way to a shard: buckets as messages
 shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
 rows.py           The ways of rows between a worker and all shards
+first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
 row_memory.py     Memory for the rows of a step, shared with shards on this host
 row_landing.py    A pull of rows under way
 feeds.py          Feeds of rows, as a reader calls them

@@ -31,7 +31,7 @@ from ps_worker.cluster.shared_memory import SharedTransport, share_memory
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import RowsPush, TablePart
+from ps_worker.tables.server_rows import FirstRows, RowsPush, TablePart
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
@@ -127,6 +127,10 @@ class Connection:
     def push_initial(self, buckets: Sequence[BucketSpec]) -> list[Future[PushResult]]:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
+
+    def begin_tables(self, tables: Sequence[FirstRows], ask: bool = False) -> list[Future[bool]]:
+        """Sends what all tables begin with to every shard; see RowTransport.begin."""
+        return self._note(self._rows.begin(tables, ask))
 
     def draft(self, bucket: BucketSpec) -> int:
         """Sends a gradient that may still change; returns how many bytes of it its shard keeps meanwhile."""

@@ -2,7 +2,8 @@
 
 join       The job is registered; the membership takes a place and keeps it from here on.
 connect    A connection is made from that place: the model moves into memory that shards share, if they can; rank 0
-           sends the initial values; all workers pull the weights. It returns when every declared worker has joined.
+           sends the rows that tables begin with, and the initial values; all workers pull the weights. It returns when
+           every declared worker has joined.
 lost       A lease runs out, a process is replaced, or the job is rolled back: calls fail, or the heartbeat hears of it
            and cuts them off. The training thread sees PlaceLost at its next step or wait.
 rejoin     The old connection ends, and another is made from the next place, or, should that be lost on the way, from
@@ -22,10 +23,12 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.first_rows import RowsBefore
 from ps_worker.cluster.membership import Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
+from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import JoinResult, SavedState, ShardMap
 
@@ -73,6 +76,7 @@ class Participation:
         self._shard_map = ShardMap({}, ())
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
+        self._before: RowsBefore | None = None  # while `connect` runs
         self._lost: BaseException | None = None  # the error by which a call showed that the connection's place is lost
 
     # -- a place, taken and lost -------------------------------------------------------------------------------------
@@ -104,16 +108,21 @@ class Participation:
     def _where(self) -> tuple[str, str]:
         return self.options.job, self.options.launch.name
 
-    def connect(self, model: FlatModel, states: States) -> bool:
+    def connect(self, model: FlatModel, states: States, tables: ServerTables | None = None) -> bool:
         """Connects from the first place. The model has the weights at its clock then: rank 0's at first.
 
         states: optimizer state that the job begins with, if this worker has rank 0
+        tables: with the rows that the job begins with, likewise
         Returns whether a checkpoint wants this worker's own state at this clock.
         """
         place = self.members.place
         assert place is not None
+        before = self._before = None if tables is None else RowsBefore(tables)
         checkpoint_wanted = self._connect(place, model, states)
+        self._before = None
         self.came_late = self.connection.place.clock > 0
+        if before is not None:
+            before.began(self.connection.place.clock)
         return checkpoint_wanted
 
     def rejoin(self, model: FlatModel) -> bool:
@@ -148,7 +157,9 @@ class Participation:
         connection = self._connection = Connection(self.options, place, self._shard_map, model, self.timeline)
         self._check(place)  # `_moved` knew nothing of this connection until now
         if not self._begun:
-            if place.identity.rank == 0:  # the shards take its values if they have none yet
+            if place.identity.rank == 0:  # the shards take its rows and values if they have none yet
+                if self._before is not None:
+                    self._before.send(connection.begin_tables, self.settle)
                 for assignment in state_assignments(model.spec, model.layout, states):
                     connection.assign(0, assignment)
                 self.settle()

@@ -31,11 +31,12 @@ from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.first_rows import begin_table, parts_of
 from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import RowsPush, TablePart
+from ps_worker.tables.server_rows import FirstRows, RowsPush, TablePart
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -87,6 +88,22 @@ class RowTransport:
         self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def begin(self, tables: Sequence[FirstRows], ask: bool) -> list[Future[bool]]:
+        """Sends what the job's tables begin with: to all shards at once, to each one message after the other. Returns
+        whether each table had begun before on each shard.
+
+        ask: only asks whether there is room
+        """
+        return [
+            self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
+            for number, table in enumerate(tables)
+            for calls, part in zip(
+                self._calls.values(), parts_of(table, self._spec.tables[number], len(self._calls)), strict=True
+            )
+        ]
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

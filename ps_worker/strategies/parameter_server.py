@@ -234,7 +234,7 @@ def join(
             timeline=timeline,
         )
         undo.callback(steps.model.release)
-        checkpoint_wanted = participation.connect(steps.model, states)
+        checkpoint_wanted = participation.connect(steps.model, states, tables)
 
         def begin(number: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> JobTraining:
             rank = participation.rank if world_size else None

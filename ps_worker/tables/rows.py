@@ -197,6 +197,10 @@ class LocalRows:
             table.restore(rows)
         self.seed, self._table, self._loaded, self._kind = seed, table, rows, ("SGD", ())
 
+    def forget(self) -> None:
+        """Has no row any more: others have them."""
+        self._table, self._loaded, self._kind = None, {}, ("SGD", ())
+
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
         self.exchange = exchange

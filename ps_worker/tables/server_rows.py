@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from ps_worker.tables.lookups import LookedUp
 from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
 from ps_worker.tables.stepping import check, group_of, optimizer_of
+
+log = logging.getLogger("ps_worker")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,23 @@ class TablePart:
     content: bytes
     count: int
     seed: int
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """What a table of this worker has from before `prepare`.
+
+    name:  of the table
+    rows:  as Table.snapshot has them; nothing where there are none
+    seed:  of rows that are not trained
+    """
+
+    name: str
+    rows: Mapping[str, torch.Tensor]
+    seed: int
+
+    def __bool__(self) -> bool:
+        return bool(len(self.rows.get("ids", ())) or len(self.rows.get("waiting.ids", ())))
 
 
 class Servers(Protocol):
@@ -204,10 +224,26 @@ class ServerTables:
         self._modules, self._non_finite = modules, non_finite
         self._rows: list[ServerRows] = []
 
+    def first_rows(self) -> list[FirstRows]:
+        """Returns what each table has from before `prepare`; see FirstRows."""
+        rows = [(name, module.local) for name, module in self._modules.items()]
+        return [FirstRows(name, local.snapshot(), local.seed) for name, local in rows if isinstance(local, LocalRows)]
+
+    def warn_of_ignored(self, clock: int) -> None:
+        """Warns that rows from before `prepare` are not taken over, if there are any. clock: of the job"""
+        names = [repr(name) for name, module in self._modules.items() if len(module.local)]
+        if names:
+            log.warning(
+                "the job was at clock %d when this worker joined, and takes none of the rows that it has from before: "
+                "those on the servers count (tables: %s)",
+                *(clock, ", ".join(names)),
+            )
+
     def connect(self, servers: Servers, shards: int) -> None:
-        """Has the modules look up their rows on the job's shards from here on."""
+        """Has the modules look up their rows on the job's shards from here on. They let go of their own."""
         for number, module in enumerate(self._modules.values()):
             assert isinstance(module.local, LocalRows)
+            module.local.forget()
             module.local = rows = ServerRows(module.local, number, servers, shards)
             self._rows.append(rows)
 
@@ -273,8 +309,6 @@ def described_tables(
     for name, module in modules.items():
         if not isinstance(module.local, LocalRows):
             raise Unsupported(f"table {name!r} is on the servers of another session already")
-        if len(module.local):
-            raise Unsupported(f"table {name!r} has {len(module.local)} rows, and servers begin without any so far")
         module.local.name = name
     check(list(modules.values()), optimizers)
     return tuple(_described(name, module, optimizers, mode) for name, module in modules.items())
@@ -285,8 +319,7 @@ def _described(
 ) -> JobTable:
     assert isinstance(module.local, LocalRows)
     spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
-    if spec.consistency == mode:
-        spec = replace(spec, consistency=None)
+    spec = replace(spec, consistency=None if spec.consistency == mode else spec.consistency, initial_rows=True)
     owner = next((optimizer for optimizer in optimizers if group_of(optimizer, module.weight) is not None), None)
     if owner is None:  # it stays as it is: no step ever reaches it
         return JobTable(spec, "SGD", {"lr": 0.0})

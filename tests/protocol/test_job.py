@@ -202,6 +202,14 @@ def test_a_table_with_another_rule_makes_another_job(
     assert difference(with_table(ours), with_table(others)) == f"table 't' {said}"
 
 
+def test_a_worker_that_brings_no_rows_is_refused_where_a_table_waits_for_them() -> None:
+    plain = with_table(None)
+    [table] = plain.tables
+    waits = replace(plain, tables=(replace(table, rows=replace(table.rows, initial_rows=True)),))
+    assert difference(waits, plain) == "table 't' has initial_rows True in the registered job and False in this one"
+    assert difference(plain, waits) is None, "it begins at once, and takes none"
+
+
 def test_a_worker_that_knows_no_rules_of_tables_has_them_under_the_mode() -> None:
     """One of an earlier version: its message has no such field."""
     message = job_spec_message(with_table(Consistency(None)))

@@ -12,9 +12,12 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
+from ps_protocol.tables import TableSpec
 from ps_tables import optimizers
+from ps_tables.beginning import row_columns
 from ps_tables.memory import RowArray
 from ps_tables.optimizers import RowOptimizer, row_optimizer
+from ps_tables.table import Table
 
 CAPACITY = 3_000
 # Beside the plain ones.
@@ -154,3 +157,11 @@ def test_large_updates_are_stepped_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_optimizer_that_rows_cannot_have_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"a table's optimizer is one of SGD, .*RowWiseAdagrad, Ftrl, got"):
         row_optimizer(name, {}, 10, 2)
+
+
+@pytest.mark.parametrize(("name", "values"), PLAIN + MORE, ids=str)
+def test_what_travels_of_a_row_is_what_a_table_has_of_it(name: str, values: dict[str, Any]) -> None:
+    """The contract names it in an order, and so do other programs."""
+    snapshot = Table(TableSpec("rows", 3), name, {"lr": 0.1, **values}, 10, 0).snapshot()
+    has = {column: tensor.shape[1] for column, tensor in snapshot.items() if tensor.ndim == 2}
+    assert row_columns(name, {"lr": 0.1, **values}, 3, with_state=True) == has

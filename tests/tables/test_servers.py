@@ -306,16 +306,6 @@ def test_workers_whose_tables_differ_are_refused_with_the_difference(shared: Clu
 
 
 def test_what_cannot_be_done_with_rows_on_servers_is_said(shared: Cluster, job: str) -> None:
-    trained = Sums()
-    with ps_worker.connect(mode="single", job=job) as session:
-        model, optimizer = session.prepare(trained, torch.optim.SGD(trained.parameters(), lr=RATE))
-        model(IDS).backward()
-        optimizer.step()
-    with (
-        shared.connect("sync", job=job) as session,
-        pytest.raises(Unsupported, match="table 'rows' has 5 rows, and servers begin without any so far"),
-    ):
-        session.prepare(trained, torch.optim.SGD(trained.parameters(), lr=RATE))
     with shared.connect("sync", job=job) as session:
         worker = Worker(session)
         with pytest.raises(Unsupported, match="load_state_dict cannot replace them"):

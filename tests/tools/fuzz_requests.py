@@ -41,6 +41,10 @@ SPEC = JobSpec(
 WORKER = types_pb2.WorkerIdentity(job=JOB, rank=1, incarnation=2, lease_key=KEY)
 BLOCKS_SPEC = replace(SPEC, name="blocks", gradient_wire="int4", tables=())
 
+BEGINNING_SPEC = replace(
+    SPEC, name="begins", tables=(JobTable(TableSpec("table", 2, admit_after=2, initial_rows=True), "SGD", {"lr": 0.1}),)
+)
+
 _NEW = job_spec_message(replace(SPEC, name="new"))
 _NEWCOMER = types_pb2.WorkerIdentity(job="new", rank=1, incarnation=3)
 _HERE = data_pb2.InSegment()
@@ -75,6 +79,13 @@ def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> row
         ranges=[types_pb2.DataRange(**_RANGE)],
         payload=payload,
     )
+
+
+def _begins(payload: bytes = b"", **more: Any) -> rows_pb2.PushTableRequest:
+    """A message of two rows and one id that waits, from the one who may send them."""
+    worker = types_pb2.WorkerIdentity(job=BEGINNING_SPEC.name, rank=0, incarnation=1, lease_key=KEY)
+    begins = rows_pb2.TableBeginning(version=9, seed=3, row_count=2, waiting_count=1)
+    return rows_pb2.PushTableRequest(worker=worker, beginning=begins, payload=payload, **more)
 
 
 def _places(ids: int, count: int, rows: int) -> rows_pb2.PullRowsRequest:
@@ -117,6 +128,9 @@ _REQUESTS = [
         row_count=2,
         rows_in_segment=rows_pb2.RowPlace(offset=4160),
     ),
+    _begins(),
+    _begins(_IDS + (1).to_bytes(8, "little") * 2 + bytes(16), row_count=2),
+    _begins((1).to_bytes(8, "little") * 3, first=2, waiting_count=1, last=True),
     rows_pb2.PullTableRequest(worker=WORKER),
     rows_pb2.PullTableRequest(worker=WORKER, clock=1, count_only=True),
     feed_pb2.WatchRowsRequest(job=JOB, table="table"),

@@ -47,7 +47,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.view.watch import Watch
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.checkpoint_files import manifest_of
-from tests.tools.fuzz_requests import BLOCKS_SPEC, CHECKPOINT, KEPT, KEY, SPEC
+from tests.tools.fuzz_requests import BEGINNING_SPEC, BLOCKS_SPEC, CHECKPOINT, KEPT, KEY, SPEC
 from tests.tools.one_process import AtOnce, DirectShard
 
 
@@ -104,6 +104,7 @@ class Target:
             "Pull": lambda raw: data._pull(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "Exchange": lambda raw: data._exchange(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullState": lambda raw: data._pull_state(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "PushTable": lambda raw: data._push_table(raw, _Context()),  # type: ignore[arg-type]
             "PushRows": lambda raw: data._push_rows(raw, _Context()),  # type: ignore[arg-type]
             "ExchangeRows": lambda raw: data._exchange_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
@@ -135,6 +136,7 @@ class Target:
         for spec in (SPEC, BLOCKS_SPEC):
             self._make(spec, b"another key of 1")
             self.shard.add_worker(spec.name, 1, 2, 0, KEY)
+        self._make(BEGINNING_SPEC, KEY)  # whose table has not begun
         self._make(replace(SPEC, name=KEPT), KEY)
         assert self.store.begin(KEPT, CHECKPOINT)
         self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
@@ -190,7 +192,8 @@ class Target:
                 remembered.update(bytes_of(bucket.weights.flat))
             for table in state.tables.values():
                 rule, pending = table.rule, sorted((rank, each.counts) for rank, each in table.pending.items())
-                numbers = rule.version, rule.staged, rule.applied, len(rule.added), len(table.rows)
+                coming = table.coming.incarnation, table.coming.beginning, table.coming.came, rule.initialised
+                numbers = rule.version, rule.staged, rule.applied, len(rule.added), len(table.rows), coming
                 remembered.update(repr((table.index, numbers, sorted(rule.waiting), pending)).encode())
         return remembered.digest()
 

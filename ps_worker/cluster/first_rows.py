@@ -1,0 +1,145 @@
+"""Rows from before `prepare` on their way from rank 0 to the shards: to each in messages of a few MiB, one by one.
+
+Rows that were trained longest ago leave first: where memory does not hold all, a shard moves these to its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ps_protocol.framing import Parts, message_parts
+from ps_protocol.identity import Identity
+from ps_protocol.row_ids import by_shard, mix
+from ps_protocol.tables import Beginning, JobTable
+from ps_protocol.v1 import rows_pb2
+from ps_tables.beginning import encoded, row_columns, row_size
+from ps_worker.cluster import convert
+from ps_worker.cluster.calls import ShardCalls
+from ps_worker.tables.server_rows import FirstRows, ServerTables
+
+MESSAGE_BYTES = 4 * 2**20
+
+
+class RowsBefore:
+    """Whether a job begins with the rows that this worker's tables have from before `prepare`."""
+
+    def __init__(self, tables: ServerTables) -> None:
+        self._tables = tables
+        self._taken = self._had_begun = False
+
+    def send(
+        self, begin: Callable[[Sequence[FirstRows], bool], list[Future[bool]]], settle: Callable[[], None]
+    ) -> None:
+        """Sends what tables begin with: where there are rows, all shards say first that they have room for them.
+
+        begin:  sends to all shards, or only asks; see RowTransport.begin
+        settle: waits for that, and raises what has failed
+        """
+        tables = self._tables.first_rows()
+        if any(tables):
+            asked = begin(tables, True)
+            settle()
+            self._had_begun = all(begun.result() for begun in asked)
+            self._taken |= not self._had_begun
+        if tables:
+            begin(tables, False)
+            settle()
+
+    def began(self, clock: int) -> None:
+        """Says in the log if these rows were not taken, now that the worker is in the job, at this clock."""
+        if (self._had_begun or clock > 0) and not self._taken:
+            self._tables.warn_of_ignored(clock)
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What a table begins with on one shard.
+
+    tensors: of all shards, as Table.snapshot has them
+    columns: of rows, as they travel
+    rows, waiting: the places of this shard's, in the order in which they leave
+    """
+
+    beginning: Beginning
+    tensors: Mapping[str, torch.Tensor]
+    columns: Mapping[str, int]
+    rows: torch.Tensor
+    waiting: torch.Tensor
+
+
+def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
+    """Returns what each shard gets. Where the rows' optimizer is another one than the job's, they have no state."""
+    tensors, spec = table.rows, job.rows
+    columns = row_columns(job.optimizer, job.values, spec.dim, True)
+    with_state = columns.keys() <= tensors.keys()
+    columns = columns if with_state else row_columns(job.optimizer, job.values, spec.dim, False)
+    version = int(tensors["version"]) if "version" in tensors else 0
+    rows = _places(tensors, "", shards)
+    waiting = _places(tensors, "waiting." if spec.admit_after > 1 else "none.", shards)
+    return [
+        ShardPart(
+            Beginning(version, table.seed, len(rows[at]), len(waiting[at]), with_state),
+            tensors,
+            columns,
+            rows[at],
+            waiting[at],
+        )
+        for at in range(shards)
+    ]
+
+
+def _places(tensors: Mapping[str, torch.Tensor], prefix: str, shards: int) -> list[torch.Tensor]:
+    """Returns the places of each shard's rows, those trained longest ago first; or of ids that wait, which are in the
+    other order: a table without room for all takes the first."""
+    if f"{prefix}ids" not in tensors:
+        return [torch.empty(0, dtype=torch.int64, device="cpu")] * shards
+    ids, last = tensors[f"{prefix}ids"].numpy(), tensors[f"{prefix}last"].numpy()
+    order = np.lexsort((mix(ids), -last if prefix else last))
+    return [torch.from_numpy(np.ascontiguousarray(order[which])) for which in by_shard(ids[order], shards)]
+
+
+def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart, ask: bool) -> bool:
+    """Sends a table's part to its shard; returns whether the table had begun there before. Raises PSError.
+
+    table: its place in the job's list
+    ask:   only asks whether there is room
+    """
+    for message in _messages(worker, table, part, ask):
+        response = rows_pb2.PushTableResponse.FromString(calls.unary("PushTable", message))
+        if response.begun:
+            return True
+    return False
+
+
+def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[Parts]:
+    begins = part.beginning
+    request = rows_pb2.PushTableRequest(
+        worker=convert.identity(worker),
+        table=table,
+        beginning=rows_pb2.TableBeginning(
+            version=begins.version,
+            seed=begins.seed,
+            row_count=begins.rows,
+            waiting_count=begins.waiting,
+            with_state=begins.with_state,
+        ),
+        last=not ask and not begins.total,
+    )
+    if ask or not begins.total:
+        yield message_parts(request)
+        return
+    columns: Mapping[str, int]
+    for places, columns in ((part.rows, part.columns), (part.waiting, {})):
+        most = max(1, MESSAGE_BYTES // row_size(columns))
+        for some in places.split(most) if len(places) else ():
+            named = ("ids", "last", *columns) if columns else ("waiting.ids", "waiting.counts", "waiting.last")
+            payload = encoded({name: part.tensors[name][some] for name in named}, columns)
+            request.row_count, request.waiting_count = (len(some), 0) if columns else (0, len(some))
+            request.last = request.first + len(some) == begins.total
+            yield message_parts(request, payload)
+            request.first += len(some)
