@@ -6,13 +6,14 @@ convert.py         Protobuf messages as values, and back, where both ends do the
 data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
 errors.py          Every error of the project, its reason and its canonical code
 figures.py         What a worker measures of its own work, for people who watch
+fragments.py       The fragments of a model in mode `local:H/F`: when each is pushed and mixed in
 framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
 frames.py          How messages travel on a data connection, those of several calls one after the other
 hyper_parameters.py  Hyper-parameters of optimizers, as plain values
 identity.py        Who a worker is: what every message of one names
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
-local.py           Local steps: the mode `local:H`, its rounds, and its outer optimizer
+local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
 modes.py           The modes of training, and the one rule behind three of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 row_ids.py         Ids of rows: how they are mixed, and which shard has a row

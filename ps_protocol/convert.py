@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
+from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
@@ -94,7 +95,12 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
 def _local(message: job_pb2.Local) -> Local:
     outer = message.outer_learning_rate, message.outer_momentum, message.nesterov
     if not message.HasField("round_duration"):
-        return Local(message.steps, message.warm_up_steps, *outer, by_samples=message.weighted_by_samples)
+        by_samples, parts = message.weighted_by_samples, None
+        if message.fragments:
+            parts = Fragments(message.steps, message.fragments, message.delay_steps, message.mixing)
+        return Local(message.steps, message.warm_up_steps, *outer, by_samples=by_samples, fragments=parts)
+    if message.fragments:
+        raise InvalidRequest(f"rounds that end by time have no fragments, got {message.fragments}")
     if message.steps:
         raise InvalidRequest(
             f"a round ends after so many steps, or after so long, got {message.steps} steps and a time"
@@ -103,6 +109,7 @@ def _local(message: job_pb2.Local) -> Local:
 
 
 def _local_message(local: Local) -> job_pb2.Local:
+    parts = local.fragments
     return job_pb2.Local(
         steps=local.steps if local.seconds is None else 0,
         warm_up_steps=local.warm_up,
@@ -111,6 +118,9 @@ def _local_message(local: Local) -> job_pb2.Local:
         nesterov=local.nesterov,
         round_duration=None if local.seconds is None else duration(local.seconds),
         weighted_by_samples=local.by_samples,
+        fragments=0 if parts is None else parts.count,
+        delay_steps=0 if parts is None else parts.delay,
+        mixing=0.0 if parts is None else parts.mixing,
     )
 
 

@@ -225,6 +225,7 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
     left, right = registered.local, offered.local
     if left is None or right is None:
         return []  # their modes differ
+    ours, theirs = left.fragments, right.fragments
     return [
         ("seconds of a round", left.seconds, right.seconds),
         ("weight of a worker's round", left.weight, right.weight),
@@ -232,6 +233,8 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
         ("outer optimizer's lr", left.lr, right.lr),
         ("outer optimizer's momentum", left.momentum, right.momentum),
         ("outer optimizer's nesterov", left.nesterov, right.nesterov),
+        ("delay of a fragment", ours and ours.delay, theirs and theirs.delay),
+        ("mixing of a fragment", ours and ours.mixing, theirs and theirs.mixing),
     ]
 
 

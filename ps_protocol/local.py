@@ -10,8 +10,11 @@ In `local:Ts`, such as `local:30s`, a round has no number of steps: each worker 
 seconds of its own clock, so that fast workers wait for one step of a slow worker at most. The mean is weighted by the
 number of each worker's steps, or of the samples that these steps used.
 
+In `local:H/F`, such as `local:8/4`, a round does not push the whole model at its end, but each of F fragments of it in
+turn, and mixes in what comes back some steps later (fragments.py).
+
 Workers that step apart from the first step on end worse than those that begin together. So a job begins with rounds of
-one step, which average: the warm-up.
+one step, which average: the warm-up. In it the whole model is pushed and pulled.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import math
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_STEPS = 1_000_000
@@ -30,13 +34,14 @@ OUTER_OPTIMIZER = "SGD"
 
 @dataclass(frozen=True)
 class Local:
-    """How a job of mode `local:H` or `local:Ts` trains. Rounds have numbers from 1.
+    """How a job of mode `local:H`, `local:H/F` or `local:Ts` trains. Rounds have numbers from 1.
 
     steps:    of a worker in a round after the warm-up: H. In `local:Ts` the least: 1
     warm_up:  rounds of one step that the job begins with
     lr, momentum, nesterov: of the outer optimizer after the warm-up, in which it has lr 1 and no momentum
     seconds:  of a round after the warm-up, in `local:Ts`; None: it has H steps
     by_samples: a worker's difference weighs as many samples as it has used, not as many steps as it has made
+    fragments: in `local:H/F`, of the model; None: it is pushed as a whole, and pulled before the next round
     """
 
     steps: int
@@ -46,6 +51,7 @@ class Local:
     nesterov: bool = True
     seconds: float | None = None
     by_samples: bool = False
+    fragments: Fragments | None = None
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not 0 < self.seconds <= MAX_SECONDS:  # nor NaN
@@ -58,6 +64,8 @@ class Local:
             raise InvalidRequest("rounds are weighted by samples in local:Ts alone (such as local:30s)")
         if not 1 <= self.steps <= MAX_STEPS:
             raise InvalidRequest(f"local:H takes an H from 1 to {MAX_STEPS}, got {self.steps}")
+        if self.fragments is not None and (self.seconds is not None or self.fragments.steps != self.steps):
+            raise InvalidRequest(f"a round with fragments has a number of steps, and no time, got {self}")
         if not 0 <= self.warm_up <= MAX_WARM_UP:
             raise InvalidRequest(f"the warm-up of local:H has 0 to {MAX_WARM_UP} steps, got {self.warm_up}")
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -68,6 +76,8 @@ class Local:
     @property
     def mode(self) -> str:
         """The name of the mode."""
+        if self.fragments is not None:
+            return f"local:{self.steps}/{self.fragments.count}"
         return f"local:{self.steps}" if self.seconds is None else f"local:{self.seconds:g}s"
 
     @property
@@ -79,15 +89,26 @@ class Local:
         """Whether a round ends after so long, and not after so many steps."""
         return self.seconds is not None and round_number > self.warm_up
 
+    def is_streamed(self, round_number: int) -> bool:
+        """Whether a round pushes the model fragment by fragment."""
+        return self.fragments is not None and round_number > self.warm_up
+
+    @property
+    def delay(self) -> int:
+        """Steps by which all rounds with fragments end later than they would without a delay."""
+        return 0 if self.fragments is None else self.fragments.delay
+
     def steps_of(self, round_number: int) -> int:
         """Returns how many steps a round has; of one that ends by time, the least."""
-        return 1 if round_number <= self.warm_up else self.steps
+        if round_number <= self.warm_up:
+            return 1
+        return self.steps + (self.delay if round_number == self.warm_up + 1 else 0)
 
     def clock(self, rounds: int) -> int:
         """Returns how many steps so many rounds are, counted from the job's beginning; of those that end by time, the
         least."""
         warm = min(rounds, self.warm_up)
-        return warm + (rounds - warm) * self.steps
+        return warm + (rounds - warm) * self.steps + (self.delay if rounds > warm else 0)
 
     def averages(self, round_number: int) -> bool:
         """Whether the weights after a round are the mean of the workers' own."""

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ps_protocol.errors import InvalidRequest
+from ps_protocol.fragments import fragments
 from ps_protocol.local import Local
 
 # A larger bound than any job can use is a typing error, and would not fit the wire's uint32.
@@ -93,8 +94,8 @@ class Consistency:
 def parse_mode(text: str) -> Consistency | None:
     """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
 
-    Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), local:Ts (T seconds),
-    ssp:K (K a whole number from 0) and async.
+    Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), local:H/F (F divides
+    H), local:Ts (T seconds), ssp:K (K a whole number from 0) and async.
     """
     if text in ("single", "ddp"):
         return None
@@ -106,7 +107,8 @@ def parse_mode(text: str) -> Consistency | None:
     if bound is not None:
         return Consistency(max_staleness=bound)
     raise InvalidRequest(
-        "mode must be single, ddp, sync, local:H (such as local:8, or local:30s), ssp:K (such as ssp:4) or async, "
+        "mode must be single, ddp, sync, local:H (such as local:8, local:8/4, or local:30s), ssp:K (such as ssp:4) or "
+        "async, "
         f"got {text[:100]!r}"
     )
 
@@ -131,13 +133,22 @@ def local_steps(text: str) -> int | None:
 
 
 def local_rounds(text: str) -> Local | None:
-    """Returns the rounds of a mode `local:H` or `local:Ts`, with the default settings; None for another mode.
+    """Returns the rounds of a mode `local:H`, `local:H/F` or `local:Ts`, with the default settings; None for another.
 
-    Raises InvalidRequest for an H or a T that is none.
+    Raises InvalidRequest for an H, an F or a T that is none, and for fragments of rounds of a time.
     """
-    steps, seconds = local_steps(text), re.fullmatch(r"local:([0-9]{1,9}(?:\.[0-9]{1,3})?)s", text, re.ASCII)
-    if steps is not None:
-        return Local(steps)
+    match = re.fullmatch(r"local:([0-9]{1,19})/([0-9]{1,19})", text, re.ASCII)
+    if match is not None:
+        steps = Local(int(match[1])).steps
+        return Local(steps, fragments=fragments(steps, int(match[2])))
+    if re.fullmatch(r"local:[0-9.]{1,14}s/[0-9]{1,19}", text, re.ASCII):
+        raise InvalidRequest(
+            "rounds of a time have no fragments: write local:H/F, with H steps in a round, such as local:8/4, got "
+            f"{text}"
+        )
+    whole, seconds = local_steps(text), re.fullmatch(r"local:([0-9]{1,9}(?:\.[0-9]{1,3})?)s", text, re.ASCII)
+    if whole is not None:
+        return Local(whole)
     return None if seconds is None else Local(1, seconds=float(seconds[1]))
 
 

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES, NonFinite
+from ps_protocol.modes import local_rounds
 from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
@@ -35,7 +36,7 @@ from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
-from ps_worker.model.local_round import local_settings
+from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
 from ps_worker.state.ending import end_by_signal
@@ -45,6 +46,7 @@ from ps_worker.strategies.local import LocalSteps
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
+from ps_worker.strategies.streamed import StreamedSteps
 from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted
 from ps_worker.values import PrepareOptions
@@ -227,7 +229,9 @@ class Session:
         outer:        in modes local:H and local:Ts, settings of the job: "lr" (0.8), "momentum" (0.7) and "nesterov"
                       (True) of the servers' optimizer, and "warm_up" (64), the rounds of one step that the job begins
                       with, in which it averages. In local:Ts also "weight", what a worker's round weighs in the mean:
-                      the "steps" (default) made in it, or the "samples" that the script tells; see `session.samples`
+                      the "steps" (default) made in it, or the "samples" that the script tells; see `session.samples`.
+                      In local:H/F also "delay" (1) and "mixing" (0.5): how many steps later what was pulled of a
+                      fragment is mixed in, and what the worker keeps of its own weights then
 
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
@@ -388,7 +392,8 @@ class Session:
         """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
 
         In local:H each worker has weights of its own within a round. Then these are the ones that the round began
-        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In all other modes they are
+        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In local:H/F they are what
+        was pulled last of each fragment, and a fragment that is under way is waited for. In all other modes they are
         the model's own. It calls no server.
 
         model: the one of several; may be left out where there is one
@@ -441,6 +446,12 @@ def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.devi
     return ParameterServer(config, metrics, device, report_started, timeline)
 
 
+def _local(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
+    rounds = local_rounds(config.mode)
+    strategy = LocalSteps if rounds is None or rounds.fragments is None else StreamedSteps
+    return strategy(config, metrics, device, report_started, timeline)
+
+
 # By mode, without the number in `ssp:K` and `local:H`.
 STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Timeline], Strategy]] = {
     "single": lambda config, metrics, device, _: Single(metrics, device, config.mode_given),
@@ -448,7 +459,7 @@ STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Ti
     "sync": _on_servers,
     "ssp": _on_servers,
     "async": _on_servers,
-    "local": lambda config, metrics, device, timeline: LocalSteps(config, metrics, device, report_started, timeline),
+    "local": _local,
 }
 
 # -- what prepare takes ------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class JobSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ..., local: _Optional[_Union[Local, _Mapping]] = ...) -> None: ...
 
 class Local(_message.Message):
-    __slots__ = ("steps", "warm_up_steps", "outer_learning_rate", "outer_momentum", "nesterov", "round_duration", "weighted_by_samples")
+    __slots__ = ("steps", "warm_up_steps", "outer_learning_rate", "outer_momentum", "nesterov", "round_duration", "weighted_by_samples", "fragments", "delay_steps", "mixing")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WARM_UP_STEPS_FIELD_NUMBER: _ClassVar[int]
     OUTER_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,9 @@ class Local(_message.Message):
     NESTEROV_FIELD_NUMBER: _ClassVar[int]
     ROUND_DURATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTED_BY_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIXING_FIELD_NUMBER: _ClassVar[int]
     steps: int
     warm_up_steps: int
     outer_learning_rate: float
@@ -77,7 +80,10 @@ class Local(_message.Message):
     nesterov: bool
     round_duration: _duration_pb2.Duration
     weighted_by_samples: bool
-    def __init__(self, steps: _Optional[int] = ..., warm_up_steps: _Optional[int] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., nesterov: _Optional[bool] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weighted_by_samples: _Optional[bool] = ...) -> None: ...
+    fragments: int
+    delay_steps: int
+    mixing: float
+    def __init__(self, steps: _Optional[int] = ..., warm_up_steps: _Optional[int] = ..., outer_learning_rate: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., nesterov: _Optional[bool] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weighted_by_samples: _Optional[bool] = ..., fragments: _Optional[int] = ..., delay_steps: _Optional[int] = ..., mixing: _Optional[float] = ...) -> None: ...
 
 class TableSpec(_message.Message):
     __slots__ = ("name", "dim", "initializer", "admit_after", "expire_after", "max_rows", "optimizer", "hyper_parameters", "consistency", "initial_rows")

@@ -143,6 +143,7 @@ class CoordinatedJob:
             trained_bytes=self.placed.trained_bytes,
             local_steps=0 if local is None or local.seconds is not None else local.steps,
             local_seconds=0.0 if local is None else local.seconds or 0.0,
+            local_fragments=0 if local is None or local.fragments is None else local.fragments.count,
         )
 
     def _announce(self) -> None:

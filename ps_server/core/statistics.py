@@ -129,6 +129,7 @@ class JobStatistics:
     trained_bytes: of the parameters that an optimizer steps: what sync moves each way in a step without a wire format
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     local_seconds: seconds of a round of mode local:Ts; 0 in other modes
+    local_fragments: of the model in mode local:H/F; 0 in other modes
     """
 
     name: str
@@ -151,6 +152,7 @@ class JobStatistics:
     rolling_back: bool = False
     local_steps: int = 0
     local_seconds: float = 0.0
+    local_fragments: int = 0
     trained_bytes: int = 0
 
 

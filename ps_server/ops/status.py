@@ -122,6 +122,8 @@ def mode_text(job: dict[str, Any]) -> str:
     """Returns a job's mode, as scripts call it."""
     if job["round_duration"]:
         return f"local:{job['round_duration']:g}s"
+    if job["local_fragments"]:
+        return f"local:{job['local_steps']}/{job['local_fragments']}"
     return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
 
 

@@ -109,8 +109,9 @@ function takeSamples(history) {
 
 // -- the head ---------------------------------------------------------------------------------------------------------
 
-function mode({ consistency, local_steps: localSteps, round_duration: time }) {
+function mode({ consistency, local_steps: localSteps, local_fragments: fragments, round_duration: time }) {
   if (time) return `local:${time}s`;
+  if (fragments) return `local:${localSteps}/${fragments}`;
   if (localSteps) return `local:${localSteps}`;
   const quorum = consistency.quorum ?? null;
   if (quorum !== null) return `sync, quorum ${quorum > 0 ? quorum : `all${quorum}`}`;

@@ -294,6 +294,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         run=job.run,
         consistency=consistency_message(job.consistency),
         local_steps=job.local_steps,
+        local_fragments=job.local_fragments,
         round_duration=duration(job.local_seconds) if job.local_seconds else None,
         trained_bytes=job.trained_bytes,
         world_size=job.world_size,

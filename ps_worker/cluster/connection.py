@@ -201,13 +201,15 @@ class Connection:
         rows: Sequence[RowsPush],
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead] = (),
+        is_part: bool = False,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
-        pushes:       of every bucket that trains
+        pushes:       of every bucket that trains; where a model is sent fragment by fragment, of those of one fragment
         drafts_count: the gradients that left as drafts are unchanged: they are not sent again
         rows:         pushes of every table; ranges: the leased data that they used
         ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
+        is_part:      more fragments of the step follow: its clock is not this worker's yet
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -215,18 +217,18 @@ class Connection:
         self._timeline.step.pushing()
         drafted = self._settle_drafts(drafts_count)
         # Before any call: a heartbeat that tells too low a clock would have a step that is staged taken for none.
-        self.clock += 1
+        clock = self.clock + 1
+        self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
-        sent = self._rows.step(self.clock, rows, ranges, ahead, ends=bool(rows) and not trains)
+        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains)
         self._left = [*(future for future in self._left if not future.done()), *sent.ahead]
         pushed = sent.pushed
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
-            wanted = [bucket for bucket in self._buckets[index] if not bucket.frozen]
-            if wanted:
-                own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
-                steps.append(transport.exchange(self.clock, own, wanted, drafted))
+            own = [push for push in pushes if self._shard_of[push.bucket.index] == index]
+            if own:
+                steps.append(transport.exchange(clock, own, [push.bucket for push in own], drafted))
         pushed += [push for step in steps for push in step.pushes]
         # In one order over all shards.
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
@@ -234,6 +236,10 @@ class Connection:
         pulled = [step.pull for step in steps] or sent.ended
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
+
+    def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
+        """Sends empty pushes, over the network whatever the transport, and asks for no weights."""
+        return self._note([self._network[self._shard_of[push.bucket.index]].push(push) for push in pushes])
 
     def _note(self, futures: list[Future[T]]) -> list[Future[T]]:
         self._under_way += futures

@@ -6,6 +6,7 @@ flat.py             A model as flat buffers, so that pushing packs nothing and a
 gpu.py              Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU
 gradients.py        The gradients as views into flat buffers: which are there, which were changed, which are not finite
 job_spec.py         Models and their optimizers as a job: what is trained, in which groups, with what
+local_settings.py   The settings of a job of local steps, as a script gives them
 local_round.py      A round of local steps, as it is pushed: what they took from the weights that it began with
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
@@ -13,6 +14,8 @@ optimizer_state.py  Optimizer state on its way to the shards and back: by parame
 overlap.py          Which buckets leave while backward still runs
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
+streamed_base.py    The base where a model is pushed fragment by fragment: of each bucket, what was pulled last
+streamed_round.py   A round whose model is pushed fragment by fragment: which one is due, and what is pushed of it
 tracked.py          Parameters and gradients that notify the session where a script may change them
 weights.py          The weights as views into flat buffers, and which of them a script has changed
 """

@@ -30,6 +30,9 @@ class Base:
         self._buffers.copy_weights(back=False)
         self.is_there = True
 
+    def arrived(self) -> None:
+        """Takes all that was pulled for the weights: it lies there already."""
+
     def go_back(self) -> None:
         """Makes the weights the base again."""
         self._weights.gather()
@@ -43,7 +46,12 @@ class Base:
 
     def values(self) -> dict[int, torch.Tensor]:
         """Returns the base by the id of the parameter: the buffers' own memory."""
-        return {id(tensor): self._buffers.gradient_views[index] for index, tensor in self._buffers.trained.items()}
+        views = self._base_views()
+        return {id(tensor): views[index] for index, tensor in self._buffers.trained.items()}
+
+    def _base_views(self) -> dict[int, torch.Tensor]:
+        """Returns the base by parameter, each in its shape."""
+        return self._buffers.gradient_views
 
     def not_finite(self) -> str | None:
         """Returns the name of a parameter whose difference is not finite, if there is one and the job has it looked
@@ -51,9 +59,10 @@ class Base:
         """
         if self._buffers.spec.non_finite is NonFinite.ALLOW:
             return None
+        base = self._base_views()
         for index, view in self._buffers.weight_views.items():
             # Of finite weights the difference is finite, too, but in float16.
             half = view.dtype == torch.float16
-            if not is_finite(view) or (half and not is_finite(self._buffers.gradient_views[index] - view)):
+            if not is_finite(view) or (half and not is_finite(base[index] - view)):
                 return self._buffers.spec.parameters[index].name
         return None

@@ -44,6 +44,7 @@ class FlatBuffers:
         self.segment: SegmentMap | None = None
         self.weight_views: dict[int, torch.Tensor] = {}
         self.gradient_views: dict[int, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}  # by space, the model's weights: those below, unless they are streamed
         self._weights: dict[str, torch.Tensor] = {}  # by space
         self._gradients: dict[str, torch.Tensor] = {}
         self._made_at: list[int] = []  # the addresses of both
@@ -60,10 +61,13 @@ class FlatBuffers:
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
+        is_streamed = self.spec.local is not None and self.spec.local.fragments is not None
+        beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_streamed}
+        self._own = beside or self._weights
         self._made_at = self._addresses()
         for index in self.trained:
             space = space_of(self.spec.parameters[index])
-            self.weight_views[index] = self._view(self._weights[space], index)
+            self.weight_views[index] = self._view(self._own[space], index)
             self.gradient_views[index] = self._view(self._gradients[space], index)
         return True
 
@@ -83,9 +87,22 @@ class FlatBuffers:
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
+    @property
+    def trained_buckets(self) -> list[BucketSpec]:
+        """The buckets of the parameters that a job trains."""
+        return [bucket for bucket in self.layout.buckets if not bucket.frozen]
+
+    def pulled(self, index: int) -> torch.Tensor:
+        """Returns a parameter's part of where the weights of the servers land, in its shape."""
+        return self._view(self._weights[space_of(self.spec.parameters[index])], index)
+
     def weights(self, bucket: BucketSpec) -> torch.Tensor:
-        """Returns a bucket's weights: (numel,)."""
+        """Returns a bucket's weights, where those of the servers land: (numel,)."""
         return self._weights[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def own(self, bucket: BucketSpec) -> torch.Tensor:
+        """Returns a bucket's weights as the model has them: the same memory, but where fragments are streamed."""
+        return self._own[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
         """Returns a bucket's gradients: (numel,)."""
@@ -115,7 +132,7 @@ class FlatBuffers:
 
     @property
     def weights_in_segment(self) -> bool:
-        """Whether the weights that shards write into the segment are the model's own."""
+        """Whether the weights that shards write into the segment are the buffers' own."""
         return self.segment is not None and _are_same(self._weights, self.segment.weights)
 
     @property

@@ -23,6 +23,7 @@ from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
+from ps_worker.model.streamed_base import StreamedBase
 from ps_worker.model.weights import Weights
 from ps_worker.values import PulledBucket
 
@@ -50,7 +51,8 @@ class FlatModel:
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
-        self.base = Base(self._buffers, self.weights)
+        is_streamed = spec.local is not None and spec.local.fragments is not None
+        self.base = (StreamedBase if is_streamed else Base)(self._buffers, self.weights)
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:
@@ -139,7 +141,7 @@ class FlatModel:
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether the weights that shards write into the segment are the model's own."""
+        """Whether what shards write into the segment lies where it belongs."""
         return self._buffers.weights_in_segment
 
     def initial(self, bucket: BucketSpec) -> memoryview:
@@ -154,7 +156,7 @@ class FlatModel:
 
     def assigned(self, bucket: BucketSpec) -> memoryview:
         """Returns the weights of a bucket that trains as they are, in its own type."""
-        return bytes_of(self._buffers.weights(bucket).cpu())
+        return bytes_of(self._buffers.own(bucket).cpu())
 
     def weight_bytes(self, bucket: BucketSpec, wire_format: str) -> int:
         """Returns the bytes of a bucket's weights as they have come."""
@@ -231,10 +233,14 @@ class FlatModel:
         plain_codec(bucket).check_format(bucket, wire_format)
         self._write(bucket, self._buffers.segment.weight(bucket), shared=True)
 
-    def end_pull(self) -> None:
-        """Ends a pull, when all weights have come: the training thread sees them from here on."""
+    def end_pull(self, is_part: bool = False) -> None:
+        """Ends a pull, when all weights have come: the training thread sees them from here on. is_part: those of a
+        fragment have come, and are seen in the base alone"""
         if self._staging is not None:
             self._staging.finish()
+        if is_part:
+            return
+        self.base.arrived()
         self.weights.landed()
 
     def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool, add: bool = False) -> None:

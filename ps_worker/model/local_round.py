@@ -12,53 +12,11 @@ averaging  Where one worker trains and the servers average, the result of a roun
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
-from ps_protocol.local import Local
-from ps_protocol.modes import local_rounds
 from ps_worker.model.step import EndedStep, StepMaker
-
-
-def outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim.SGD:
-    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up."""
-    return torch.optim.SGD(parameters, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
-
-
-def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
-    """Returns the settings of a job of mode local:H or local:Ts; None in another mode. Raises InvalidRequest for wrong
-    ones, in every mode: the same script runs in all of them.
-
-    outer: as for `prepare`
-    """
-    rounds = local_rounds(mode)
-    known = {"lr": (int, float), "momentum": (int, float), "nesterov": (bool,), "warm_up": (int,), "weight": (str,)}
-    for name, value in outer.items():
-        if name not in known:
-            raise InvalidRequest(f"outer takes {', '.join(known)}, got {name!r}")
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and name != "nesterov"):
-            words = {"nesterov": "True or False", "warm_up": "a whole number", "weight": '"steps" or "samples"'}
-            what = words.get(name, "a number")
-            raise InvalidRequest(f"outer[{name!r}] is {what}, got {value!r}")
-    given: dict[str, Any] = {
-        name: float(value) if name in ("lr", "momentum") else value for name, value in outer.items()
-    }
-    weight = given.pop("weight", "steps")
-    if weight not in ("steps", "samples"):
-        raise InvalidRequest(f'outer[\'weight\'] is "steps" or "samples", got {weight!r}')
-    if rounds is None:
-        Local(1, **given)
-        return None
-    if rounds.seconds is None and "weight" in outer:
-        raise InvalidRequest(
-            f"outer['weight'] is for rounds of a time, such as local:30s: in {mode} all workers make as many steps"
-        )
-    return replace(rounds, by_samples=weight == "samples", **given)
 
 
 class LocalRound(StepMaker):

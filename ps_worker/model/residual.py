@@ -13,7 +13,7 @@ does not A step that was refused, skipped, or lost with the worker's place, leav
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -75,6 +75,11 @@ class Residuals:
             self._errors[leaving.bucket.index], leaving.error = leaving.error, None
             if leaving.norms is not None:
                 self._norms[leaving.bucket.index] = leaving.norms
+
+    def forget(self, buckets: Iterable[BucketSpec]) -> None:
+        """Has these buckets begin without a residual."""
+        for bucket in buckets:
+            self._errors.pop(bucket.index, None)
 
     def ratio(self) -> float | None:
         """Returns the norm of all residuals over that of what was sent last. Above 1 the format is too coarse.

@@ -6,5 +6,6 @@ loader_position.py  How far a script's loops over one loader are, and how they g
 encoding.py         The state of a worker besides the weights, as values and as bytes
 ending.py           Whether a script comes to its end, or is cut short; and where no signal may cut it
 inner.py            The state of optimizers that step on the worker, at the rounds that checkpoints keep
+inner_weights.py    The same with the worker's own weights, where fragments are mixed into them
 sender.py           Sends each captured state to the coordinator, beside training
 """

@@ -93,7 +93,10 @@ class InnerStates:
         states = self._kept.get(clock, saved)
         if states is None or not self._fits(states):
             self.begin_anew()
-            return
+        else:
+            self._put(states)
+
+    def _put(self, states: States) -> None:
         for optimizer, parameters, state in zip(self._optimizers, self._parameters(), states, strict=True):
             optimizer.state.clear()
             for position, values in state.items():

@@ -9,5 +9,6 @@ parameter_server.py  Training on parameter servers
 row_reads.py         Reads the rows of a job's tables from its shards, in whichever place the worker has
 sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
+streamed.py          Local steps whose model is pushed fragment by fragment: the mode `local:H/F`
 strategy.py          A strategy is one way to train; this is all that a session asks of it
 """

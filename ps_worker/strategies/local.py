@@ -26,7 +26,8 @@ from ps_protocol.data import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
-from ps_worker.model.local_round import LocalRound, outer_optimizer
+from ps_worker.model.local_round import LocalRound
+from ps_worker.model.local_settings import outer_optimizer
 from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.inner import InnerStates
@@ -61,10 +62,14 @@ class LocalSteps(ParameterServer):
         assert options.local is not None
         held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
         outer = outer_optimizer(options.local, list(held.values()))
-        training = self._join(models, [outer], options, partial(LocalTraining, optimizers=optimizers))
+        training = self._join(models, [outer], options, partial(self._training_class, optimizers=optimizers))
         assert isinstance(training, LocalTraining)
         self._local = training
         return models, optimizers
+
+    @property
+    def _training_class(self) -> type[LocalTraining]:
+        return LocalTraining
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         """Returns a loader as in sync. Raises Unsupported where a round would use more batches than a push names."""
@@ -102,9 +107,13 @@ class LocalTraining(JobTraining):
         self._local = spec.local
         self._own = optimizers
         self._groups = [len(optimizer.param_groups) for optimizer in optimizers]
-        self._inner = InnerStates(optimizers, self._metrics.fresh_inner_state)
+        self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
         self._hooks: list[RemovableHandle] = []
+
+    def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
+        """Returns what keeps the state of the script's own optimizers."""
+        return InnerStates(optimizers, self._metrics.fresh_inner_state)
 
     def begin(
         self,

@@ -43,10 +43,10 @@ from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loade
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import ModelNumbers, WorkerMetrics, added
 from ps_worker.model.job_spec import describe
-from ps_worker.model.local_round import LocalRound
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, states_before
 from ps_worker.model.step import EndedStep, StepMaker
+from ps_worker.model.streamed_round import step_maker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
@@ -228,7 +228,7 @@ def join(
         layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         timeline = participation.timeline
         timeline.describe(layout)
-        steps = (StepMaker if spec.local is None else LocalRound)(
+        steps = step_maker(spec)(
             *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
             timeline=timeline,

@@ -5,7 +5,9 @@ The workers are processes that run a plain script (train_with_state.py), which k
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,16 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from ps_protocol.local import Local
+from ps_protocol.modes import local_rounds
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.scripts.train_with_state import OUTER
+from tests.scripts.train_with_state import BATCH, OUTER, PASSES, SAMPLES
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.forkserver import ROOT, Nursery
 
 MakeCluster = Callable[..., Cluster]
 SCRIPT = ROOT / "tests" / "scripts" / "train_with_state.py"
 WORKERS = 2
+STEPS = PASSES * SAMPLES // (BATCH * WORKERS)
 WAIT_SECONDS = 90
 LEASE = 30.0  # a worker loses its place because a shard was restored, and for no other reason
 
@@ -76,10 +80,12 @@ class Workers:
             self.let_go(before)
         until(lambda: self.are_held(clock), "the clock to be held at")
 
-    def ended(self) -> Found:
-        """What each ended with."""
+    def ended(self, clock: int = STEPS) -> Found:
+        """What each ended with, at this clock."""
         assert [process.wait(WAIT_SECONDS) for process in self.processes] == [0] * WORKERS
-        return [load_file(self.directory / f"rank-{rank}.safetensors") for rank in range(WORKERS)]
+        found = [load_file(self.directory / f"rank-{rank}.safetensors") for rank in range(WORKERS)]
+        assert [int(tensors["rest"][-1]) for tensors in found] == [clock] * WORKERS
+        return found
 
 
 def begun(cluster: Cluster) -> set[int | None]:
@@ -238,6 +244,61 @@ def test_a_local_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
     with Workers(nursery, second.address, tmp_path, mode="local:4") as workers:
         assert same(workers.ended(), undisturbed_rounds), "the inner optimizer's state is small: checkpoints have it"
+
+
+STREAMED = replace(local_rounds("local:4/2") or LOCAL, warm_up=OUTER["warm_up"])  # and later: 4, 9, 13 and so on
+
+
+@pytest.fixture(scope="module")
+def undisturbed_fragments(nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What an undisturbed run of local:4/2 ends with."""
+    directory = tmp_path_factory.mktemp("undisturbed-fragments")
+    with Workers(nursery, shared.address, directory, mode="local:4/2") as workers:
+        return workers.ended()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("all_end", [False, True], ids=["a-shard", "all-processes"])
+def test_a_job_with_fragments_that_is_rolled_back_ends_with_the_weights_of_the_undisturbed_run(
+    make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed_fragments: Found, all_end: bool
+) -> None:
+    """With a fragment under way: what a worker's own weights were is in its state, which is small here."""
+    kept, held = tmp_path / "checkpoints", STREAMED.clock(9) + 1
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    with Workers(nursery, cluster.address, tmp_path, holds(held, 3, STREAMED.clock), mode="local:4/2") as workers:
+        workers.reach(held, 3, cluster, STREAMED.clock)
+        until(lambda: last(store) == 9, "the last checkpoint is complete")
+        if not all_end:
+            cluster.start_again(1)
+            workers.let_go(held)
+            assert same(workers.ended(), undisturbed_fragments)
+            return
+    cluster.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
+    with Workers(nursery, second.address, tmp_path, mode="local:4/2") as workers:
+        assert same(workers.ended(), undisturbed_fragments)
+
+
+@pytest.mark.long
+def test_workers_that_are_told_to_stop_with_a_fragment_under_way_go_on_at_the_next_round(
+    make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path
+) -> None:
+    """The batches of the round that is left come again, and the clock has counted it."""
+    kept, held = tmp_path / "checkpoints", STREAMED.clock(9) + 1
+    first = make_cluster(checkpoint_dir=kept, checkpoint_every="1000steps", lease=LEASE)
+    with Workers(nursery, first.address, tmp_path, [held], mode="local:4/2") as workers:
+        until(lambda: workers.are_held(held), "the clock to be held at")
+        for process in workers.processes:
+            process.send_signal(signal.SIGTERM)
+        for process in workers.processes:
+            process.wait(WAIT_SECONDS)
+    until(lambda: last(CheckpointStore(kept)) == 10, "a checkpoint of the round that both have left")
+    first.stop()
+    second = make_cluster(checkpoint_dir=kept, restore=True, lease=LEASE)
+    with Workers(nursery, second.address, tmp_path, mode="local:4/2") as workers:
+        found = workers.ended(STEPS + 4)
+        assert all(tensor.isfinite().all() for tensors in found for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("mode", ["ssp:1", "async"])

@@ -43,14 +43,14 @@ def test_a_mode_is_a_setting_of_the_one_rule_and_says_its_name(name: str, rule: 
     "name",
     [
         *("", "Sync", "ssp", "ssp:", "ssp:-1", "ssp:1.5", "ssp: 4", "ssp:4:4", "ssp:²", "sync:0", "async:1", "bsp"),
-        *("ssp:x", "local", "local:", "local:-1", "local:1.5", "local:8/4", "local:8:1"),
+        *("ssp:x", "local", "local:", "local:-1", "local:1.5", "local:8/4/2", "local:8:1"),
     ],
 )
 def test_any_other_name_is_refused_with_what_was_expected_and_what_came(name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_mode(name)
     assert (
-        "single, ddp, sync, local:H (such as local:8, or local:30s), ssp:K (such as ssp:4) or async"
+        "single, ddp, sync, local:H (such as local:8, local:8/4, or local:30s), ssp:K (such as ssp:4) or async"
         in refused.value.message
     )
     assert repr(name) in refused.value.message

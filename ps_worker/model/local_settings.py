@@ -1,0 +1,80 @@
+"""The settings of a job of local steps, as a script gives them: `prepare(..., outer={...})`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.fragments import check_mixing, default_mixing
+from ps_protocol.local import Local
+from ps_protocol.modes import local_rounds
+
+KNOWN: Mapping[str, tuple[type, ...]] = {
+    "lr": (int, float),
+    "momentum": (int, float),
+    "nesterov": (bool,),
+    "warm_up": (int,),
+    "weight": (str,),
+    "delay": (int,),
+    "mixing": (int, float),
+}
+WORDS = {"nesterov": "True or False", "warm_up": "a whole number", "weight": '"steps" or "samples"'}
+
+
+def outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim.SGD:
+    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up."""
+    return torch.optim.SGD(parameters, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
+
+
+def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
+    """Returns the settings of a job of mode local:H, local:H/F or local:Ts; None in another mode. Raises InvalidRequest
+    for wrong ones, in every mode: the same script runs in all of them.
+
+    outer: as for `prepare`
+    """
+    rounds = local_rounds(mode)
+    for name, value in outer.items():
+        if name not in KNOWN:
+            raise InvalidRequest(f"outer takes {', '.join(KNOWN)}, got {name!r}")
+        if not isinstance(value, KNOWN[name]) or (isinstance(value, bool) and name != "nesterov"):
+            what = "a whole number" if name == "delay" else WORDS.get(name, "a number")
+            raise InvalidRequest(f"outer[{name!r}] is {what}, got {value!r}")
+    given: dict[str, Any] = {
+        name: float(value) if KNOWN[name] == (int, float) else value for name, value in outer.items()
+    }
+    weight = given.pop("weight", "steps")
+    if weight not in ("steps", "samples"):
+        raise InvalidRequest(f'outer[\'weight\'] is "steps" or "samples", got {weight!r}')
+    delay, mixing = given.pop("delay", None), given.pop("mixing", None)
+    if delay is not None and delay < 0:
+        raise InvalidRequest(f"outer['delay'] is a number of steps from 0, got {delay}")
+    if mixing is not None:
+        check_mixing(mixing)
+    if rounds is None:
+        Local(1, **given)
+        return None
+    if rounds.seconds is None and "weight" in outer:
+        raise InvalidRequest(
+            f"outer['weight'] is for rounds of a time, such as local:30s: in {mode} all workers make as many steps"
+        )
+    return replace(_mixed(rounds, delay, mixing), by_samples=weight == "samples", **given)
+
+
+def _mixed(rounds: Local, delay: int | None, mixing: float | None) -> Local:
+    """Returns rounds with these settings of their fragments; None is the default."""
+    parts = rounds.fragments
+    if parts is None:
+        name = "delay" if delay is not None else "mixing"
+        if delay is not None or mixing is not None:
+            raise InvalidRequest(
+                f"outer[{name!r}] is for fragments, such as local:8/4: in {rounds.mode} the model is pulled as a "
+                "whole, and all of it counts"
+            )
+        return rounds
+    if delay is not None:
+        parts = replace(parts, delay=delay, mixing=default_mixing(delay))
+    return replace(rounds, fragments=parts if mixing is None else replace(parts, mixing=mixing))

@@ -1,0 +1,72 @@
+"""The state of optimizers that step on the worker, with the worker's own weights (mode `local:H/F`).
+
+Where fragments are mixed into the weights, a worker's weights are its own at all times: those of the servers do not say
+what they are. So they belong to what a worker keeps, and are as large as the model: see inner.py for what becomes of
+that. A process without them goes on with the servers' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ps_worker.state.inner import InnerStates, States
+
+KEY = "weights"
+
+
+class OwnWeights(Protocol):
+    """The weights of a worker, beside those of the servers: see ps_worker/model/streamed_base.py."""
+
+    def own(self) -> dict[int, torch.Tensor]:
+        """Returns a copy of them, by parameter."""
+
+    def takes(self, own: dict[int, torch.Tensor]) -> bool:
+        """Whether weights fit."""
+
+    def put(self, own: dict[int, torch.Tensor]) -> None:
+        """Sets them."""
+
+
+class InnerWithWeights(InnerStates):
+    """The state of the script's own optimizers, and the weights that they step: one more entry behind theirs.
+
+    is_between: whether a round is over and the next one has not begun: what a worker that leaves later than that has
+                made since is lost, and its weights with it
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        fresh: Callable[[], None],
+        weights: OwnWeights,
+        is_between: Callable[[], bool],
+    ) -> None:
+        super().__init__(optimizers, fresh)
+        self._weights = weights
+        self._is_between = is_between
+
+    def now(self) -> States | None:
+        """Returns a copy of the state as it is, if it is small; in the middle of a round without the weights."""
+        states = super().now()
+        return states if states is None or self._is_between() else [*states[:-1], {}]
+
+    def _copied(self) -> States:
+        return [*super()._copied(), {index: {KEY: value} for index, value in self._weights.own().items()}]
+
+    def _put(self, states: States) -> None:
+        super()._put(states[:-1])
+        weights = _weights_of(states)
+        if weights:
+            self._weights.put(weights)
+
+    def _fits(self, states: States) -> bool:
+        if not states or not super()._fits(states[:-1]):
+            return False
+        return not states[-1] or self._weights.takes(_weights_of(states))
+
+
+def _weights_of(states: States) -> dict[int, Any]:
+    return {index: values.get(KEY) for index, values in states[-1].items()}
