@@ -14,6 +14,7 @@ from types import ModuleType
 
 from bench.report import write_page
 from bench.results import Result
+from bench.runs import merged
 
 NAMES = (
     "round",
@@ -69,6 +70,7 @@ def parser(short: bool) -> argparse.ArgumentParser:
         if short:
             command.set_defaults(**module.SHORT)
         command.add_argument("--short", action="store_true", help="smaller and faster; flags beside it still count")
+        command.add_argument("--runs", type=int, default=1, help="one after the other (%(default)s)")
         command.add_argument("--json", type=Path, metavar="FILE", help="where to write results (standard output)")
         command.add_argument("--picture", type=Path, metavar="FILE", help="where to draw them, as PNG or SVG")
     for name, text in (("all", "run each benchmark, then write the page"), ("report", "write the page of results")):
@@ -81,7 +83,10 @@ def parser(short: bool) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace, command: str) -> None:
     """Runs one benchmark; writes its results, each with the command that makes it, and its picture."""
     module = modules()[arguments.name]
-    lines: list[Result] = [{**line, "command": command} for line in module.run(arguments)]
+    numbers = [{"run": number} for number in range(1, arguments.runs + 1)] if arguments.runs > 1 else [{}]
+    lines: list[Result] = [
+        {**line, **number, "command": command} for number in numbers for line in module.run(arguments)
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     if arguments.json is None:
         sys.stdout.write(text)
@@ -89,7 +94,7 @@ def run(arguments: argparse.Namespace, command: str) -> None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(text)
     if arguments.picture is not None:
-        module.draw(lines, arguments.picture)
+        module.draw(merged(lines), arguments.picture)
     if any(line.get("violations") for line in lines):
         raise SystemExit("promises were broken: see the violations above")
 

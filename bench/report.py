@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from bench.results import MIB, Result
+from bench.runs import merged
 
 # What a table shows, in this order, where any line has it: the field, its heading, and how it is written.
 COLUMNS = (
@@ -62,7 +63,8 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
         "",
         "`python -m bench report` writes this page from the results in [benchmarks/](benchmarks). `make bench` runs a",
         "short form of all benchmarks and writes it anew. Every process computes with one thread. A ratio compares",
-        "systems that take turns within one run; absolute times are those of the machine named.",
+        "systems that take turns within one run; absolute times are those of the machine named. Of several runs, a",
+        "figure is the median, and the smallest and the largest ratio stand beside it.",
     ]
     for stem, lines in sections:
         page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]
@@ -74,6 +76,7 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
 
 
 def _section(folder: Path, stem: str, lines: Sequence[Result], text: str) -> list[str]:
+    lines = merged(lines)
     first = lines[0]
     used = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     size = first["bytes"]
@@ -86,7 +89,7 @@ def _section(folder: Path, stem: str, lines: Sequence[Result], text: str) -> lis
         f"$ {first['command']}",
         "```",
         "",
-        f"Weights: {size / MIB:.4g} MiB. Machine: {first['machine']}; {used}.",
+        f"Weights: {size / MIB:.4g} MiB. Machine: {first['machine']}; {used}.{_runs(first)}",
         "",
         *_table(lines),
     ]
@@ -109,6 +112,17 @@ def _without_results(name: str, text: str) -> list[str]:
     ]
 
 
+def _runs(line: Result) -> str:
+    return f" Runs: {line['runs']}." if "runs" in line else ""
+
+
+def _ratio(line: Result, peer: str) -> str:
+    if peer not in line["ratios"]:
+        return ""
+    least, most = line.get("spread", {}).get(peer, (0, 0))
+    return f"**{line['ratios'][peer]:.2f}**" + (f" ({least:.2f} to {most:.2f})" if "spread" in line else "")
+
+
 def _table(lines: Sequence[Result]) -> list[str]:
     columns = [column for column in COLUMNS if any(line.get(column[0]) not in (None, "") for line in lines)]
     peers = list(dict.fromkeys(peer for line in lines for peer in line["ratios"]))
@@ -117,7 +131,7 @@ def _table(lines: Sequence[Result]) -> list[str]:
     rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for line in lines:
         cells = [_cell(line, field, form) for field, _, form in columns]
-        cells += [f"**{line['ratios'][peer]:.2f}**" if peer in line["ratios"] else "" for peer in peers]
+        cells += [_ratio(line, peer) for peer in peers]
         cells += [f"{line['most']:.2f}"] if most else []
         rows.append("| " + " | ".join(cells) + " |")
     return rows

@@ -330,7 +330,7 @@ def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int
     missing = {"ids", "last", "version", "weights"} - tensors.keys()
     if missing:
         raise InvalidRequest(f"table {spec.name!r}: expected rows as they were saved, got none of {sorted(missing)}")
-    ids = tensors["ids"]
+    ids, version = tensors["ids"], int(tensors["version"])
     if len(ids) > capacity:
         raise InvalidRequest(f"table {spec.name!r} has room for {capacity} rows, got {len(ids)}")
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -347,4 +347,9 @@ def _checked(tensors: Mapping[str, torch.Tensor], spec: TableSpec, capacity: int
             raise InvalidRequest(f"table {spec.name!r}: expected {name} to be {shape} of {dtype}, got {found}")
         if name.endswith("ids") and len(np.unique(got.numpy())) < len(got):
             raise InvalidRequest(f"table {spec.name!r}: expected {name} once each, got some twice")
+        if name.endswith("last") and len(got) and not 1 <= int(got.min()) <= int(got.max()) <= version:
+            raise InvalidRequest(
+                f"table {spec.name!r}: expected {name} to be updates from 1 to {version}, got {int(got.min())} to "
+                f"{int(got.max())}"
+            )
     return ids.numpy()

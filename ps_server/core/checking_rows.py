@@ -112,8 +112,8 @@ class RowChecker:
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
         self._check_place(table, ids)
         _check_distinct(table, ids)
-        if len(last) and not 0 <= last.min() <= last.max() <= version:
-            raise InvalidRequest(f"table {rows.name!r}: rows were trained by updates 0 to {version}, got others")
+        if len(last) and not 1 <= last.min() <= last.max() <= version:
+            raise InvalidRequest(f"table {rows.name!r}: rows were trained by updates 1 to {version}, got others")
         if push.waiting and not 0 < part["waiting.counts"].min() <= part["waiting.counts"].max() < 2**32:
             raise InvalidRequest(f"table {rows.name!r}: an id that waits has occurred 1 to 2^32 - 1 times, got others")
         return part

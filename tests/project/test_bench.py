@@ -17,7 +17,8 @@ from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
 from bench.report import write_page
-from bench.results import result
+from bench.results import Result, result
+from bench.runs import merged
 from bench.scale import predicted
 from bench.training import build
 from tests.tools.launching import python
@@ -157,6 +158,43 @@ def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_pa
     assert "| 1.1 | DataParallel 2.0, ring 1.0, ours 2.0 |" in page
     for name in NAMES:
         assert page.count(f"## {name}\n") == 1
+
+
+# -- several runs --------------------------------------------------------------------------------------------------
+
+
+def of_runs(*ms: float) -> list[Result]:
+    """The results of runs of two systems: of a peer that takes 10 ms, and ours."""
+    same = {"workers": 1, "shards": 1, "size": 4}
+    return [
+        {**line, "run": run, "command": "python -m bench round"}
+        for run, each in enumerate(ms, 1)
+        for line in (
+            result("round", "gloo", ms=10.0, ratios={"gloo": 1.0}, **same),
+            result("round", "ours", ms=each, ratios={"gloo": each / 10}, exact=True, **same),
+        )
+    ]
+
+
+def test_of_several_runs_the_page_has_medians_and_the_smallest_and_largest_ratio(tmp_path: Path) -> None:
+    lines = of_runs(9.0, 2.0, 3.0)
+    assert [line["ms"] for line in merged(lines)] == [10.0, 3.0]
+    assert merged(lines)[1]["exact"] is True
+    folder = tmp_path / "found"
+    folder.mkdir()
+    (folder / "round.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(folder, modules())
+    page = (tmp_path / "found.md").read_text()
+    assert "| ours | 1 | 1 | 3 | **0.30** (0.20 to 0.90) |" in page
+    assert "Runs: 3." in page
+
+
+def test_one_run_is_as_it_is_and_runs_of_different_systems_are_refused() -> None:
+    assert merged(of_runs(4.0)) == of_runs(4.0)
+    with pytest.raises(ValueError, match="expected results of gloo of each run in the same place, got ours"):
+        merged([*of_runs(4.0), *({**line, "run": 2} for line in reversed(of_runs(4.0)))])
+    with pytest.raises(ValueError, match=r"expected as many results of each run, got \[1, 2\]"):
+        merged(of_runs(4.0, 5.0)[:3])
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

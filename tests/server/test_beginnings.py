@@ -181,6 +181,7 @@ def test_what_a_rank_0_has_sent_that_is_gone_is_dropped(is_told: bool) -> None:
 def broken() -> dict[str, tuple[TablePush, type[PSError], str]]:
     """Messages that no shard takes, where one row has come."""
     late = {**WHOLE, "last": torch.tensor([3, 4, 10, 9])}
+    never_trained = {**WHOLE, "last": torch.tensor([3, 0, 9, 9])}
     twice = {**WHOLE, "ids": torch.tensor([5, 8, 8, 9])}
     again = {**WHOLE, "ids": torch.tensor([1, 5, 8, 9])}
     never = {**WHOLE, "waiting.counts": torch.tensor([0, 1])}
@@ -192,7 +193,7 @@ def broken() -> dict[str, tuple[TablePush, type[PSError], str]]:
         "another whole": (
             rows(1, 4, beginning=replace(BEGINS, version=8)),
             InvalidRequest,
-            "trained by updates 0 to 8",
+            "trained by updates 1 to 8",
         ),
         "another seed": (rows(1, 4, beginning=replace(BEGINS, seed=8)), InvalidRequest, "it begins with .* says "),
         "more than all": (
@@ -208,7 +209,12 @@ def broken() -> dict[str, tuple[TablePush, type[PSError], str]]:
         "of later updates": (
             rows(1, 4, payload=encoded({n: t[1:] for n, t in late.items()}, COLUMNS)),
             InvalidRequest,
-            "0 to 9",
+            "1 to 9",
+        ),
+        "never trained": (
+            rows(1, 4, payload=encoded({n: t[1:] for n, t in never_trained.items()}, COLUMNS)),
+            InvalidRequest,
+            "1 to 9",
         ),
         "twice in one": (
             rows(1, 4, payload=encoded({n: t[1:] for n, t in twice.items()}, COLUMNS)),

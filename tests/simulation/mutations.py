@@ -24,7 +24,8 @@ from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.commands import Staged, StageRows
+from ps_server.core.beginnings import Beginnable, ComingRows
+from ps_server.core.commands import BeginRows, Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
@@ -428,6 +429,18 @@ def shifts_gradients_behind_refused_ids(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Table, "apply", shifted)
 
 
+def begins_with_some_rows(patch: pytest.MonkeyPatch) -> None:
+    """A table begins when the first of its rows are there, and not all."""
+    take = ComingRows.take
+
+    def hasty(self: ComingRows, command: BeginRows, rows: Beginnable) -> bool:
+        is_new = take(self, command, rows)
+        self.is_complete |= self.came > 0
+        return is_new
+
+    patch.setattr(ComingRows, "take", hasty)
+
+
 def makes_rows_in_pulls(patch: pytest.MonkeyPatch) -> None:
     """An id that is looked up is a row from then on."""
     pull = Table.pull
@@ -480,6 +493,7 @@ ROWS = (
         known=("ssp:0", 0),
     ),
     in_rows(shifts_gradients_behind_refused_ids, ("sync", "async"), known=("sync", 0)),
+    in_rows(begins_with_some_rows, ("async", "sync"), kinds=frozenset({"wrong beginning"}), known=("async", 0)),
     in_rows(makes_rows_in_pulls, ("async",), known=("async", 0)),
     in_rows(divides_by_those_with_rows, ("sync",), faults=(WORKER_HANGS,), known=("sync", 0)),
     in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 2)),

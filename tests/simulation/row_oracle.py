@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from tests.simulation.rows import (
     COLUMNS,
     COUNT,
     COUNTS,
+    FIRST,
     FRESH,
     LIVES,
     MARK,
@@ -31,6 +32,7 @@ from tests.simulation.rows import (
     Table,
     code_of,
     column,
+    first_row,
     has_fresh,
     has_twice,
     id_of,
@@ -106,7 +108,9 @@ def wrong_row(table: Table, number: int, row: Rows, rules: Rules) -> Violation |
     what, values = meaning(number), row.tolist()
     where = {"table": table.name, "kind": what.kind, "row": what.row, "step": what.step}
     if table.number == COUNTS:
-        if what.kind not in (COUNT, MARK, OWN):
+        if what.kind == FIRST and not np.array_equal(row, first_row(number)):
+            return Violation("wrong row", f"a row that nothing trains is not as it came: {values}", where)
+        if what.kind not in (COUNT, MARK, OWN, FIRST):
             return Violation("unknown row", f"an id that may not be one is a row: {values}", where)
         if values[LIVES] != code_of(number) * sum(values[:LIVES]):
             said = f"its elements are {sum(values[:LIVES])} together, and the last is not {code_of(number)} times that"
@@ -258,6 +262,16 @@ def wrong_at_any_time(
         yield from _counted_otherwise(shard, content, rules)
 
 
+def wrong_beginning(table: Table, shard: int, content: Content, runs: Collection[int]) -> Iterator[Violation]:
+    """Yields whether a table has other rows of its beginning on one shard than those of one of these runs."""
+    found = {number for number in content.rows if meaning(number).kind == FIRST}
+    if all(found != table.first(shard, run).keys() for run in runs):
+        said = (
+            f"it began with {[meaning(number) for number in found]}, and not with all rows of one of runs {set(runs)}"
+        )
+        yield Violation("wrong beginning", said, {"table": table.name, "shard": shard})
+
+
 def _wrong_by_itself(table: Table, content: Content, writers: Writers, rules: Rules) -> Iterator[Violation]:
     """Yields what is wrong with one shard's rows, whatever became of steps."""
     for number, row in content.rows.items():
@@ -312,7 +326,7 @@ def _wrong_means(table: Table, content: Content, writers: Writers, rules: Rules,
 
 def _was_pushed(number: int, attempted: Mapping[int, set[int]]) -> bool:
     what = meaning(number)
-    if what.kind in (COUNT, MARK):
+    if what.kind in (COUNT, MARK, FIRST):
         return True
     steps = attempted.get(what.row, set())
     if what.kind == OWN:

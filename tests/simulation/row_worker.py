@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,11 +13,19 @@ import safetensors.torch
 import torch
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull
+from ps_protocol.tables import Beginning
+from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.shard.waiting import PulledRows, PulledTable
 from tests.chaos.oracle import Violation
-from tests.simulation.row_oracle import Content, Pulled, RowWitness, in_counting_order, wrong_at_any_time
-from tests.simulation.rows import COUNTS, START, Part, Table
+from tests.simulation.row_oracle import (
+    Content,
+    Pulled,
+    RowWitness,
+    in_counting_order,
+    wrong_at_any_time,
+    wrong_beginning,
+)
+from tests.simulation.rows import COUNTS, START, Part, Rows, Table
 from tests.simulation.supervision import SHARDS
 
 if TYPE_CHECKING:
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN_LOOKS = 12  # at whole tables
 CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
+UPDATES_BEFORE = 3  # that have trained the rows of the beginning
 
 
 class WorkerRows:
@@ -74,7 +83,29 @@ class WorkerRows:
             counted = first, len(rows), total
             yield RowsPush(*who, table.number, clock, kind, payload, *counted, {}, key=place.key, run=place.run)
 
-    def _push(self, place: Place, shard: int, message: RowsPush) -> None:
+    def beginnings(self, place: Place) -> list[Callable[[], object]]:
+        """Returns what sends the rows that tables begin with: to each shard one message after the other."""
+        return [partial(self._begin, place, table, shard) for table, shard in self._parts]
+
+    def _begin(self, place: Place, table: Table, shard: int) -> None:
+        rows = table.first(shard, self.run.number)
+        total = len(rows)
+        cut = self._world.random.randint(1, total) if total else 0
+        for first, end in [(0, 0), (0, cut), (cut, total)] if 0 < cut < total else [(0, 0), (0, total)]:
+            is_last = end == total and (first < end or not total)
+            self._push(place, shard, self._beginning(place, table, rows, first, end, is_last))
+
+    def _beginning(
+        self, place: Place, table: Table, rows: Mapping[int, Rows], first: int, end: int, is_last: bool
+    ) -> TablePush:
+        ids = [*rows][first:end]
+        elements = np.array([rows[number] + START for number in ids], "<f4").reshape(-1, table.dim)
+        payload = np.array(ids, "<i8").tobytes() + np.ones(len(ids), "<i8").tobytes() + elements.tobytes()
+        who = self.run.name, self.worker.rank, place.incarnation, table.number
+        what = Beginning(UPDATES_BEFORE, 0, len(rows)), first, len(ids), 0, is_last
+        return TablePush(*who, *what, payload, place.key, place.run)
+
+    def _push(self, place: Place, shard: int, message: RowsPush | TablePush) -> None:
         def attempt() -> object:
             return self._network.call(place.addresses[shard], "push_rows", message, seconds=CALL_SECONDS)
 
@@ -162,7 +193,10 @@ class WorkerRows:
                 content = self._fetched(place, table, shard)
             except PSError:  # its place is lost
                 return
-            for wrong in wrong_at_any_time(table, shard, content, run.writers, run.rules):
+            for wrong in [
+                *wrong_at_any_time(table, shard, content, run.writers, run.rules),
+                *wrong_beginning(table, shard, content, run.begun_by),
+            ]:
                 where = {"table": table.name, "shard": shard, **wrong.where}
                 self.worker.cluster.violated(replace(wrong, where=where))
 

@@ -9,6 +9,8 @@ that comes to another id is found, and a row of which a part is of another versi
 
 "passing" has rows of one step each, which the table may admit, forget by age, and forget for others. A row is as its
 one step made it, or as rows begin: one number more or less, and another row's gradient, are found.
+
+"counts" begins with a few rows that rank 0 brings, and that nothing trains: they tell which run has begun it.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ ROOM = 4096  # rows, where a table has room for all: what is reserved for more t
 WORKERS = 3  # of the job under test
 COLUMNS, LIVES = 7, 56  # of the counting oracle there: its columns, and its rows
 COUNTS, PASSING = 0, 1  # the tables, by number
+FIRST_ROWS = 3  # on each shard
 ABSENT, LEFT_OUT = 5, 9  # of each eleven steps: for "passing" a term of zeros in a mean, and none
 NO_STEP = 0
 # What an id is for. The first three are of "counts", as columns of the counting oracle; REFUSED never occurs often
-# enough to become a row; FRESH is of one step; TWICE becomes a row in the second of two steps; NEVER is never pushed.
-COUNT, MARK, OWN, REFUSED, FRESH, TWICE, NEVER = range(7)
+# enough to become a row; FRESH is of one step; TWICE becomes a row in the second of two steps; NEVER is never pushed;
+# FIRST is there from the beginning.
+COUNT, MARK, OWN, REFUSED, FRESH, TWICE, NEVER, FIRST = range(8)
 
 Rows = npt.NDArray[np.float32]
 
@@ -121,7 +125,7 @@ class Table:
         start = Initializer("constant", START)
         limits = self.admit_after, self.expire_after, self.max_rows or ROOM
         own = parse_table_consistency(self.consistency) if self.consistency else None
-        return JobTable(TableSpec(self.name, self.dim, start, *limits, own), "SGD", {"lr": 1.0})
+        return JobTable(TableSpec(self.name, self.dim, start, *limits, own, initial_rows=True), "SGD", {"lr": 1.0})
 
     def averages(self, rules: Rules) -> bool:
         """Whether an update of it is a mean over workers. rules: of its job"""
@@ -142,6 +146,13 @@ class Table:
         new = 2 * workers  # rows that one update makes
         room = not self.capacity or (updates + 2) * new + max(new, self.capacity // 16) <= self.capacity
         return room and (not self.expire_after or updates <= self.expire_after)
+
+    def first(self, shard: int, run: int) -> dict[int, Rows]:
+        """Returns the rows, less START, that rank 0 of a run brings to one shard, by id."""
+        if self.number != COUNTS:
+            return {}
+        ids = [id_of(shard, FIRST, run, number) for number in range(FIRST_ROWS)]
+        return {number: first_row(number) for number in ids}
 
     def pushed(self, shard: int, row: int, step: int, unit: int) -> Part:
         """Returns what a step of the worker that counts in a row pushes to one shard."""
@@ -210,6 +221,13 @@ def has_twice(row: int, step: int) -> bool:
 def vector(number: int, row: int, step: int, unit: int) -> list[int]:
     """Returns what one step of one worker adds to a row of "passing", if no other one is in the mean."""
     return [unit, unit * code_of(number), unit * (row + 1), unit * step]
+
+
+def first_row(number: int) -> Rows:
+    """Returns a row of "counts" from the beginning, less START."""
+    row = np.zeros(LIVES + 1, np.float32)
+    row[meaning(number).row], row[LIVES] = 1, code_of(number)
+    return row
 
 
 def draw_tables(mode: str, seed: int, always: bool, loose: bool = False) -> tuple[Table, ...]:

@@ -17,10 +17,10 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.local import Local
-from ps_protocol.modes import local_steps
+from ps_protocol.modes import local_rounds
 from ps_protocol.optimizers import hyper_parameters
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
-from tests.simulation.row_oracle import Content, in_counting_order, wrong_tables
+from tests.simulation.row_oracle import Content, in_counting_order, wrong_beginning, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
 from tests.simulation.supervision import SHARDS
 from tests.tools.modes import consistency, wire_of
@@ -56,8 +56,8 @@ class Job:
     def local(self) -> Local | None:
         """Returns how its workers step by themselves. The outer learning rate changes after the warm-up, so that it
         matters which round's counts; without momentum each update is its own."""
-        steps = local_steps(self.mode.split()[0])
-        return None if steps is None else Local(steps, warm_up=WARM_UP, lr=0.5, momentum=0.0, nesterov=False)
+        rounds = local_rounds(self.mode.split()[0])
+        return None if rounds is None else replace(rounds, warm_up=WARM_UP, lr=0.5, momentum=0.0, nesterov=False)
 
     @functools.cache  # noqa: B019 (there are a few jobs)
     def spec(self) -> JobSpec:
@@ -177,6 +177,11 @@ class Run:
         """Whether it is the one beside the job under test."""
         return self.job.name == BESIDE
 
+    @property
+    def begun_by(self) -> set[int]:
+        """The runs of which one has brought what the job began with."""
+        return {mark.number for mark in self._marks}
+
     def staying(self) -> list[Worker]:
         """Returns its workers, without those that are gone for good."""
         return [worker for rank, worker in self.workers.items() if rank not in self.gone]
@@ -247,7 +252,10 @@ class Run:
                 violation
                 for table in self.job.tables
                 for each in [[content[table.number, shard] for shard in range(SHARDS)]]
-                for violation in wrong_tables(table, each, self.writers, self.rules, lost, staying)
+                for violation in [
+                    *wrong_tables(table, each, self.writers, self.rules, lost, staying),
+                    *(wrong for at in range(SHARDS) for wrong in wrong_beginning(table, at, each[at], self.begun_by)),
+                ]
             ),
             *too_stale(self.lives, self.rules, until),
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.waiting import PulledBucket
 from tests.chaos.oracle import Life, Violation, Witness
+from tests.simulation.fragments import StreamedRound
 from tests.simulation.network import Call
 from tests.simulation.processes import Host
 from tests.simulation.row_worker import WorkerRows
@@ -112,6 +113,7 @@ class Worker:
         self._counts = torch.zeros(shape.buckets, shape.rows)
         self.rows = WorkerRows(self, run, row)
         self._saves: set[int] = self.rows.saves
+        self._streamed = StreamedRound(self, run)
         self.host.spawn("train", self._main)
 
     @property
@@ -225,10 +227,10 @@ class Worker:
     def _beat(self) -> None:
         """Keeps the place, as ps_worker.cluster.membership does."""
         pause = self.cluster.lease / HEARTBEATS_PER_LEASE
-        while not self.leaving:
+        while not self._is_to_leave:
             self.world.let_pass(pause)
             place = self.place
-            if self.leaving:
+            if self._is_to_leave:
                 return
             who = self.run.name, place.run, self.rank, place.incarnation, place.clock, place.key
             try:
@@ -281,7 +283,7 @@ class Worker:
             self.host.spawn("heartbeat", self._beat)
             self._connect(self.place)
             step = 0
-            while not self.leaving:
+            while not self._is_to_leave:
                 self.computes = True
                 self.world.let_pass(self.cluster.step_seconds())
                 self.computes = False
@@ -290,6 +292,9 @@ class Worker:
                     continue
                 self._made += 1
                 local = self.run.spec.local
+                if local is not None and local.is_streamed(self._streamed.number):
+                    self._stream()
+                    continue
                 if local is not None and self._made < local.steps_of(self.clock + 1):
                     continue
                 step += 1
@@ -304,8 +309,14 @@ class Worker:
             self.world.trace(f"{self.host.name} ends with {type(error).__name__}: {error}")
             self.cluster.ended(self, error)
 
+    @property
+    def _is_to_leave(self) -> bool:
+        return self.leaving and not self._streamed.is_under_way
+
     def _is_to_hold(self) -> bool:
         target, run = self.run.target, self.run
+        if self._streamed.is_under_way:
+            return False  # the others wait for it
         if run.rules.late and not all(worker.clock >= (target or 0) for worker in run.staying()):
             return False  # the others would have no quorum
         return target is not None and self.clock >= target and self.error is None
@@ -339,11 +350,12 @@ class Worker:
         self.rows.lost_track()
         self._versions.clear()
         self._made = 0
+        self._streamed.begin(place.clock)
         if not self._begun:
             if self.rank == 0:
-                self._all(place, self._pushes(place, 0, self.run.initial))
+                self.all(place, [*self.pushes(place, 0, self.run.initial), *self.rows.beginnings(place)])
             self._await_started(place)
-        self._all(place, self._pulls(place))
+        self.all(place, self.pulls(place, place.clock))
         self._begun = True
         self._await_started(place)
 
@@ -359,9 +371,13 @@ class Worker:
                 raise self.error
         raise PlaceLost
 
-    def _all(self, place: Place, works: Sequence[Callable[[], object]]) -> None:
+    def all(self, place: Place, works: Sequence[Callable[[], object]]) -> None:
         """Does several things at once. Raises the first error; PlaceLost where the loss of the place has caused it."""
-        left, errors = [len(works)], []
+        self.begun(place, works)()
+
+    def begun(self, place: Place, works: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        """Begins to do several things at once; returns what waits for them, as `all` does."""
+        left, errors = [len(works)], list[PSError]()
 
         def do(work: Callable[[], object]) -> None:
             try:
@@ -373,19 +389,24 @@ class Worker:
                 with self._changed:
                     self._changed.notify_all()
 
+        def await_all() -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: errors or not left[0])
+            if errors:
+                if self.error is not None:
+                    raise self.error
+                if isinstance(errors[0], NotFound | UnknownWorker) or self.place is not place:
+                    raise PlaceLost from errors[0]
+                raise errors[0]
+
         for work in works:
             self.host.spawn("call", partial(do, work))
-        with self._changed:
-            self._changed.wait_for(lambda: errors or not left[0])
-        if errors:
-            if self.error is not None:
-                raise self.error
-            if isinstance(errors[0], NotFound | UnknownWorker) or self.place is not place:
-                raise PlaceLost from errors[0]
-            raise errors[0]
+        return await_all
 
-    def _pushes(self, place: Place, clock: int, values: torch.Tensor) -> list[Callable[[], object]]:
-        """Returns what pushes the same to all buckets: to each shard one after the other, to all at once."""
+    def pushes(
+        self, place: Place, clock: int, values: torch.Tensor, buckets: Collection[int] | None = None
+    ) -> list[Callable[[], object]]:
+        """Returns what pushes the same to some buckets, or all: to each shard one after the other, to all at once."""
         codec = BLOCKS.get(self.run.spec.gradient_wire) if clock else None
         payload = bytes(bytes_of(values.flatten() if codec is None else codec.encode(values.flatten())))
 
@@ -393,7 +414,7 @@ class Worker:
             for bucket in buckets:
                 self._push(place, shard, bucket, clock, payload)
 
-        return [partial(push, shard, buckets) for shard, buckets in self._homes(place).items()]
+        return [partial(push, shard, held) for shard, held in self._homes(place, buckets).items()]
 
     def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
         kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
@@ -413,24 +434,29 @@ class Worker:
         address, network = place.addresses[shard], self.cluster.network
         self.retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
 
-    def _homes(self, place: Place) -> dict[int, list[int]]:
-        """Returns the buckets of each shard, in an order of this worker's own."""
+    def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[int, list[int]]:
+        """Returns the buckets of each shard, some or all, in an order of this worker's own."""
         homes: dict[int, list[int]] = {}
         for bucket in self.world.random.sample(self.run.buckets, len(self.run.buckets)):
-            homes.setdefault(place.result.placement[bucket], []).append(bucket)
+            if wanted is None or bucket in wanted:
+                homes.setdefault(place.result.placement[bucket], []).append(bucket)
         return homes
 
-    def _pulls(self, place: Place) -> list[Callable[[], object]]:
-        return [partial(self._pull, place, place.addresses[shard], held) for shard, held in self._homes(place).items()]
+    def pulls(self, place: Place, clock: int, buckets: Collection[int] | None = None) -> list[Callable[[], object]]:
+        """Returns what pulls some buckets, or all, at a clock: from all shards at once."""
+        return [
+            partial(self._pull, place, place.addresses[shard], held, clock)
+            for shard, held in self._homes(place, buckets).items()
+        ]
 
-    def _pull(self, place: Place, address: str, buckets: list[int]) -> None:
+    def _pull(self, place: Place, address: str, buckets: list[int], clock: int) -> None:
         """Fetches buckets; after a failure those that are missing."""
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
             narrow = self.run.spec.weight_wire in BLOCKS
-            whole = {bucket for bucket in missing if narrow and self._versions.get(bucket) != place.clock - 1}
-            who = self.run.name, self.rank, place.incarnation, place.clock
+            whole = {bucket for bucket in missing if narrow and self._versions.get(bucket) != clock - 1}
+            who = self.run.name, self.rank, place.incarnation, clock
             call = PullCall(*who, tuple(missing), place.key, run=place.run, whole=frozenset(whole))
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
@@ -438,7 +464,7 @@ class Worker:
                     self._land(answer, answer.payload)
                     missing.pop(answer.bucket, None)
                     if answer.save_state:
-                        self._saves.add(place.clock)
+                        self._saves.add(clock)
             if missing:
                 raise TryLater("the answer broke off")
 
@@ -468,18 +494,47 @@ class Worker:
         if place is not self._at:
             self._connect(place)
             return
-        self.life.attempted.append(number)
-        self.run.tries.begun(number, place.result.restore_count)
+        self.attempt(place, number)
         place.clock += 1
         clock = place.clock
-        gradient = self._witness.gradient(number) * moved_in(self.run.spec.local, clock)
         try:
-            buckets = [*self._pulls(place), *self._pushes(place, clock, gradient)]
-            self._all(place, [*buckets, *self.rows.pulls(place, number), *self.rows.pushes(place, clock, number)])
+            buckets = [*self.pulls(place, clock), *self.pushes(place, clock, self.gradient(number, clock))]
+            self.all(place, [*buckets, *self.rows.pulls(place, number), *self.rows.pushes(place, clock, number)])
         except PlaceLost as lost:
-            place.cut()
-            self._connect(self._renewed(place, lost.__cause__))
+            self._lose(place, lost)
             return
+        self.acknowledge(place, number, clock)
+        self._streamed.begin(clock)
+
+    def attempt(self, place: Place, number: int) -> None:
+        """Notes that it begins a step."""
+        self.life.attempted.append(number)
+        self.run.tries.begun(number, place.result.restore_count)
+
+    def gradient(self, number: int, clock: int) -> torch.Tensor:
+        """Returns what a step pushes to each bucket."""
+        return self._witness.gradient(number) * moved_in(self.run.spec.local, clock)
+
+    def _stream(self) -> None:
+        """Ends a step of a round whose buckets leave fragment by fragment."""
+        place = self.place
+        if self.error is not None:
+            raise self.error
+        if place is not self._at:
+            self._connect(place)
+            return
+        try:
+            self._streamed.stepped(place)
+        except PlaceLost as lost:
+            self._lose(place, lost)
+
+    def _lose(self, place: Place, lost: PlaceLost) -> None:
+        """Goes on from the place that follows one that was lost in a step."""
+        place.cut()
+        self._connect(self._renewed(place, lost.__cause__))
+
+    def acknowledge(self, place: Place, number: int, clock: int) -> None:
+        """Ends a step that all shards have acknowledged, and whose weights are here."""
         self.run.tries.acknowledged(self.life.number, number, place.result.restore_count)
         self._acknowledged(number, clock)
         if clock in self._saves:

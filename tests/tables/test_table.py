@@ -188,6 +188,8 @@ def test_what_is_saved_is_the_same_however_the_table_came_to_be() -> None:
         ({"weights": torch.zeros(6, 5)}, r"table 't': expected weights to be \(6, 4\) of torch.float32, got \(6, 5\)"),
         ({"ids": torch.arange(7)}, r"table 't': expected weights to be \(7, 4\) of torch.float32, got \(6, 4\)"),
         ({"ids": torch.zeros(6, dtype=torch.int64)}, r"table 't': expected ids once each, got some twice"),
+        ({"last": torch.arange(6) // 5}, r"table 't': expected last to be updates from 1 to 1, got 0 to 1"),
+        ({"last": torch.arange(6) // 5 + 1}, r"table 't': expected last to be updates from 1 to 1, got 1 to 2"),
         (
             {"last": torch.zeros(6)},
             r"table 't': expected last to be \(6,\) of torch.int64, got \(6,\) of torch.float32",
