@@ -15,6 +15,7 @@ Blocks   int8 and int4: codes of 8 or 4 bits, with a scale for each block of ele
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
+
+Memory = Callable[[int, torch.dtype], torch.Tensor]  # returns memory for so many elements of a type, on the CPU
 
 LEAST_SCALE = 2.0**-126  # the least that is not subnormal: some processors take those for 0
 GREATEST_BFLOAT16: float = torch.finfo(torch.bfloat16).max
@@ -54,9 +57,14 @@ class Cast:
         """Returns how many bytes that many elements take."""
         return numel * DATA_TYPES[self.dtype].itemsize
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the elements as they travel: [numel]; the tensor itself where it has that type."""
-        return values.to(self.torch_dtype)
+    def encode(self, values: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
+        """Returns the elements as they travel: [numel]; the tensor itself where it has that type.
+
+        memory: what they are put into, given their number and type; None: fresh memory
+        """
+        if memory is None or values.dtype == self.torch_dtype:
+            return values.to(self.torch_dtype)
+        return memory(values.numel(), self.torch_dtype).copy_(values)
 
     def decode(self, payload: Buffer, numel: int) -> torch.Tensor:
         """Returns the elements of a payload of that many: [numel], over its memory. Read from it, never write."""

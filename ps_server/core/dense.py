@@ -15,10 +15,10 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.agreement import Agreement, square
-from ps_server.core.pieces import PIECE, PieceStep
+from ps_server.core.pieces import PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import Scratch, Sum
+from ps_server.core.sums import PIECE, Scratch, Sum
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,7 @@ class DenseBucket:
         total, last = update.sum.total, update.sum.last
         pieces = self._pieces if len(update.present) == len(self._slices) else None
         if pieces is not None and pieces.has_state() and total is not None and last is not None:
-            piece = self._scratch.take(PIECE, last.dtype)
-            pieces.run(step, total, last, piece)
-            self._scratch.give(piece)
+            pieces.run(step, total, last, self._scratch)
         else:
             mean = self._mean(update)
             for positions in self._rounds(optimizer, update.present):

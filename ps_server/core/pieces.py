@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ps_protocol.layout import BucketSpec
-
-PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
+from ps_server.core.sums import PIECE, Scratch, add
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,21 @@ class PieceStep:
             for position, number in self._group_of.items()
         )
 
-    def run(self, step: Callable[[], object], total: torch.Tensor, last: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Steps with total + last, both [numel of the bucket] and only read. scratch: [PIECE]"""
+    def run(self, step: Callable[[], object], total: torch.Tensor, last: torch.Tensor, scratch: Scratch) -> None:
+        """Steps with total + last, both [numel of the bucket] and only read."""
+        gradients, wide = (scratch.take(PIECE, torch.float32) for _ in range(2))
         groups = self._optimizer.param_groups
         own = [group["params"] for group in groups]
         try:
             for piece in self._pieces:
-                gradient = scratch[: piece.stop - piece.start]
-                torch.add(total[piece.start : piece.stop], last[piece.start : piece.stop], out=gradient)
+                gradient, here = gradients[: piece.stop - piece.start], slice(piece.start, piece.stop)
+                add(total[here], last[here], gradient, wide)
                 self._step_piece(step, piece, gradient)
         finally:
             for group, members in zip(groups, own, strict=True):
                 group["params"] = members
+            scratch.give(gradients)
+            scratch.give(wide)
 
     def _step_piece(self, step: Callable[[], object], piece: Piece, gradient: torch.Tensor) -> None:
         """Has views of the slices and of their momentum take the slices' place for one step."""

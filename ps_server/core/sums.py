@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
+SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
 
 class Scratch:
     """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
@@ -56,7 +59,7 @@ class Sum:
             self._owns = self._is_scratch = True
         elif self.total is None:
             self.total, self._owns = values, own  # not copied: with one term it is only read
-        elif is_last and values.dtype == self.total.dtype == torch.float32:
+        elif is_last and {values.dtype, self.total.dtype} <= SUMMED_AS_FLOAT32:
             self.last, self._owns_last = values, own
         else:
             self._add(self.total, values)
@@ -68,29 +71,18 @@ class Sum:
             self._add(self.total, values)
 
     def _add(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        if not self._owns or total.itemsize < 4:
-            self._add_to_scratch(total, values)
-        elif values.dtype == total.dtype:
-            total += values
-        else:
-            self._add_narrow(total, values)
-
-    def _add_to_scratch(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds a term to the first one, in memory of the scratch: it was another's, or is too narrow for a sum."""
-        wide = torch.float32 if total.itemsize < 4 else total.dtype  # half types would lose the small terms
-        self._owns = self._is_scratch = True
-        self.total = self._scratch.take(total.numel(), wide)
-        if total.dtype == values.dtype == wide:
+        if not self._owns or total.itemsize < 4:  # half types would lose the small terms
+            wide = torch.float32 if total.itemsize < 4 else total.dtype
+            self.total = self._scratch.take(total.numel(), wide)
+            self._owns = self._is_scratch = True
+        assert self.total is not None
+        if total.dtype == values.dtype == self.total.dtype:
             torch.add(total, values, out=self.total)
-        else:
-            self.total.copy_(total)
-            self._add_narrow(self.total, values)
-
-    def _add_narrow(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds widened values: adding mixed types takes up to three times as long as both together (measured)."""
-        wide = self._scratch.take(values.numel(), total.dtype)
-        total += wide.copy_(values)
-        self._scratch.give(wide)
+            return
+        piece = self._scratch.take(PIECE, self.total.dtype)
+        for some in zip(total.split(PIECE), values.split(PIECE), self.total.split(PIECE), strict=True):
+            add(*some, piece)
+        self._scratch.give(piece)
 
     def own(self) -> None:
         """Copies what it has borrowed of a worker's memory."""
@@ -103,3 +95,17 @@ class Sum:
         """Gives the memory of the sum back."""
         if self.total is not None and self._is_scratch:
             self._scratch.give(self.total)
+
+
+def add(total: torch.Tensor, values: torch.Tensor, out: torch.Tensor, wide: torch.Tensor) -> None:
+    """Makes `out` the sum of two tensors as large, in its type. It may be `total`.
+
+    wide: memory of that type, as large or larger. Values are widened there: to add mixed types takes up to three times
+          as long as both together (measured)
+    """
+    if total.dtype == values.dtype == out.dtype:
+        torch.add(total, values, out=out)
+        return
+    if out.data_ptr() != total.data_ptr():
+        out.copy_(total)
+    out += values if values.dtype == out.dtype else wide[: values.numel()].copy_(values)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ps_protocol.codecs import Codec
+from ps_protocol.codecs import Cast
 from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
@@ -30,6 +30,7 @@ from ps_server.core.partition import JobPartition
 from ps_server.core.room import Room
 from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
+from ps_server.core.sums import Scratch
 from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
@@ -160,27 +161,52 @@ class HostedTable(Hosted):
     saved: SavedParts = field(default_factory=SavedParts)
 
 
+@dataclass(eq=False)
+class NarrowedBucket:
+    """A bucket in the wire format. users: who sends it now, and the job, as long as it keeps it"""
+
+    version: int
+    values: torch.Tensor
+    users: int = 1
+
+
 class Narrowed:
     """The buckets last narrowed to the wire format: what several workers wait for is narrowed once, not once for each.
 
-    A few stay for as long as the job does; workers that read slowly pin no more.
+    A few stay for as long as the job does; workers that read slowly pin no more. Their memory is used again: to get
+    fresh memory of that size may take several times as long as to narrow into it (measured).
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[int, NarrowedBucket] = OrderedDict()
+        self._memory = Scratch()
         self._lock = threading.Lock()
 
-    def get(self, index: int, version: int, weights: torch.Tensor, codec: Codec) -> torch.Tensor:
-        """Returns a bucket's weights in the wire format. The caller holds the bucket's `tensors` lock."""
+    def take(self, index: int, version: int, weights: torch.Tensor, codec: Cast) -> NarrowedBucket:
+        """Returns a bucket's weights in the wire format, until `give`. The caller holds the bucket's `tensors` lock."""
         with self._lock:
-            kept = self._kept.pop(index, None)
-        if kept is None or kept[0] != version:
-            kept = version, codec.encode(weights)
+            kept = self._kept.get(index)
+            if kept is not None and kept.version == version:
+                self._kept.move_to_end(index)
+                kept.users += 1
+                return kept
+        made = NarrowedBucket(version, codec.encode(weights, self._memory.take), users=2)
         with self._lock:
-            self._kept[index] = kept
+            old = [self._kept.pop(index)] if index in self._kept else []
+            self._kept[index] = made
             while len(self._kept) > NARROWED_BUCKETS:
-                self._kept.popitem(last=False)
-        return kept[1]
+                old.append(self._kept.popitem(last=False)[1])
+        for bucket in old:
+            self.give(bucket)
+        return made
+
+    def give(self, bucket: NarrowedBucket) -> None:
+        """Ends a use."""
+        with self._lock:
+            bucket.users -= 1
+            is_free = not bucket.users
+        if is_free:
+            self._memory.give(bucket.values)
 
 
 class HostedJob:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from ps_protocol.codecs import Codec, plain_codec, weight_codec
+from ps_protocol.codecs import Cast, Codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
@@ -207,7 +207,10 @@ class Pulls:
                 elif codec.keeps(spec):
                     loan = until_sent.enter_context(bucket.loans.lend())
                 else:
-                    values = job.narrowed.get(spec.index, version, values, codec)
+                    assert isinstance(codec, Cast)  # blocks are those of `sent`
+                    narrowed = job.narrowed.take(spec.index, version, values, codec)
+                    until_sent.callback(job.narrowed.give, narrowed)
+                    values = narrowed.values
                 save_state = job.saves_state(pull, version)
             payload = bytes_of(values)
             answer = PulledBucket(

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
+import torch
+
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
@@ -33,6 +35,24 @@ def network_pushers(shards: int) -> DaemonPool:
     return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
+class Sending(threading.local):
+    """Of each thread that sends: memory in which it puts one bucket after the other. To get fresh memory each time may
+    take several times as long as to fill it (measured)."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for so many elements, with anything in it, until the thread asks for more."""
+        size = numel * dtype.itemsize
+        if len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._bytes[:size].view(dtype)
+
+
+SENDING = Sending()
+
+
 class NetworkTransport:
     """The way over the network to one shard."""
 
@@ -56,7 +76,7 @@ class NetworkTransport:
         def message() -> tuple[Parts, int]:
             if leaving is None:
                 return convert.gradient_push(self._worker, push, None), 0
-            payload = self._flat.gradient(leaving, push.absent)
+            payload = self._flat.gradient(leaving, push.absent, SENDING.memory)
             wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
             return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
 
@@ -109,7 +129,7 @@ class NetworkTransport:
             if draft.is_dropped:
                 return PushResult(0, time.perf_counter(), "")
             with self._free:
-                payload = self._flat.gradient(leaving)
+                payload = self._flat.gradient(leaving, memory=SENDING.memory)
                 wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
                 message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
                 size = len(payload)

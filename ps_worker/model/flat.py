@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ps_protocol.codecs import Blocks, Codec, gradient_codec, plain_codec, weight_codec
+from ps_protocol.codecs import Blocks, Codec, Memory, gradient_codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
@@ -94,17 +94,18 @@ class FlatModel:
         self._left[bucket.index] = leaving
         return leaving
 
-    def gradient(self, leaving: Leaving, absent: Sequence[int] = ()) -> memoryview:
+    def gradient(self, leaving: Leaving, absent: Sequence[int] = (), memory: Memory | None = None) -> memoryview:
         """Returns a bucket's gradient in its wire format: the buffers' own memory where nothing is converted.
 
         absent: positions of slices that have none
+        memory: where what is converted may be put; see Cast.encode
         """
         codec, gradient = gradient_codec(self.spec, leaving.bucket), self._buffers.gradients(leaving.bucket)
 
         def encode() -> torch.Tensor:
             if isinstance(codec, Blocks):
                 return self.residuals.encode(leaving, gradient, codec, absent)
-            return codec.encode(gradient)
+            return codec.encode(gradient, memory if self._staging is None else None)
 
         if self._staging is not None:
             assert leaving.made is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_server.core import dense, pieces
+from ps_server.core import dense, pieces, sums
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.pieces import Piece, PieceStep, pieces_of
-from ps_server.core.sums import Scratch
+from ps_server.core.sums import Scratch, Sum
 
 PIECE = 64  # elements, here
 SIZES = {
@@ -34,8 +35,8 @@ HYPER: dict[str, HyperParameters] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", PIECE)
-    monkeypatch.setattr(dense, "PIECE", PIECE)
+    for module in (pieces, dense, sums):
+        monkeypatch.setattr(module, "PIECE", PIECE)
     monkeypatch.setattr(pieces_of, "__defaults__", (PIECE,))
 
 
@@ -69,10 +70,18 @@ def both(hyper: HyperParameters, **named: Any) -> tuple[DenseBucket, DenseBucket
     return bucket(hyper, **named), bucket(hyper, **named)
 
 
-def update(buckets: tuple[DenseBucket, DenseBucket], workers: int, number: int, **named: Any) -> None:
+def update(
+    buckets: tuple[DenseBucket, DenseBucket],
+    workers: int,
+    number: int,
+    wire: Sequence[torch.dtype] | None = None,
+    **named: Any,
+) -> None:
+    """One update. wire: how the workers' gradients travel; None: as the bucket's own type"""
     seeds = torch.Generator().manual_seed(number)
     numel = buckets[0].flat.numel()
-    values = [torch.randn(numel, generator=seeds).to(buckets[0].flat.dtype) for _ in range(workers)]
+    types = wire or [buckets[0].flat.dtype] * workers
+    values = [torch.randn(numel, generator=seeds).to(dtype) for dtype in types]
     for target, told in zip(buckets, (True, False), strict=True):
         lent = []
         for rank, each in enumerate(values):
@@ -120,6 +129,50 @@ def test_steps_in_pieces_are_those_of_the_whole_to_the_bit(
         assert alike(buckets)
     # The first step makes the momentum, of all elements at once.
     assert len(runs) == 4 - ("momentum" in hyper)
+
+
+NARROW = {
+    "bfloat16": [torch.bfloat16] * 2,
+    "three of float16": [torch.float16] * 3,
+    "the first alone is narrow": [torch.bfloat16, torch.float32],
+    "the last alone is narrow": [torch.float32, torch.float32, torch.bfloat16],
+}
+
+
+@pytest.mark.parametrize("wire", NARROW.values(), ids=NARROW)
+def test_narrow_gradients_are_added_as_float32_in_pieces_or_not(wire: list[torch.dtype], runs: list[int]) -> None:
+    buckets = both(HYPER["momentum"])
+    for number in range(3):
+        update(buckets, len(wire), number, wire)
+        assert alike(buckets)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_the_sum_of_narrow_gradients_is_the_one_of_wide_ones(optimizer: str) -> None:
+    narrow, wide = both({"lr": 0.1}, optimizer=optimizer)
+    for _ in range(2):
+        for values in (torch.randn(narrow.flat.numel()).bfloat16() for _ in range(3)):
+            narrow.add(Gradient(values, own=True), is_last=True)
+            wide.add(Gradient(values.float()))
+        narrow.step()
+        wide.step()
+        assert alike((narrow, wide))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_sum_of_mixed_types_is_float32_and_leaves_what_is_lent(types: tuple[torch.dtype, ...], own: bool) -> None:
+    terms = [torch.randn(3 * PIECE + 1).to(dtype) for dtype in (*types, torch.bfloat16)]
+    lent, expected = [term.clone() for term in terms], sum(term.float() for term in terms)
+    made = Sum(Scratch())
+    for term in lent:
+        made.add(term, own)
+    assert made.total is not None
+    assert made.total.dtype == torch.float32
+    assert torch.equal(made.total, expected)
+    if not own:
+        assert all(torch.equal(*pair) for pair in zip(lent, terms, strict=True))
 
 
 def test_what_turns_out_not_to_be_the_last_is_added_before_the_next(runs: list[int]) -> None:
