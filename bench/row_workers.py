@@ -68,9 +68,9 @@ class Served:
     @property
     def title(self) -> str:
         """What people call it."""
-        known = f", {self.computed} ms of computing, next ids {'' if self.ahead else 'not '}known"
-        loops = ", compiled loops" * self.native
-        return f"ours {self.mode} {self.optimizer}{known if self.computed else ''}{loops}"
+        computed = f", {self.computed} ms of computing" if self.computed else ""
+        known = ", next ids known" if self.ahead else ", next ids not known" if self.computed else ""
+        return f"ours {self.mode} {self.optimizer}{computed}{known}{', compiled loops' * self.native}"
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,9 @@ def _hashed(numbers: np.ndarray) -> torch.Tensor:
 def _trained(
     module: torch.nn.Module, optimizer: Any, computed: float = 0.0, gradient: float = GRADIENT
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a step of a module alone. computed: seconds of other computing in it"""
+    """Returns a step of a module alone. computed: seconds of other computing in it; gradient: of each element"""
     matrix = torch.rand(128, 128)
+    given: dict[torch.Size, torch.Tensor] = {}  # by the shape of a batch: made once, as its making is no one's to time
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -244,7 +245,9 @@ def _trained(
         end = time.perf_counter() + computed
         while time.perf_counter() < end:
             torch.mm(matrix, matrix)
-        rows.backward(torch.full_like(rows, gradient))
+        if rows.shape not in given:
+            given[rows.shape] = torch.full_like(rows, gradient)
+        rows.backward(given[rows.shape])
         optimizer.step()
 
     return step

@@ -1,11 +1,11 @@
 """Tables of rows: a step on servers beside DDP and torch's RPC, one in a process beside torch's, a table that grows.
 
 A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and
-optimizer, with nothing else in the model. Some systems have 10 ms of computing in it, and know the next batch's ids or
-not. `ids` of the peers are row numbers; ours are hashes of them. The growing table gets new ids alone: how long its
-longest update takes, and its peak memory over that of its rows. Of another table memory holds a quarter, and the rest
-is in a file: see cold_rows.py. Compiled loops are beside numpy's in the same run: whole steps, and each by itself in
-CPU time, see row_loops.py."""
+optimizer, with nothing else in the model. Some systems know the next batch's ids, so that one call brings a step's
+rows and asks for the next ones, or have 10 ms of computing in a step. `ids` of the peers are row numbers; ours are
+hashes of them. The growing table gets new ids alone: how long its longest update takes, and its peak memory over that
+of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Compiled loops are
+beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ SERVERS = (
     Served("async", "sgd"),
     Served("sync", "sgd"),
     Served("async", "RowWiseAdagrad"),
+    Served("async", "sgd", ahead=True),
+    Served("sync", "sgd", ahead=True),
+    Served("async", "RowWiseAdagrad", ahead=True),
     Served("async", "sgd", "tcp"),
     Served("async", "sgd", "grpc"),
     Served("async", "sgd", "grpc", "bfloat16"),
@@ -57,8 +60,9 @@ SERVERS = (
     ),
 )
 NATIVE = tuple(
-    Served(mode, optimizer, native=True)
+    Served(mode, optimizer, native=True, ahead=ahead)
     for mode, optimizer in (("async", "sgd"), ("sync", "sgd"), ("async", "RowWiseAdagrad"))
+    for ahead in (False, True)
 )
 NUMPY = ("--native", "off")
 SAVED_EVERY = 100  # steps
