@@ -33,6 +33,7 @@ from bench.talk import own_output
 from examples.char_gpt import CharGPT, Shape, Windows, endless, library_text
 
 HELD_OUT = 20  # one byte of so many is for the held-out loss, at the end of the text
+ONE_BUCKET_MB = 4096
 RISING_STEPS = 20  # the learning rate rises over so many
 LAST_SHARE = 0.05  # what is left of it at the end of a run whose length is known
 
@@ -82,7 +83,10 @@ class Training:
         if order.start:
             begin_with(Path(order.start), model, optimizer)
         data = DataLoader(Windows(text[:cut], order.block, order.seed), order.batch, shuffle=True, drop_last=True)
-        self._model, self._optimizer, self._loader = session.prepare(model, optimizer, data, **self._wires())
+        # PowerSGD's all-reduces of several buckets are begun by callbacks, in an order that may differ between ranks:
+        # gloo ends with an error then. One bucket has them all in one order.
+        more = {"ddp_options": {"bucket_cap_mb": ONE_BUCKET_MB}} if order.hook == "powersgd" else self._wires()
+        self._model, self._optimizer, self._loader = session.prepare(model, optimizer, data, **more)
         if order.hook == "bf16":
             self._model.register_comm_hook(None, bfloat16_hook)
         elif order.hook == "powersgd":
@@ -91,7 +95,7 @@ class Training:
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate)
         self._batches = endless(self._loader)
 
-    def _wires(self) -> dict[str, str]:
+    def _wires(self) -> dict[str, Any]:
         if self._order.server is None:
             return {}
         wire = self._order.wire
