@@ -16,7 +16,7 @@ def merged(lines: Sequence[Result]) -> list[Result]:
     """Returns one line for the lines of several runs that are of the same system; those of one run as they are.
 
     run: in a line, its run's number; without, there was one
-    Every number is the median of the runs, in which it is there. `runs` says how many there were, and `spread`, by
+    Every number that all runs have is their median. `runs` says how many there were, and `spread`, by
     peer, the smallest and the largest ratio.
     """
     runs: dict[int, list[Result]] = {}

@@ -198,11 +198,13 @@ class PushTableRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., beginning: _Optional[_Union[TableBeginning, _Mapping]] = ..., first: _Optional[int] = ..., row_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., last: _Optional[bool] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushTableResponse(_message.Message):
-    __slots__ = ("header", "duplicate", "begun")
+    __slots__ = ("header", "duplicate", "begun", "seed")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     duplicate: bool
     begun: bool
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate: _Optional[bool] = ..., begun: _Optional[bool] = ...) -> None: ...
+    seed: int
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate: _Optional[bool] = ..., begun: _Optional[bool] = ..., seed: _Optional[int] = ...) -> None: ...

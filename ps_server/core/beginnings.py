@@ -1,6 +1,6 @@
 """What has come of the rows that a table begins with, on one shard, from rank 0: in order, and all of them or none.
 
-    ask    a message without rows, and not the last, asks whether there is room
+    ask    a message without rows, and not the last, asks whether there is room: nothing changes
     take   a message has the rows that come next; one that was taken before changes nothing
     begin  the last one says so: the table begins
 
@@ -58,6 +58,8 @@ class ComingRows:
         is_known = command.incarnation == self.incarnation
         came = self.came if is_known else 0
         self._check(command, rows, came, is_known)
+        if not command.count and not command.last:
+            return True  # it only asks
         if not is_known:
             rows.begin(beginning.seed, beginning.version)
             self.incarnation, self.beginning, self.came = command.incarnation, beginning, 0

@@ -32,6 +32,7 @@ class Staged:
 
     duplicate: it had been staged before
     use:       what became of the leased data that it names
+    seed:      of a table that had begun before it was to begin with something else
     """
 
     version: int
@@ -39,6 +40,7 @@ class Staged:
     skipped: bool = False
     use: Use = UNUSED
     kept: bool = False
+    seed: int = 0
 
     @property
     def fresh(self) -> bool:

@@ -288,7 +288,7 @@ class Tables(Mapping[int, ShardTable]):
                 f"rows that a table begins with are rank 0's to send, got them from rank {command.rank}"
             )
         if table.rule.initialised:
-            return Staged(table.rule.version, duplicate=True)
+            return Staged(table.rule.version, duplicate=True, seed=table.rows.spec.initializer.seed)
         is_new = table.coming.take(command, table.rows)
         table.rule.initialised = table.coming.is_complete
         return Staged(table.rule.version, duplicate=not is_new, kept=not table.rule.initialised)

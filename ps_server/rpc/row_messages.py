@@ -121,7 +121,8 @@ def push_table(data: Request) -> TablePush:
 def begun(answers: Answers, staged: Staged) -> bytes:
     """Returns the bytes of a PushTableResponse."""
     header, had_begun = answers.header(staged.version), staged.duplicate and not staged.kept
-    response = rows_pb2.PushTableResponse(header=header, duplicate=staged.duplicate and staged.kept, begun=had_begun)
+    duplicate = staged.duplicate and staged.kept
+    response = rows_pb2.PushTableResponse(header=header, duplicate=duplicate, begun=had_begun, seed=staged.seed)
     return response.SerializeToString()
 
 

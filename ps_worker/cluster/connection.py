@@ -128,7 +128,7 @@ class Connection:
         """Sends initial values."""
         return self._note([self._network[self._shard_of[b.index]].push_initial(b) for b in buckets])
 
-    def begin_tables(self, tables: Sequence[FirstRows], ask: bool = False) -> list[Future[bool]]:
+    def begin_tables(self, tables: Sequence[FirstRows], ask: bool = False) -> list[Future[int | None]]:
         """Sends what all tables begin with to every shard; see RowTransport.begin."""
         return self._note(self._rows.begin(tables, ask))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,29 +26,39 @@ MESSAGE_BYTES = 4 * 2**20
 
 
 class RowsBefore:
-    """Whether a job begins with the rows that this worker's tables have from before `prepare`."""
+    """What a job's tables begin with, from rank 0, and whether that is what this worker has from before `prepare`."""
 
     def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
         self._taken = self._had_begun = False
 
     def send(
-        self, begin: Callable[[Sequence[FirstRows], bool], list[Future[bool]]], settle: Callable[[], None]
+        self, begin: Callable[[Sequence[FirstRows], bool], list[Future[int | None]]], settle: Callable[[], None]
     ) -> None:
-        """Sends what tables begin with: where there are rows, all shards say first that they have room for them.
+        """Sends what tables begin with, when all shards have said that they have room for it. Where a table has begun
+        on some of them, because another rank 0 has sent it, the others get that one's seed.
 
         begin:  sends to all shards, or only asks; see RowTransport.begin
         settle: waits for that, and raises what has failed
         """
         tables = self._tables.first_rows()
+        if not tables:
+            return
+        asked = begin(tables, True)
+        settle()
+        seeds = [answer.result() for answer in asked]  # table by table, of each shard
+        shards = len(seeds) // len(tables)
+        had_begun = None not in seeds
         if any(tables):
-            asked = begin(tables, True)
-            settle()
-            self._had_begun = all(begun.result() for begun in asked)
-            self._taken |= not self._had_begun
-        if tables:
-            begin(tables, False)
-            settle()
+            self._had_begun = had_begun
+            self._taken |= not had_begun
+        if had_begun:
+            return
+        for number, table in enumerate(tables):
+            begun = [seed for seed in seeds[shards * number : shards * (number + 1)] if seed is not None]
+            tables[number] = replace(table, seed=begun[0] if begun else table.seed)
+        begin(tables, False)
+        settle()
 
     def began(self, clock: int) -> None:
         """Says in the log if these rows were not taken, now that the worker is in the job, at this clock."""
@@ -103,8 +113,9 @@ def _places(tensors: Mapping[str, torch.Tensor], prefix: str, shards: int) -> li
     return [torch.from_numpy(np.ascontiguousarray(order[which])) for which in by_shard(ids[order], shards)]
 
 
-def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart, ask: bool) -> bool:
-    """Sends a table's part to its shard; returns whether the table had begun there before. Raises PSError.
+def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart, ask: bool) -> int | None:
+    """Sends a table's part to its shard. Returns None, or the seed of the table if it had begun there before. Raises
+    PSError.
 
     table: its place in the job's list
     ask:   only asks whether there is room
@@ -112,8 +123,8 @@ def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart
     for message in _messages(worker, table, part, ask):
         response = rows_pb2.PushTableResponse.FromString(calls.unary("PushTable", message))
         if response.begun:
-            return True
-    return False
+            return response.seed
+    return None
 
 
 def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[Parts]:

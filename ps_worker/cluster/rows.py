@@ -91,9 +91,9 @@ class RowTransport:
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
-    def begin(self, tables: Sequence[FirstRows], ask: bool) -> list[Future[bool]]:
+    def begin(self, tables: Sequence[FirstRows], ask: bool) -> list[Future[int | None]]:
         """Sends what the job's tables begin with: to all shards at once, to each one message after the other. Returns
-        whether each table had begun before on each shard.
+        for each table, and each shard, None, or the seed with which the table had begun there before.
 
         ask: only asks whether there is room
         """

@@ -2,7 +2,8 @@
 
 Where fragments are mixed into the weights, a worker's weights are its own at all times: those of the servers do not say
 what they are. So they belong to what a worker keeps, and are as large as the model: see inner.py for what becomes of
-that. A process without them goes on with the servers' weights.
+that. A process without them goes on with the servers' weights, and so does one that takes a rank when the job has gone
+on since: the servers' weights have moved meanwhile, and the difference to old ones would undo that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from ps_worker.state.inner import InnerStates, States
 
-KEY = "weights"
+KEY, AT = "weights", "round"
 
 
 class OwnWeights(Protocol):
@@ -35,6 +36,7 @@ class InnerWithWeights(InnerStates):
 
     is_between: whether a round is over and the next one has not begun: what a worker that leaves later than that has
                 made since is lost, and its weights with it
+    rounds:     how many are over
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class InnerWithWeights(InnerStates):
         fresh: Callable[[], None],
         weights: OwnWeights,
         is_between: Callable[[], bool],
+        rounds: Callable[[], int],
     ) -> None:
         super().__init__(optimizers, fresh)
         self._weights = weights
-        self._is_between = is_between
+        self._is_between, self._rounds = is_between, rounds
 
     def now(self) -> States | None:
         """Returns a copy of the state as it is, if it is small; in the middle of a round without the weights."""
@@ -54,13 +57,13 @@ class InnerWithWeights(InnerStates):
         return states if states is None or self._is_between() else [*states[:-1], {}]
 
     def _copied(self) -> States:
-        return [*super()._copied(), {index: {KEY: value} for index, value in self._weights.own().items()}]
+        rounds = self._rounds()
+        return [*super()._copied(), {index: {KEY: value, AT: rounds} for index, value in self._weights.own().items()}]
 
     def _put(self, states: States) -> None:
         super()._put(states[:-1])
-        weights = _weights_of(states)
-        if weights:
-            self._weights.put(weights)
+        if all(values.get(AT) == self._rounds() for values in states[-1].values()) and states[-1]:
+            self._weights.put(_weights_of(states))
 
     def _fits(self, states: States) -> bool:
         if not states or not super()._fits(states[:-1]):

@@ -225,8 +225,7 @@ def join(
         spec = participation.join(described)
         optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
-        layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        timeline = participation.timeline
+        layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
         timeline.describe(layout)
         steps = step_maker(spec)(
             *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
@@ -245,12 +244,13 @@ def join(
         groups = AddedGroups(spec, tensors, optimizers_named, begin)
         training = (make or JobTraining)(participation, steps, tensors, groups, metrics, device, beside)
         undo.callback(training.close)
-        tables.connect(training.row_reads(), participation.connection.shards)
+        undo.callback(tables.connect(training.row_reads(), participation.connection.shards))
         metrics.watch_model(ModelNumbers(tables.looked_up, steps.model.residuals.ratio))
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
         frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
         training.begin(optimizers, frozen, checkpoint_wanted)
+        tables.forget()
         undo.pop_all()
         return training
 

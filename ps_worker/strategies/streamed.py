@@ -87,7 +87,9 @@ class StreamedTraining(LocalTraining):
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         base, at_hand = self._model.base, self._round
         assert isinstance(base, StreamedBase)
-        return InnerWithWeights(optimizers, self._metrics.fresh_inner_state, base, lambda: not at_hand.made)
+        return InnerWithWeights(
+            optimizers, self._metrics.fresh_inner_state, base, lambda: not at_hand.made, lambda: self.clock
+        )
 
     @property
     def clock(self) -> int:

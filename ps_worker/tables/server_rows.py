@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -102,7 +102,7 @@ class ServerRows:
 
     def __init__(self, before: LocalRows, number: int, servers: Servers, shards: int) -> None:
         self.name, self.shards = before.name, shards
-        self._before, self._number, self._servers = before, number, servers
+        self.before, self._number, self._servers = before, number, servers
         self._stepped: RowsPush | None = None
         self._announced: Ids | None = None
         self._ahead: RowsAhead | None = None  # what the last step has asked for
@@ -165,7 +165,7 @@ class ServerRows:
             return None
         if not len(batch.ids):
             return None
-        out = torch.empty(len(batch.ids), self._before.dim, dtype=torch.float32, device="cpu")
+        out = torch.empty(len(batch.ids), self.before.dim, dtype=torch.float32, device="cpu")
         self._ahead = RowsAhead(self._number, batch, out)
         return self._ahead
 
@@ -211,7 +211,7 @@ class ServerRows:
         return sum(part.count for part in self._servers.pull_table(self._number, count_only=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalRows:
-        return self._before.like(self.state())
+        return self.before.like(self.state())
 
     def __reduce__(self) -> Any:
         return self.__deepcopy__({}).__reduce__()
@@ -239,13 +239,23 @@ class ServerTables:
                 *(clock, ", ".join(names)),
             )
 
-    def connect(self, servers: Servers, shards: int) -> None:
-        """Has the modules look up their rows on the job's shards from here on. They let go of their own."""
+    def connect(self, servers: Servers, shards: int) -> Callable[[], None]:
+        """Has the modules look up their rows on the job's shards from here on. Returns what gives them theirs back."""
         for number, module in enumerate(self._modules.values()):
             assert isinstance(module.local, LocalRows)
-            module.local.forget()
             module.local = rows = ServerRows(module.local, number, servers, shards)
             self._rows.append(rows)
+        return self._disconnect
+
+    def _disconnect(self) -> None:
+        for module, rows in zip(self._modules.values(), self._rows, strict=True):
+            module.local = rows.before
+        self._rows = []
+
+    def forget(self) -> None:
+        """Has the modules let go of the rows that they had: the shards have theirs."""
+        for rows in self._rows:
+            rows.before.forget()
 
     def take(self) -> list[RowsPush]:
         """Returns what the step at hand does to each table, and begins the next one."""

@@ -20,6 +20,7 @@ from ps_server.ops import status
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
+from ps_worker.strategies.parameter_server import JobTraining
 from tests.tools.cluster import Cluster, in_parallel, until
 
 BEFORE, STEPS = 8, 16
@@ -297,6 +298,25 @@ def test_more_rows_than_a_shard_has_room_for_are_refused_and_nothing_is_taken(
     with shared.connect("sync", job=f"{job}-2") as session:
         assert len(Run(session, before, max_rows=count + count // 5).own.item) == count
     assert sent
+
+
+def test_a_prepare_that_fails_at_its_end_leaves_the_rows_to_the_model(
+    shared: Cluster, job: str, before: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("at the end")
+
+    own = Model()
+    own.load_state_dict(before)
+    with shared.connect("sync", job=job) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(JobTraining, "begin", fails)
+            with pytest.raises(KeyError, match="at the end"):
+                session.prepare(own, torch.optim.Adam(own.parameters(), lr=0.1))
+        assert same(own.state_dict(), before)
+        model, _ = session.prepare(own, torch.optim.Adam(own.parameters(), lr=0.1))
+        assert same(own.state_dict(), before)
+        assert model is own
 
 
 def test_more_rows_than_memory_holds_go_to_the_file(

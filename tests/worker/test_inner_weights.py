@@ -1,0 +1,53 @@
+"""A worker's own weights, where fragments are mixed into them: put back at the round that they are of, or never."""
+
+from __future__ import annotations
+
+import torch
+
+from ps_worker.state.inner_weights import InnerWithWeights
+
+
+class Own:
+    """The weights of a worker."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(3)
+
+    def own(self) -> dict[int, torch.Tensor]:
+        return {0: self.weights.clone()}
+
+    def takes(self, own: dict[int, torch.Tensor]) -> bool:
+        return own[0].shape == self.weights.shape
+
+    def put(self, own: dict[int, torch.Tensor]) -> None:
+        self.weights = own[0]
+
+
+def test_weights_of_an_earlier_round_stay_away_from_a_job_that_has_gone_on() -> None:
+    rounds, own = [3], Own()
+
+    def inner() -> InnerWithWeights:
+        return InnerWithWeights((), lambda: None, own, lambda: True, lambda: rounds[0])
+
+    first = inner()
+    own.weights += 1
+    saved = first.captured(3)
+    own.weights = torch.zeros(3)
+    inner().restore(3, saved)  # of a new process
+    assert own.weights.tolist() == [1, 1, 1]
+    own.weights = torch.zeros(3)
+    first.restore(3, None)
+    assert own.weights.tolist() == [1, 1, 1]
+    rounds[0] = 5
+    own.weights = torch.full((3,), 9.0)
+    inner().restore(3, saved)
+    inner().restore(5, saved)  # a state that a worker left keeps its weights, whatever the job's round is called
+    assert own.weights.tolist() == [9, 9, 9]
+
+
+def test_what_is_left_in_the_middle_of_a_round_has_no_weights() -> None:
+    own = Own()
+    states = InnerWithWeights((), lambda: None, own, lambda: False, lambda: 3).now()
+    own.weights += 1
+    InnerWithWeights((), lambda: None, own, lambda: True, lambda: 3).restore(3, states)
+    assert own.weights.tolist() == [1, 1, 1]
