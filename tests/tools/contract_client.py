@@ -33,8 +33,17 @@ class Contract:
 
     def __init__(self, image: bytes) -> None:
         self._pool = DescriptorPool()
+        # All classes are made here, and stay: protobuf makes them when they are first used, and may crash where several
+        # threads use them then.
+        self._classes: list[Any] = []
         for file in FileDescriptorSet.FromString(image).file:
             self._pool.AddSerializedFile(file.SerializeToString())
+            self._make(self._pool.FindFileByName(file.name).message_types_by_name.values())
+
+    def _make(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            self._classes.append(message_factory.GetMessageClass(message))
+            self._make(message.nested_types)
 
     def message(self, name: str) -> Any:
         """Returns the class of a message."""
