@@ -582,7 +582,8 @@ class TestDeployment:
         assert eventually(lambda: [role for role, _ in deployment.targets()].count("worker") == 1)
         assert deployment.all_advance()
         said = deployment("logs", "--no-color", "coordinator")
-        assert said.count("leaves") == 3, "three workers said good-bye"
+        left = [line for line in said.splitlines() if "job compose: " in line and " leaves" in line]
+        assert len(left) == 3, left  # three workers said good-bye; another job's may have before
         assert "no sign of life" not in said, "and nobody had to wait for a lease to run out"
 
     def test_stopping_is_clean(self, deployment: Deployment) -> None:
