@@ -2,7 +2,8 @@
 
 The buckets of a model are dealt out to F fragments, one to each in turn. In the course of a round each fragment is
 pushed once, H/F steps after the one before, so that the link carries a part of the model all the time and never the
-whole at once. What comes back of a fragment is mixed in some steps later, the delay: until then the worker steps on.
+whole at once. The worker mixes the pulled weights of a fragment into its own some steps later: the delay. It goes on
+with its steps until then.
 The delay is shorter than H/F. So one fragment is under way at a time, and between two of them none is.
 
 The round is over when its last fragment is mixed in: then every fragment has had as many updates, and nothing is under

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.state.inner import InnerStates
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
-
-Make = Callable[[Any], torch.optim.Optimizer]
+from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
 
 AVERAGING = {"lr": 1.0, "momentum": 0.0, "warm_up": 0}
 TRANSPORTS = ("grpc", "tcp", "shm")
@@ -26,22 +24,6 @@ TRANSPORTS = ("grpc", "tcp", "shm")
 
 def elastic(cluster: Cluster, mode: str, job: str, **more: Any) -> Session:
     return ps_worker.connect(cluster.address, mode, job, elastic=True, **more)
-
-
-def make_net() -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batch(rank: int, number: int) -> torch.Tensor:
-    return drawn(1000 * rank + number, 8, 6)
 
 
 def train(session: Session, steps: int, make: Make, **options: Any) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,27 +22,10 @@ from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
-
-Make = Callable[[Any], torch.optim.Optimizer]
+from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
 
 TRANSPORTS = ("grpc", "tcp", "shm")
 BUCKET_BYTES = 128
-
-
-def make_net() -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batch(rank: int, number: int) -> torch.Tensor:
-    return drawn(1000 * rank + number, 8, 6)
 
 
 def together(cluster: Cluster, job: str, mode: str, steps: int, make: Make = adamw, **options: Any) -> Any:
