@@ -10,7 +10,8 @@ ddp's loss` is the time in which a system comes to the loss that DDP has at the 
 with torch's bfloat16 hook and with PowerSGD, too. Bytes are those that a worker's interface counts.
 
 Without hosts, all systems train the same number of samples from a common start, for several seeds, and only their
-losses count; the ratio is to that of `sync` in float32, the median over the seeds:
+losses count; the ratio is to that of `sync` in float32, the median over the seeds. The start takes the place of the
+warm-up of local steps; with --start-steps 0 each system begins anew, and has its own:
 
     python -m bench lowcomm --samples 20480 --width 256 --layers 2
 
@@ -38,6 +39,7 @@ from examples.char_gpt import CharGPT, Shape
 
 ANSWER_SECONDS = 600.0
 HOOKS = ("bf16", "powersgd")
+BUCKET_BYTES = 256 * 2**10  # without hosts, where models are small: all fragments have some
 SHORT = {"samples": 1024, "layers": 1, "width": 64, "seeds": 1, "systems": "sync,sync-bfloat16"}
 
 
@@ -46,7 +48,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
     host_flags(parser, required=False)
     parser.add_argument("--seconds", type=float, default=240.0, help="that each system trains on hosts (%(default)s)")
     parser.add_argument("--samples", type=int, default=20480, help="that each system trains without (%(default)s)")
-    parser.add_argument("--start-steps", type=int, default=100, help="without hosts: of the common start (%(default)s)")
+    parser.add_argument(
+        "--start-steps",
+        type=int,
+        default=100,
+        help="without hosts: of the common start, in place of a warm-up; 0: each begins anew (%(default)s)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="without hosts: runs of each system (%(default)s)")
     parser.add_argument("--every", type=int, default=0, help="steps between evaluations (on hosts 4; without: all)")
     default = "ddp,ddp-bf16,ddp-powersgd,sync,sync-int4,local:8-int4,local:32-int4"
@@ -200,16 +207,26 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
     places = [HERE] * arguments.workers
     steps = max(1, arguments.samples // (arguments.batch * arguments.workers))
     shape = {"layers": arguments.layers, "width": arguments.width, "batch": arguments.batch}
-    plain = Order("sync", **shape, transport="tcp", seed=seed, total=arguments.start_steps + steps, held_out=8192)
+    plain = Order(
+        "sync",
+        **shape,
+        transport="tcp",
+        bucket_bytes=BUCKET_BYTES,
+        seed=seed,
+        total=arguments.start_steps + steps,
+        held_out=8192,
+    )
     with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
-        start = Path(folder) / "start.safetensors"
-        alone = {"world_size": 1, "batch": arguments.batch * arguments.workers}
-        first = replace(plain, server=cluster.address, job=f"start-{seed}", **alone)
-        with Group([HERE], "bench.slow_link_worker", [asdict(first)]) as group:
-            group.answers(ANSWER_SECONDS)
-            group.run(ANSWER_SECONDS, steps=arguments.start_steps)
-            group.run(save=str(start))
-        after = replace(plain, start=str(start), seed=seed + 1000, total=steps)
+        after = replace(plain, total=steps)
+        if arguments.start_steps:
+            start = Path(folder) / "start.safetensors"
+            alone = {"world_size": 1, "batch": arguments.batch * arguments.workers}
+            first = replace(plain, server=cluster.address, job=f"start-{seed}", **alone)
+            with Group([HERE], "bench.slow_link_worker", [asdict(first)]) as group:
+                group.answers(ANSWER_SECONDS)
+                group.run(ANSWER_SECONDS, steps=arguments.start_steps)
+                group.run(save=str(start))
+            after = replace(after, start=str(start), seed=seed + 1000, warm_up=0)
         for system in systems:
             order = _order(system, after, cluster.address)
             yield _train(system, order, places, steps, float("inf"), arguments.every or steps, 0)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 import ps_worker
@@ -45,6 +46,8 @@ class Order:
     mode:     as ps_worker.connect takes it
     hook:     in ddp, what narrows gradients: "bf16" or "powersgd"; empty: nothing
     wire:     on servers, how gradients and weights travel
+    warm_up:  steps of local:H that are rounds of their own; None: its default
+    bucket_bytes: of the job's buckets; None: the servers choose
     total:    steps until the learning rate has come down; 0: it stays
     start:    a file with weights and optimizer state to begin with
     held_out: bytes of text that a worker evaluates on
@@ -58,6 +61,8 @@ class Order:
     transport: str = "auto"
     hook: str = ""
     wire: str = "float32"
+    warm_up: int | None = None
+    bucket_bytes: int | None = None
     layers: int = 8
     width: int = 512
     block: int = 64
@@ -98,9 +103,11 @@ class Training:
     def _wires(self) -> dict[str, Any]:
         if self._order.server is None:
             return {}
-        wire = self._order.wire
-        both = self._order.mode == "sync" or wire in HALF_TYPES  # weights in blocks are for sync alone
-        return {"gradient_wire": wire, "weight_wire": wire if both else "bfloat16"}
+        wire, mode, warm_up = self._order.wire, self._order.mode, self._order.warm_up
+        both = mode == "sync" or mode.startswith("local:") or wire in HALF_TYPES  # blocks: where all have the same
+        outer = None if warm_up is None else {"warm_up": warm_up}
+        wires = {"gradient_wire": wire, "weight_wire": wire if both else "bfloat16"}
+        return {**wires, "outer": outer, "bucket_bytes": self._order.bucket_bytes}
 
     def _rate(self, step: int) -> float:
         rising = min(1.0, (step + 1) / RISING_STEPS)
@@ -134,13 +141,15 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Returns the loss on this worker's part of the held-out text."""
-        model = self._session.unwrap(self._model)
+        """Returns the loss of the weights that all workers share, on this worker's part of the held-out text."""
+        model, weights = self._session.unwrap(self._model), self._session.global_weights()
         block, begin = self._order.block, self._order.rank * self._order.held_out
         part = torch.frombuffer(bytearray(self._held_out[begin : begin + self._order.held_out + 1]), dtype=torch.uint8)
         x, y = part[:-1].long().view(-1, block), part[1:].long().view(-1, block)
         parts = zip(x.split(8), y.split(8), strict=True)  # all of one size, or the mean would be another
-        return statistics.mean(F.cross_entropy(model(a).flatten(0, 1), b.flatten()).item() for a, b in parts)
+        return statistics.mean(
+            F.cross_entropy(functional_call(model, weights, (a,)).flatten(0, 1), b.flatten()).item() for a, b in parts
+        )
 
     def save(self, path: Path) -> None:
         """Writes weights and optimizer state."""

@@ -87,6 +87,12 @@ class JobSpec:
         """The names of all optimizers."""
         return (self.optimizer, *self.more_optimizers)
 
+    @property
+    def has_separate_base(self) -> bool:
+        """Whether workers keep what they have pulled beside their own weights, unchanged from pull to pull: what comes
+        next is mixed into those (fragments), or added to what came last (int8, int4)."""
+        return self.local is not None and (self.local.fragments is not None or self.weight_wire in BLOCK_WIRES)
+
     def is_loose(self, table: JobTable) -> bool:
         """Whether a table has a looser rule than the job."""
         return table.rows.consistency not in (None, self.consistency)
@@ -137,8 +143,9 @@ def validate(spec: JobSpec) -> None:
 def _validate_wires(spec: JobSpec) -> None:
     if spec.weight_wire in BLOCK_WIRES and not spec.consistency.one_clock:
         raise InvalidRequest(
-            f"weights travel as {spec.weight_wire} in sync only, where all workers have the same, and the mode is "
-            f"{spec.consistency}: write --wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
+            f"weights travel as {spec.weight_wire} in sync and local:H only, where all workers have the same, and the "
+            f"mode is {spec.consistency}: write --wire {spec.gradient_wire},bfloat16, or "
+            "prepare(..., weight_wire='bfloat16')"
         )
 
 
@@ -149,11 +156,6 @@ def _validate_local(spec: JobSpec) -> None:
         raise InvalidRequest(f"local:H needs the consistency of sync, got {spec.consistency}")
     if spec.consistency.quorum is not None:
         raise InvalidRequest("local:H takes no quorum: its rounds have the differences of all live workers")
-    if spec.weight_wire in BLOCK_WIRES:
-        raise InvalidRequest(
-            f"in local:H weights travel as float32, bfloat16 or float16, got {spec.weight_wire}: write "
-            f"--wire {spec.gradient_wire},bfloat16, or prepare(..., weight_wire='bfloat16')"
-        )
     if spec.optimizers != (OUTER_OPTIMIZER,):
         got = ", ".join(spec.optimizers)
         raise InvalidRequest(f"the servers' optimizer is one {OUTER_OPTIMIZER} in local:H, got {got}")

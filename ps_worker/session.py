@@ -220,7 +220,7 @@ class Session:
                       "allow" does not look
         gradient_wire, weight_wire: how float32 tensors travel between hosts: float32, bfloat16, float16, int8 or int4;
             by default as `--wire` (PS_WIRE) says, otherwise float32. Shards keep float32. Shared memory does, too, and
-            a job with int8 or int4 does without it. Weights as int8 or int4 need mode sync
+            a job with int8 or int4 does without it. Weights as int8 or int4 need sync or local:H
         overlap:      whether gradients leave while backward still runs: True, False, or None to do so as long as the
                       script does not change gradients between backward and step. The result is the same in all three
         seed:         of the loaders' shuffle, the same on all workers; pass number k is shuffled with seed + k in a job

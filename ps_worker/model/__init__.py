@@ -13,8 +13,8 @@ optimizer.py        The optimizer that `prepare` returns: it looks like the user
 optimizer_state.py  Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 overlap.py          Which buckets leave while backward still runs
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
+separate_base.py    The base of local steps with memory of its own: of each bucket, what was pulled last
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
-streamed_base.py    The base where a model is pushed fragment by fragment: of each bucket, what was pulled last
 streamed_round.py   A round whose model is pushed fragment by fragment: which one is due, and what is pushed of it
 tracked.py          Parameters and gradients that notify the session where a script may change them
 weights.py          The weights as views into flat buffers, and which of them a script has changed

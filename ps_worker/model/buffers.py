@@ -44,7 +44,7 @@ class FlatBuffers:
         self.segment: SegmentMap | None = None
         self.weight_views: dict[int, torch.Tensor] = {}
         self.gradient_views: dict[int, torch.Tensor] = {}
-        self._own: dict[str, torch.Tensor] = {}  # by space, the model's weights: those below, unless they are streamed
+        self._own: dict[str, torch.Tensor] = {}  # by space, the model's weights: those below, or beside the base
         self._weights: dict[str, torch.Tensor] = {}  # by space
         self._gradients: dict[str, torch.Tensor] = {}
         self._made_at: list[int] = []  # the addresses of both
@@ -61,8 +61,8 @@ class FlatBuffers:
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
-        is_streamed = self.spec.local is not None and self.spec.local.fragments is not None
-        beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_streamed}
+        is_separate = self.spec.has_separate_base
+        beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_separate}
         self._own = beside or self._weights
         self._made_at = self._addresses()
         for index in self.trained:
@@ -101,7 +101,7 @@ class FlatBuffers:
         return self._weights[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def own(self, bucket: BucketSpec) -> torch.Tensor:
-        """Returns a bucket's weights as the model has them: the same memory, but where fragments are streamed."""
+        """Returns a bucket's weights as the model has them: the same memory, unless it has a separate base."""
         return self._own[bucket.space][bucket.start : bucket.start + bucket.numel]
 
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:

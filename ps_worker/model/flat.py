@@ -23,7 +23,7 @@ from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
-from ps_worker.model.streamed_base import StreamedBase
+from ps_worker.model.separate_base import SeparateBase
 from ps_worker.model.weights import Weights
 from ps_worker.values import PulledBucket
 
@@ -51,8 +51,7 @@ class FlatModel:
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
-        is_streamed = spec.local is not None and spec.local.fragments is not None
-        self.base = (StreamedBase if is_streamed else Base)(self._buffers, self.weights)
+        self.base = (SeparateBase if spec.has_separate_base else Base)(self._buffers, self.weights)
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:

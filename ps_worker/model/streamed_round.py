@@ -17,8 +17,8 @@ from typing import Any
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_worker.model.local_round import LocalRound
+from ps_worker.model.separate_base import SeparateBase
 from ps_worker.model.step import EndedStep, StepMaker
-from ps_worker.model.streamed_base import StreamedBase
 from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
@@ -41,10 +41,10 @@ class StreamedRound(LocalRound):
     def __init__(self, spec: JobSpec, *arguments: Any, **more: Any) -> None:
         super().__init__(spec, *arguments, **more)
         assert self._local.fragments is not None
-        assert isinstance(self.model.base, StreamedBase)
+        assert isinstance(self.model.base, SeparateBase)
         self.fragments = self._local.fragments
         self.pushed = 0
-        self._base: StreamedBase = self.model.base
+        self._base: SeparateBase = self.model.base
         if len(self._trained) < self.fragments.count:
             log.warning(
                 "%d of %d fragments are empty: the model has %d buckets that train. Smaller buckets "

@@ -24,7 +24,7 @@ from ps_protocol.errors import Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.metrics import added
-from ps_worker.model.streamed_base import StreamedBase
+from ps_worker.model.separate_base import SeparateBase
 from ps_worker.model.streamed_round import StreamedRound
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.inner import InnerStates
@@ -86,7 +86,7 @@ class StreamedTraining(LocalTraining):
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         base, at_hand = self._model.base, self._round
-        assert isinstance(base, StreamedBase)
+        assert isinstance(base, SeparateBase)
         return InnerWithWeights(
             optimizers, self._metrics.fresh_inner_state, base, lambda: not at_hand.made, lambda: self.clock
         )

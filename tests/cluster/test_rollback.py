@@ -5,6 +5,7 @@ The workers are processes that run a plain script (train_with_state.py), which k
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -194,45 +195,54 @@ LOCAL = Local(4, warm_up=OUTER["warm_up"])  # rounds end at the clocks 1, 2, 3, 
 
 
 @pytest.fixture(scope="module")
-def undisturbed_rounds(nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What an undisturbed run of local:4 ends with."""
-    directory = tmp_path_factory.mktemp("undisturbed-rounds")
-    with Workers(nursery, shared.address, directory, mode="local:4") as workers:
-        return workers.ended()
+def undisturbed_rounds(
+    nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Found]:
+    """Returns what an undisturbed run of local:4 ends with, in a wire format."""
+
+    @functools.cache
+    def run(wire: str) -> Found:
+        directory = tmp_path_factory.mktemp("undisturbed-rounds")
+        with Workers(nursery, shared.address, directory, mode="local:4", wire=wire) as workers:
+            return workers.ended()
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("which", "held", "transport"),
+    ("which", "held", "transport", "wire"),
     [
-        (1, 26, "tcp"),  # within round 10
-        pytest.param(0, 8, "grpc", marks=pytest.mark.long),  # with the coordinator; at the end of a round
-        pytest.param(1, 37, "shm", marks=pytest.mark.long),  # over two ends of passes
+        (1, 26, "tcp", "float32"),  # within round 10
+        pytest.param(1, 26, "tcp", "int4", marks=pytest.mark.long),  # what was rounded off is rolled back, too
+        pytest.param(0, 8, "grpc", "float32", marks=pytest.mark.long),  # with the coordinator; at the end of a round
+        pytest.param(1, 37, "shm", "float32", marks=pytest.mark.long),  # over two ends of passes
     ],
 )
 def test_a_local_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
     make_cluster: MakeCluster,
     nursery: Nursery,
     tmp_path: Path,
-    undisturbed_rounds: Found,
+    undisturbed_rounds: Callable[[str], Found],
     which: int,
     held: int,
     transport: str,
+    wire: str,
 ) -> None:
     cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="3steps", lease=LEASE)
     store = CheckpointStore(tmp_path / "checkpoints")
     held_at = holds(held, 3, LOCAL.clock)
-    with Workers(nursery, cluster.address, tmp_path, held_at, transport, mode="local:4") as workers:
+    with Workers(nursery, cluster.address, tmp_path, held_at, transport, mode="local:4", wire=wire) as workers:
         workers.reach(held, 3, cluster, LOCAL.clock)
         kept = checkpoints(held, 3, LOCAL.clock)[-1]
         until(lambda: last(store) == kept, "the last checkpoint is complete")
         cluster.start_again(which)
         workers.let_go(held)
-        assert same(workers.ended(), undisturbed_rounds)
+        assert same(workers.ended(), undisturbed_rounds(wire))
 
 
 @pytest.mark.long
 def test_a_local_job_whose_processes_all_ended_goes_on_to_the_same_weights(
-    make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed_rounds: Found
+    make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed_rounds: Callable[[str], Found]
 ) -> None:
     kept = tmp_path / "checkpoints"
     first = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
@@ -243,7 +253,9 @@ def test_a_local_job_whose_processes_all_ended_goes_on_to_the_same_weights(
     first.stop()
     second = make_cluster(checkpoint_dir=kept, restore=True, shards=3, lease=LEASE)
     with Workers(nursery, second.address, tmp_path, mode="local:4") as workers:
-        assert same(workers.ended(), undisturbed_rounds), "the inner optimizer's state is small: checkpoints have it"
+        assert same(workers.ended(), undisturbed_rounds("float32")), (
+            "the inner optimizer's state is small: checkpoints have it"
+        )
 
 
 STREAMED = replace(local_rounds("local:4/2") or LOCAL, warm_up=OUTER["warm_up"])  # and later: 4, 9, 13 and so on

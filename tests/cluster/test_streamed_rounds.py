@@ -33,7 +33,7 @@ MODE = (
 )
 OUTER: dict[str, Any] = {"warm_up": 2}
 STEPS = 62
-INT4 = {"gradient_wire": "int4"}
+INT4 = {"gradient_wire": "int4", "weight_wire": "int4"}
 
 
 def make_net() -> Any:

@@ -35,7 +35,7 @@ from tests.tools.one_thread import one_thread
 
 MODES = ("sync", "ssp:0", "ssp:2", "async")
 QUORUM_MODES = ("sync quorum all-1", "sync quorum 2", "sync quorum all-1 grace 0.3")  # jobs without tables
-NARROW_MODES = ("local:4", "sync int4", "local:4 int4", "local:4/2")  # likewise
+NARROW_MODES = ("local:4", "sync int4", "local:4 int4", "local:4/2", "local:4/2 int4")  # likewise
 LEASE = 3.0
 FAULTY_SECONDS, SETTLE_SECONDS = 14.0, 120.0
 AGREE_SECONDS = 30.0  # within which the servers must know who lives, once all hold

@@ -71,8 +71,7 @@ class Job:
         if local is not None:
             optimizer = "SGD", local.outer(local.warm_up + 1)
         how = optimizer[0], (optimizer[1],), consistency(self.mode), shape.bucket_bytes, self.workers
-        gradients = wire_of(self.mode)
-        wires = {"gradient_wire": gradients, "weight_wire": gradients if local is None else "float32"}
+        wires = dict.fromkeys(("gradient_wire", "weight_wire"), wire_of(self.mode))
         spec = JobSpec(self.name, parameters, *how, tables=tables, local=local, **wires)
         assert len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets) == shape.buckets
         return spec

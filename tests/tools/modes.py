@@ -1,4 +1,4 @@
-"""Modes as tests name them: a mode's name, and behind it a quorum and its grace, or how gradients travel:
+"""Modes as tests name them: a mode's name, and behind it a quorum and its grace, or how gradients and weights travel:
 "sync quorum all-1 grace 0.5", "local:4 int4".
 """
 
@@ -24,5 +24,5 @@ def consistency(mode: str) -> Consistency:
 
 
 def wire_of(mode: str) -> str:
-    """Returns how gradients travel in it."""
+    """Returns how gradients and weights travel in it."""
     return next((word for word in mode.split() if word in BLOCK_WIRES), "float32")

@@ -14,7 +14,7 @@ import ps_worker
 from ps_worker import InvalidRequest, JobMismatch, NonFiniteGradient, Session, Unsupported
 from ps_worker.cluster.connection import Connection
 from ps_worker.state.inner import InnerStates
-from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.cluster import Cluster, in_parallel, scrape
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
 
@@ -400,14 +400,27 @@ def test_tables_of_rows_are_refused_with_what_to_do(shared: Cluster, job: str) -
             session.prepare(model, sgd(model))
 
 
-def test_weights_in_blocks_are_refused_and_differences_in_blocks_train(shared: Cluster, job: str) -> None:
-    with shared.connect("local:2", job=job) as session:
-        model = make_net()
-        with pytest.raises(InvalidRequest, match="in local:H weights travel as float32, bfloat16 or float16"):
-            session.prepare(model, sgd(model), gradient_wire="int4", weight_wire="int4")
-    wires = {"gradient_wire": "int4", "weight_wire": "bfloat16"}
-    runs = [together(shared, f"{job}-{way}", "local:3", 11, adamw, transport=way, **wires) for way in ("grpc", "tcp")]
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_rounds_travel_in_blocks_with_the_same_bits_on_every_transport(shared: Cluster, job: str, weights: str) -> None:
+    wires = {"gradient_wire": "int4", "weight_wire": weights, "outer": {"warm_up": 2}}
+    runs = [together(shared, f"{job}-{way}", "local:3", 14, adamw, transport=way, **wires) for way in ("grpc", "tcp")]
     assert same(*runs)
+    plain = together(shared, f"{job}-plain", "local:3", 14, adamw, outer={"warm_up": 2})
+    assert not same(runs[0], plain)
+    assert close(runs[0], plain, rtol=0, atol=0.05)
+
+
+def test_weights_in_blocks_send_as_few_bytes_in_rounds_as_in_sync(shared: Cluster, job: str) -> None:
+    """All but the first weights come as codes: a worker keeps what it has pulled, whatever its own steps do."""
+
+    def pulled(name: str, mode: str) -> float:
+        with shared.connect(mode, job=f"{job}-{name}", transport="tcp") as session:
+            train(session, 12, adamw, gradient_wire="int4", weight_wire="int4", outer={"warm_up": 0})
+            found = scrape(session.metrics_address)
+        assert session.round == 12 // (3 if name == "local" else 1)
+        return found['ps_wire_bytes_total{direction="pull",format="int4"}'] / session.round
+
+    assert pulled("local", "local:3") == pulled("sync", "sync") > 0
 
 
 def test_a_quorum_is_refused(shared: Cluster, job: str) -> None:

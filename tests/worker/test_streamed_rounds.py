@@ -288,15 +288,13 @@ def test_a_wrong_setting_is_refused_before_anything_changes(
         session.prepare(model, sgd(model), outer=settings)
 
 
-def test_a_quorum_and_tables_and_weights_in_blocks_are_refused(shared: Cluster, job: str) -> None:
+def test_a_quorum_and_tables_are_refused(shared: Cluster, job: str) -> None:
     with ps_worker.connect(shared.address, "local:4/2", job, elastic=True, quorum="all-1") as session:
         model = make_net()
         with pytest.raises(InvalidRequest, match="local:H takes no quorum"):
             session.prepare(model, sgd(model))
     with shared.connect("local:4/2", job=job) as session:
         model = make_net()
-        with pytest.raises(InvalidRequest, match="in local:H weights travel as float32, bfloat16 or float16"):
-            session.prepare(model, sgd(model), weight_wire="int8")
         with_table = nn.Sequential(ps_worker.Embedding(4), nn.Linear(4, 1))
         with pytest.raises(Unsupported, match="has no tables of rows"):
             session.prepare(with_table, sgd(with_table))

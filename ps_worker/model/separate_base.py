@@ -1,8 +1,12 @@
-"""The base where a model is pushed fragment by fragment (mode `local:H/F`): of each bucket, what was pulled last.
+"""The base of local steps, apart from the model's weights: of each bucket, what was pulled last.
 
-What is pulled must not land in the weights: the script steps them meanwhile. So they have a buffer of their own, and
-what lands in the buffer of the pulls is the base, beside them. What is pushed is made in a third buffer, where
-gradients lie in other modes.
+It has memory of its own for one of two reasons:
+
+fragments     In mode `local:H/F` what is pulled must not land in the weights: the script steps them meanwhile.
+int8, int4    Weights come as what is to be added to the ones before, so those have to stay as they are, to the bit.
+
+What lands in the buffer of the pulls is the base, and the weights are beside it. What is pushed is made in a third
+buffer, where gradients lie in other modes.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from ps_protocol.layout import BucketSpec
 from ps_worker.model.base import Base
 
 
-class StreamedBase(Base):
-    """The base of one model, of which fragments are pushed and pulled. For the training thread.
+class SeparateBase(Base):
+    """The base of one model, with memory of its own. For the training thread.
 
     is_there: it is, and nothing lands in it
     """
