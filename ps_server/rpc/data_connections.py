@@ -32,7 +32,7 @@ from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.receive_buffers import ReceiveBuffers
 from ps_server.rpc.streams import set_error
 from ps_server.shard.loans import Loan
-from ps_server.shard.waiting import Answer, Lent
+from ps_server.shard.waiting import Answer, Lent, Outbox
 
 TICKET_SECONDS = 30.0
 _TICKETS_OF_A_WORKER = 4
@@ -197,6 +197,10 @@ class ConnectionCall:
         frame = self._frame(Kind.END, Parts(b"")) if status is None else self._frame(Kind.ERROR, Parts(status))
         self._connection.sender.put(frame, self.over)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Has what is sent meanwhile leave in one piece, if it is small."""
+        return self._connection.sender.together()
+
     def _frame(self, kind: Kind, message: Parts) -> list[Any]:
         return frame(self._header.call, kind, message)
 
@@ -214,7 +218,7 @@ class ConnectionCall:
             callback()
 
 
-class FrameStream:
+class FrameStream(Outbox):
     """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
     has sent the last one.
 
@@ -238,6 +242,12 @@ class FrameStream:
                 yield self._write(answer), loan
 
         self._send(written)
+
+    def tell_last(self, answer: Answer) -> None:
+        """Sends an answer and the end of the call, in one piece."""
+        with self._call.together():
+            self.tell(answer)
+            self.finish()
 
     def finish(self) -> None:
         """Ends the call after what was put before."""

@@ -1,6 +1,8 @@
 """What leaves by one data connection: frames, one after the other, put by any thread and without waiting.
 
 A frame that fits into the kernel's memory leaves in the thread that puts it. The rest leaves in a thread of a pool.
+Small frames that are there together leave together, because each piece wakes the other end: the end of a call, sent by
+itself, took 8 % of the CPU of a small step over TCP (measured).
 Payloads are lent, and leave from where they are. While the sender waits for the kernel to take more, the shard may have
 its memory back (shard/loans.py): a worker that reads slowly delays no update.
 """
@@ -9,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 
 from ps_protocol.framing import Buffer
 from ps_runtime.background import note_error
@@ -24,9 +27,17 @@ Lender = Callable[[], AbstractContextManager[LentFrame]]
 Item = Frame | Lender
 Then = Callable[[], None]
 
+_TOGETHER_BYTES = 2**16  # of frames that leave in one piece, behind the first of them
+_TOGETHER_PARTS = 128  # the kernel takes 1024 parts
+
 
 def _nothing() -> None:
     pass
+
+
+def _each(thens: Sequence[Then]) -> None:
+    for then in thens:
+        then()
 
 
 class FrameSender:
@@ -57,6 +68,17 @@ class FrameSender:
         if self._begins(lender, _nothing):
             self._submit()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Has what is put meanwhile leave in one piece, if it is small."""
+        with self._lock:
+            begins, self._is_busy = not self._is_busy, True
+        try:
+            yield
+        finally:
+            if begins and not self._drain(waits=False):
+                self._submit()
+
     def _begins(self, item: Item, then: Then) -> bool:
         """Queues what is to be sent; returns whether the caller has to see to that: no thread sends."""
         with self._lock:
@@ -83,12 +105,11 @@ class FrameSender:
                 if not self._queue:
                     self._is_busy = False
                     return True
-                item, then = self._queue[0]
-                if not waits and callable(item):
+                if not waits and callable(self._queue[0][0]):
                     return False
-                self._queue.popleft()
+                item, behind, then = self._take()
             try:
-                if not self._send(item, then, waits):
+                if not self._send(item, behind, then, waits):
                     return False
             except OSError:
                 self._broken()
@@ -99,17 +120,33 @@ class FrameSender:
                 return True
             then()
 
-    def _send(self, item: Item, then: Then, waits: bool) -> bool:
-        """Sends one frame. Without `waits`, what does not fit is put back, and False returned."""
+    def _take(self) -> tuple[Item, Frame, Then]:
+        """Takes what leaves in one piece: the next item, the small frames behind it, and what to call then. The caller
+        holds the lock."""
+        item, then = self._queue.popleft()
+        behind: list[Buffer] = []
+        thens, size = [then], 0
+        while self._queue and not callable(self._queue[0][0]):
+            frame = self._queue[0][0]
+            size += sum(map(len, frame))
+            if size > _TOGETHER_BYTES or len(behind) > _TOGETHER_PARTS:
+                break
+            behind += frame
+            thens.append(self._queue.popleft()[1])
+        return item, behind, then if len(thens) == 1 else partial(_each, thens)
+
+    def _send(self, item: Item, behind: Frame, then: Then, waits: bool) -> bool:
+        """Sends a frame, and those behind it. Without `waits`, what does not fit is put back, and False returned."""
         if callable(item):
             with item() as (frame, loan):
-                self._send_all(frame, loan)
+                self._send_all([*frame, *behind], loan)
             return True
+        frames = [*item, *behind]
         if waits:
-            self._send_all(item)
+            self._send_all(frames)
             return True
         with self._frames.sending:
-            rest: Frame = self._frames.send_now(item)
+            rest: Frame = self._frames.send_now(frames)
         if not rest:
             return True
         with self._lock:
@@ -118,7 +155,7 @@ class FrameSender:
         return False
 
     def _send_all(self, frame: Frame, loan: Loan | None = None) -> None:
-        """Sends one frame, and gives way to the lender of its memory while that takes no more."""
+        """Sends frames, and gives way to the lender of their memory while the kernel takes no more."""
         with self._frames.sending:
             left: Frame = self._frames.send_now(frame)
             if not left:

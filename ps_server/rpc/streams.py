@@ -21,7 +21,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
 from ps_runtime.status import STATUS_KEY, code_of, status_of
-from ps_server.shard.waiting import Answer, Lent
+from ps_server.shard.waiting import Answer, Lent, Outbox
 
 Send = Callable[[Any], None]
 
@@ -112,7 +112,7 @@ class ResponseStream:
             self._senders.submit(task)
 
 
-class PullStream(ResponseStream):
+class PullStream(ResponseStream, Outbox):
     """The answers to one pull, as a shard hands them over.
 
     write: what makes a message of an answer

@@ -133,8 +133,9 @@ class Pulls:
         outbox.on_close(forget)
         if not indices:
             if pull.times_wanted:
-                outbox.tell(Notice(clock=self.now()))
-            outbox.finish()
+                outbox.tell_last(Notice(clock=self.now()))
+            else:
+                outbox.finish()
         for index, admission in admissions.items():
             if admission.admitted:
                 self._send(job, job.parts[index], pull, 0.0, times.get(index))
@@ -164,7 +165,8 @@ class Pulls:
                 buckets = pull.landed(landed, bucket.spec.nbytes)
                 seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:
-                pull.outbox.tell(Notice(buckets, seconds))
+                (pull.outbox.tell_last if last else pull.outbox.tell)(Notice(buckets, seconds))
+                return
         if last:
             pull.outbox.finish()
 

@@ -48,12 +48,13 @@ def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics:
     """Sends what a pull wants of a table on its outbox, then ends the stream."""
     if isinstance(pull.wanted, TablePull):
         _send_table(job, table, pull, pull.wanted.count_only, metrics)
+        pull.outbox.finish()
     elif pull.rows is not None:
-        pull.outbox.tell(_put(job, table, pull, pull.rows, waited, metrics))
+        pull.outbox.tell_last(_put(job, table, pull, pull.rows, waited, metrics))
     elif pull.wanted is not None and not len(pull.wanted):
         save_state = job.saves_state(pull, table.rule.version)
         wire_format = _wire_format(row_codec(job.state.spec.weight_wire))
-        pull.outbox.tell(
+        pull.outbox.tell_last(
             PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
         )
     elif pull.wanted is not None:
@@ -61,7 +62,7 @@ def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics:
         for first in range(0, len(pull.wanted), rows):
             some = pull.wanted[first : first + rows]
             pull.outbox.lend(partial(_lend_rows, job, table, pull, first, some, waited, metrics))
-    pull.outbox.finish()
+        pull.outbox.finish()
 
 
 def _put(

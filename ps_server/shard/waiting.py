@@ -156,6 +156,11 @@ class Outbox(Protocol):
     def tell(self, answer: Answer) -> None:
         """Sends an answer."""
 
+    def tell_last(self, answer: Answer) -> None:
+        """Sends an answer, and ends the stream after it."""
+        self.tell(answer)
+        self.finish()
+
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
 

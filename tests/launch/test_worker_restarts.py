@@ -1,4 +1,5 @@
-"""A worker that is killed and started again ends where the others end, though they trained on meanwhile."""
+"""A worker that is killed and started again: it ends where the others end, though they trained on meanwhile, and brings
+the rows that its tables had before `prepare`, once."""
 
 from __future__ import annotations
 
@@ -50,3 +51,64 @@ def test_a_worker_that_is_started_again_trains_no_pass_a_second_time(tmp_path: P
     ends = {f"[{rank}] rank {rank} ends at clock {BATCHES * PASSES}" for rank in range(2)}
     assert ends <= set(done.stdout.splitlines()), done.stdout + done.stderr
     assert re.search(r"this worker's state is of clock \d+: the data of \d+ steps is left out", done.stderr)
+
+
+ROWS, STEPS = 40_000, 4
+
+BRINGS_ROWS = f"""
+import os, signal, threading
+import torch
+import ps_worker
+from ps_server.ops import status
+
+ids = torch.arange({ROWS})
+
+def trained(session, state):
+    table = ps_worker.Embedding(64, seed=7)
+    table.load_state_dict(state)
+    own = table
+    table, optimizer = session.prepare(table, torch.optim.Adam(table.parameters(), lr=0.1))
+    for number in range({STEPS}):
+        optimizer.zero_grad()
+        table(ids[number :: {STEPS} + 1]).square().sum().backward()
+        optimizer.step()
+    return own.state_dict()
+
+def dies_in_the_middle():
+    while True:
+        shards = status.fetch(os.environ["PS_SERVER"])["shards"]
+        rows = [table["row_count"] for shard in shards for job in shard["jobs"] for table in job["tables"]]
+        if rows and 0 < sum(rows) < {ROWS}:
+            print("has brought some of its rows, and dies", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+with ps_worker.connect(mode="single", job="before") as session:
+    table = ps_worker.Embedding(64, seed=7)
+    model, optimizer = session.prepare(table, torch.optim.Adam(table.parameters(), lr=0.1))
+    model(ids).sum().backward()
+    optimizer.step()
+    before = table.state_dict()
+with ps_worker.connect(mode="single", job="alone") as session:
+    expected = trained(session, before)
+if os.environ.get("PS_RESTART_COUNT", "0") == "0":
+    threading.Thread(target=dies_in_the_middle, daemon=True).start()
+with ps_worker.connect() as session:
+    found = trained(session, before)
+assert all(torch.equal(value, expected[name]) for name, value in found.items())
+print("ends with the rows of one process", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_while_it_brings_its_rows_brings_them_once(tmp_path: Path) -> None:
+    """The job begins with them on one shard, and on the other some have come: a new process brings them all."""
+    slow = {"PS_FAILPOINTS": "push-checked@1=delay:0.5"}
+    words = ("--shards", "2", "--workers", "1", "--mode", "sync", "--max-restarts", "1")
+    done = run(*words, script(tmp_path, BRINGS_ROWS), **slow)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert [line for line in said if "rows" in line] == [
+        "has brought some of its rows, and dies",
+        "ends with the rows of one process",
+    ], done.stdout + done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.frames import HEADER_BYTES, MAX_HEAD_BYTES, Header, Kind, read_header, write_header
-from ps_protocol.framing import Parts, message_parts, split_head, split_message
+from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
 from ps_protocol.v1 import data_pb2
 from ps_runtime.frame_socket import PlainSocket, frames_over
 from ps_server.rpc.frame_sender import FrameSender, LentFrame
@@ -152,6 +152,55 @@ def test_small_frames_leave_in_the_thread_that_puts_them(ends: Ends) -> None:
     assert here == [threading.get_ident()] * 3
     assert ends.read(15) == b"frame" * 3
     assert ends.limited == 0
+
+
+def test_what_is_put_together_leaves_in_one_piece(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    send_now = ends.frames.send_now
+
+    def counted(parts: Sequence[Buffer]) -> list[memoryview]:
+        pieces.append(sum(map(len, parts)))
+        return send_now(parts)
+
+    monkeypatch.setattr(ends.frames, "send_now", counted)
+    here: list[str] = []
+    with ends.sender.together():
+        ends.sender.put([b"answer", b"payload"], lambda: here.append("answer"))
+        ends.sender.put([b"end"], lambda: here.append("end"))
+        assert not here
+    assert (here, pieces) == (["answer", "end"], [16])
+    assert ends.read(16) == b"answerpayloadend"
+    with ends.sender.together():
+        for _ in range(3):
+            ends.sender.put([bytes(2**15), b"."])
+    assert pieces[1:] == [2 * (2**15 + 1), 2**15 + 1], "large ones go by themselves"
+    with ends.sender.together():
+        for _ in range(1000):
+            ends.sender.put([b"x", b"y"])
+    assert max(pieces[3:]) < 300, "of fewer parts than the kernel takes"
+    ends.read(3 * (2**15 + 1) + 2000)
+
+
+def test_what_is_put_together_and_does_not_fit_is_called_back_once_it_is_gone(ends: Ends) -> None:
+    sent = threading.Event()
+    with ends.sender.together():
+        ends.sender.put([bytes(2**22)])
+        ends.sender.put([b"end"], sent.set)
+        ends.sender.lend(lambda: contextlib.nullcontext(([b"lent"], None)))
+    assert not sent.is_set()
+    ends.read(2**22)
+    assert ends.read(7) == b"endlent"
+    assert sent.wait(SECONDS)
+
+
+def test_an_end_while_frames_are_held_together_drops_them(ends: Ends) -> None:
+    with ends.sender.together():
+        ends.sender.put([b"frame"])
+        ends.sender.end()
+    ends.theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ends.theirs.recv(1)
+    ends.theirs.settimeout(SECONDS)
 
 
 def test_frames_keep_their_order_whatever_fits(ends: Ends) -> None:

@@ -18,13 +18,14 @@ from ps_server.rpc.streams import PullStream
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
+from ps_server.shard.waiting import Outbox
 from tests.tools.partitions import call_of, lone_shard, push
 from tests.tools.raw_worker import vector_job
 
 BYTES_OF_A_BUCKET = 640  # that one takes at most while its pull waits or is not read
 
 
-class Stream:
+class Stream(Outbox):
     """An outbox that a test closes, as its reader's end does."""
 
     def __init__(self) -> None:

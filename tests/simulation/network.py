@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.shard.waiting import Answer, Lent, PulledBucket, PulledRows, PulledTable
+from ps_server.shard.waiting import Answer, Lent, Outbox, PulledBucket, PulledRows, PulledTable
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 
@@ -46,7 +46,7 @@ class Call:
         self.over = False
         self.arrives = 0.0  # when the last message of its answer arrives: they keep their order
         self.lacks_one = False  # a message of its answer was lost: none of those behind it arrives
-        self.outbox: Outbox | None = None  # at the server
+        self.outbox: SentBeside | None = None  # at the server
         self._world = world
         self._inbox: deque[tuple[Any, PSError | None]] = deque()
         self._waiting: Task | None = None
@@ -223,7 +223,7 @@ class Network:
             self._answer(server, call, None, TryLater(f"{call.name}: connection refused"))
             return
         if call.streams:
-            call.outbox = Outbox(self, server, call)
+            call.outbox = SentBeside(self, server, call)
             arguments = (*arguments, call.outbox)
         server.spawn(method, partial(self._serve, server, call, method, arguments))
 
@@ -271,8 +271,8 @@ class Network:
         self.world.at(self._delay(call.caller, server) or self.weather.longest, close, server)
 
 
-class Outbox:
-    """Where a shard's answers to a pull go: ps_server.shard.waiting.Outbox, sent by a thread beside all others."""
+class SentBeside(Outbox):
+    """Where a shard's answers to a pull go: sent by a thread beside all others."""
 
     def __init__(self, network: Network, host: Host, call: Call) -> None:
         self._network, self._host, self._call = network, host, call

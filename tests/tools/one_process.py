@@ -27,7 +27,7 @@ from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, Lent, PulledBucket
+from ps_server.shard.waiting import Answer, Lent, Outbox, PulledBucket
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest
@@ -291,8 +291,8 @@ def train(workers: Sequence[DirectWorker]) -> torch.Tensor:
     return weights[0]
 
 
-class _Outbox:
-    """What comes of a pull: ps_server.shard.waiting.Outbox."""
+class _Outbox(Outbox):
+    """What comes of a pull."""
 
     def __init__(self) -> None:
         self._buckets: list[tuple[int, bool, torch.Tensor]] = []

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ps_protocol.errors import PSError
-from ps_server.shard.waiting import Answer, Lent
+from ps_server.shard.waiting import Answer, Lent, Outbox
 
 
-class Answers:
+class Answers(Outbox):
     """An outbox that keeps what it is told."""
 
     def __init__(self) -> None:
