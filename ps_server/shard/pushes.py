@@ -17,7 +17,7 @@ from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Stage, Staged
+from ps_server.core.commands import Assign, BeginRows, BucketCommand, Commit, Draft, Stage, Staged, StageRows
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush, TablePush
 from ps_server.failpoints import failpoint
 from ps_server.shard import row_memory
@@ -46,35 +46,16 @@ class Pushes:
         finally:
             self._updates.schedule(job, fresh)
 
-    def push_rows(self, job: HostedJob, push: RowsPush, principal: str) -> Staged:
-        """Stages rows, or keeps them until the others of their step are here; has their table's updates applied.
+    def push_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str) -> Staged:
+        """Stages rows of a step, or takes those that a table begins with; keeps them until the others are here. Has
+        the updates of their table applied then.
 
         Where rows are in a segment, the calling thread applies what can be applied.
         """
         staged, table = self._stage_rows(job, push, principal)
         if staged.fresh:
-            apply = self._updates.schedule if push.place is None else self._updates.lend
-            apply(job, [table])
-        return staged
-
-    def push_table(self, job: HostedJob, push: TablePush) -> Staged:
-        """Takes a message with what a table begins with. Where it was the last one, what was pushed meanwhile is
-        applied, and pulls that wait are answered."""
-        try:
-            with job.lock:
-                job.state.check_worker(push.rank, push.incarnation, push.key)
-            command = job.state.tables.checker.beginning(push)
-            failpoint("push-checked")
-            with job.lock:
-                staged = job.state.execute(command)
-        except PSError as error:
-            self._metrics.refused(job.name, error)
-            raise
-        failpoint("push-staged")
-        self._metrics.pushed(job.name, len(push.payload), staged)
-        if staged.fresh:
-            self._updates.schedule(job, [command.table])
-            self._pulls.release(job, job.parts[command.table])
+            in_segment = isinstance(push, RowsPush) and push.place is not None
+            (self._updates.lend if in_segment else self._updates.schedule)(job, [table])
         return staged
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
@@ -88,16 +69,21 @@ class Pushes:
             if staged.fresh:
                 self._updates.lend(job, [table])
 
-    def _stage_rows(self, job: HostedJob, push: RowsPush, principal: str) -> tuple[Staged, int]:
+    def _stage_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str) -> tuple[Staged, int]:
         """Stages rows; returns the index of their table, too."""
         try:
             with job.lock:
                 job.state.check_worker(push.rank, push.incarnation, push.key)
-            push = row_memory.with_payload(job, push)
-            command = job.state.tables.checker.push(push, principal)
+            command: StageRows | BeginRows
+            if isinstance(push, TablePush):
+                command = job.state.tables.checker.beginning(push)
+            else:
+                push = row_memory.with_payload(job, push)
+                command = job.state.tables.checker.push(push, principal)
             failpoint("push-checked")
             with job.lock:
-                job.check_taken(command.rank, command.table, command.clock)
+                if isinstance(command, StageRows):
+                    job.check_taken(command.rank, command.table, command.clock)
                 staged = job.state.execute(command)
         except PSError as error:
             self._metrics.refused(job.name, error)

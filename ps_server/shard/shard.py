@@ -266,10 +266,7 @@ class Shard:
 
         principal: whose bytes they are
         """
-        job = self._hosted.get(push.job, push.run, True)
-        if isinstance(push, TablePush):
-            return self._pushes.push_table(job, push)
-        return self._pushes.push_rows(job, push, principal)
+        return self._pushes.push_rows(self._hosted.get(push.job, push.run, True), push, principal)
 
     def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
