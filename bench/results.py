@@ -67,6 +67,11 @@ def step_ms(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     return median_ms([seconds for answers in turns for found in answers for seconds in step_times(found["ends"])])
 
 
+def mean_step_ms(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """As `step_ms`, where not all steps do the same: the median over the turns of all workers' mean step."""
+    return median_ms([statistics.mean(step_times(found["ends"])) for answers in turns for found in answers])
+
+
 def label(line: Result) -> str:
     """What a picture calls a result's system."""
     return " ".join(part for part in (line["system"], line["transport"], line["wire"]) if part)

@@ -121,6 +121,7 @@ def losses(task: Task, session: ps_worker.Session) -> Iterator[float]:
         bucket_bytes=task.bucket_bytes,
         gradient_wire=task.wire,
         weight_wire=task.wire,
+        outer={"warm_up": 0},
     )
     waits = _pauses(task)
     for x, y in _endless(loader):
