@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +13,14 @@ from torch import nn
 
 import ps_worker
 from ps_server.ops import status
-from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.state import inner
 from tests.tools import counted_rounds
 from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.counted_rounds import MODE, Use, train, wrong
+from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
 from tests.tools.forkserver import Nursery
-from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 from tests.tools.small_models import drawn, filled, same, step, weights_of
 
@@ -218,21 +216,8 @@ def run(session: Session, each: Callable[[int], object] = lambda number: None) -
     return list(session.global_weights().values())
 
 
-class Once:
-    """Something that happens once in the middle of a round, as soon as there is a checkpoint."""
-
-    def __init__(self, directory: Path, what: Callable[[], object]) -> None:
-        self.happened = False
-        self._store, self._what = CheckpointStore(directory), what
-
-    def __call__(self, number: int) -> None:
-        """After step `number`. A checkpoint may be of a round that has to be made first."""
-        if self.happened or number < 10 or (number - 2) % 3 != 2:
-            return
-        with contextlib.suppress(AssertionError):
-            until(lambda: self._store.names("default"), "a checkpoint", 1.0)
-            self.happened = True
-            self._what()
+def in_the_middle(directory: Path, what: Callable[[], object]) -> Once:
+    return Once(directory, what, steps=3, at=2, after=10)
 
 
 @pytest.fixture(scope="module")
@@ -245,14 +230,7 @@ def test_who_survives_a_rollback_goes_on_to_the_bit_from_a_copy_in_memory(
     make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[torch.Tensor]
 ) -> None:
     monkeypatch.setattr(inner, "MOST_BYTES", 0)
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
-    lost = Once(tmp_path, lambda: cluster.start_again(1))
-    with cluster.connect(MODE, transport="tcp") as session:
-        assert same(run(session, lost), undisturbed)
-        assert lost.happened
-        metrics = scrape(session.metrics_address)
-        assert metrics["ps_worker_rejoins_total"] >= 1
-        assert metrics["ps_worker_fresh_inner_state_total"] == 0
+    assert same(after_a_lost_shard(make_cluster, tmp_path, MODE, run, in_the_middle), undisturbed)
 
 
 @pytest.mark.parametrize("most_bytes", [0, 2**20])
@@ -264,21 +242,5 @@ def test_a_new_process_has_the_state_of_its_optimizer_if_that_was_small(
     most_bytes: int,
 ) -> None:
     monkeypatch.setattr(inner, "MOST_BYTES", most_bytes)
-    first = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
-
-    class Killed(Exception):
-        pass
-
-    def end() -> None:
-        first.stop()
-        raise Killed
-
-    session = first.connect(MODE, transport="tcp")
-    with pytest.raises(Killed):
-        run(session, Once(tmp_path, end))
-    session.close()  # ends its threads; its servers have stopped, so no call of it arrives
-    second = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
-    with second.connect(MODE, transport="tcp") as again:
-        found = run(again)
-        fresh = scrape(again.metrics_address)["ps_worker_fresh_inner_state_total"]
-        assert (same(found, undisturbed), fresh) == ((True, 0) if most_bytes else (False, 1))
+    found, fresh = after_all_have_ended(make_cluster, tmp_path, MODE, run, in_the_middle)
+    assert (same(found, undisturbed), fresh) == ((True, 0) if most_bytes else (False, 1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 import ps_worker
 from ps_server.ops import status
-from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
 from ps_worker.state import inner
 from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
+from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
 from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
 from tests.tools.small_models import drawn, filled, same, step, weights_of
@@ -209,24 +209,9 @@ def test_status_names_the_mode(shared: Cluster, job: str) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-class Once:
-    """Something that happens once in the middle of a round, as soon as there is a checkpoint.
-
-    at: after which step of six; a fragment is pushed after even ones, and mixed in after odd ones
-    """
-
-    def __init__(self, directory: Path, what: Callable[[], object], at: int) -> None:
-        self.happened = False
-        self._store, self._what, self._at = CheckpointStore(directory), what, at
-
-    def __call__(self, number: int) -> None:
-        """After step `number`. A checkpoint may be of a round that has to be made first."""
-        if self.happened or number < 20 or (number - 2) % 6 != self._at:
-            return
-        with contextlib.suppress(AssertionError):
-            until(lambda: self._store.names("default"), "a checkpoint", 1.0)
-            self.happened = True
-            self._what()
+def in_the_middle(at: int = 2) -> Callable[[Path, Callable[[], object]], Once]:
+    """at: after which step of six; a fragment is pushed after even ones, and mixed in after odd ones"""
+    return partial(Once, steps=6, at=at, after=20)
 
 
 @pytest.fixture(scope="module")
@@ -250,14 +235,7 @@ def test_a_job_that_lost_a_shard_ends_with_the_weights_of_an_undisturbed_run(
 ) -> None:
     """From copies in memory of the worker's own weights and moments: they are too large for the checkpoint here."""
     monkeypatch.setattr(inner, "MOST_BYTES", 0)
-    cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
-    lost = Once(tmp_path, lambda: cluster.start_again(1), at)
-    with cluster.connect(MODE, transport=transport) as session:
-        assert same(run(session, lost), alone)
-        assert lost.happened
-        metrics = scrape(session.metrics_address)
-        assert metrics["ps_worker_rejoins_total"] >= 1
-        assert metrics["ps_worker_fresh_inner_state_total"] == 0
+    assert same(after_a_lost_shard(make_cluster, tmp_path, MODE, run, in_the_middle(at), transport), alone)
 
 
 def test_two_workers_whose_shard_is_lost_end_with_the_weights_of_an_undisturbed_run(
@@ -265,7 +243,7 @@ def test_two_workers_whose_shard_is_lost_end_with_the_weights_of_an_undisturbed_
 ) -> None:
     """In int4: what the wire has rounded off is rolled back, too."""
     cluster = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
-    lost = Once(tmp_path, lambda: cluster.start_again(1), 2)
+    lost = in_the_middle()(tmp_path, lambda: cluster.start_again(1))
 
     def work(rank: int) -> list[torch.Tensor]:
         with cluster.connect(MODE, rank, 2) as session:
@@ -284,21 +262,5 @@ def test_a_new_process_has_its_own_weights_and_moments_if_they_were_small(
     most_bytes: int,
 ) -> None:
     monkeypatch.setattr(inner, "MOST_BYTES", most_bytes)
-    first = make_cluster(checkpoint_dir=tmp_path, checkpoint_every="2steps", timing=QUICK)
-
-    class Killed(Exception):
-        pass
-
-    def end() -> None:
-        first.stop()
-        raise Killed
-
-    session = first.connect(MODE, transport="tcp")
-    with pytest.raises(Killed):
-        run(session, Once(tmp_path, end, 2))
-    session.close()  # ends its threads; its servers have stopped, so no call of it arrives
-    second = make_cluster(checkpoint_dir=tmp_path, restore=True, timing=QUICK)
-    with second.connect(MODE, transport="tcp") as again:
-        found = run(again)
-        fresh = scrape(again.metrics_address)["ps_worker_fresh_inner_state_total"]
-        assert (same(found, alone), fresh) == ((True, 0) if most_bytes else (False, 1))
+    found, fresh = after_all_have_ended(make_cluster, tmp_path, MODE, run, in_the_middle())
+    assert (same(found, alone), fresh) == ((True, 0) if most_bytes else (False, 1))

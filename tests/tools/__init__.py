@@ -27,6 +27,7 @@ table_shards.py         A job with one table on one of several shards, trained w
 table_worker.py         A job with one table in servers of one process, and a worker that pushes rows to it
 unfinished.py           Calls whose request never ends
 counted_rounds.py       The counting oracle for local steps: each sample adds 1, and each round leaves a mark
+disturbed_rounds.py     Rounds of local steps that are disturbed in the middle: a shard is lost, or all processes end
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
