@@ -81,7 +81,8 @@ class Order:
     ids:       of a worker's step, with repeats
     steps:     that are counted, of each system
     systems:   ours: fields of Served
-    server:    of our job; `rpc` is where torch's RPC meets, or None
+    server:    of our job; `rpc` is where torch's RPC meets, or None; `ddp`: whether DDP is beside us
+    shards:    that serve the job
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
     native:    servers with compiled loops, for those of `systems` that have them
     turn:      steps that a system makes before it is the next one's turn
@@ -94,6 +95,7 @@ class Order:
     systems: Sequence[dict[str, Any]]
     server: str
     rpc: str | None = None
+    ddp: bool = False
     shards: int = 0
     saving: str = ""
     native: str = ""
@@ -166,8 +168,9 @@ class System:
 
 def _systems(order: Order) -> dict[str, System]:
     found = {}
-    if order.rpc is not None:
+    if order.ddp:
         found["DDP"] = _ddp(order)
+    if order.rpc is not None:
         found["torch RPC"] = _rpc(order, order.rpc)
     for fields in order.systems:
         served = Served(**fields)

@@ -5,7 +5,10 @@ optimizer, with nothing else in the model. Some systems know the next batch's id
 rows and asks for the next ones, or have 10 ms of computing in a step. `ids` of the peers are row numbers; ours are
 hashes of them. The growing table gets new ids alone: how long its longest update takes, and its peak memory over that
 of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Compiled loops are
-beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py."""
+beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py.
+
+On separate hosts (--addresses, see `python -m bench network --help`) only steps on servers are measured, over TCP, and
+DDP's beside them: the first half of the hosts are workers, the second half shards."""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ import torch
 
 import ps_worker
 from bench import options
-from bench.cluster import HERE, Group, servers
+from bench.cluster import HERE, Group, Host, host_flags, hosts, servers
 from bench.cold_rows import cold_rows
 from bench.compiled_loops import compiled, folder
 from bench.machine import memory
@@ -64,6 +67,9 @@ NATIVE = tuple(
     for mode, optimizer in (("async", "sgd"), ("sync", "sgd"), ("async", "RowWiseAdagrad"))
     for ahead in (False, True)
 )
+BETWEEN_HOSTS = tuple(
+    Served(mode, "sgd", "tcp", wire) for mode in ("sync", "async") for wire in ("float32", "bfloat16")
+)
 NUMPY = ("--native", "off")
 SAVED_EVERY = 100  # steps
 TIMEOUT = 600.0
@@ -72,6 +78,7 @@ BATCH = 10_000  # new ids in an update of the growing table
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench rows`."""
+    host_flags(parser, required=False)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table that is trained (%(default)s)")
     parser.add_argument("--dim", type=int, default=64, help="elements of a row (%(default)s)")
     parser.add_argument("--ids", type=int, default=26_624, help="of a step, with repeats (%(default)s)")
@@ -95,6 +102,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures."""
     torch.set_num_threads(THREADS)
+    if arguments.addresses:
+        return _between_hosts(arguments)
     loops = None if arguments.no_native else compiled()
     lines = _on_servers(arguments, NATIVE if loops is not None else ()) if arguments.shards else []
     if arguments.shards and arguments.checkpoints:
@@ -123,6 +132,23 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     return lines
 
 
+def _between_hosts(arguments: argparse.Namespace) -> list[Result]:
+    """Workers and shards, each on a host of its own, beside DDP on the workers' hosts."""
+    places = hosts(arguments)
+    workers, shards = places[: len(places) // 2], places[len(places) // 2 :]
+    if not workers:
+        raise SystemExit("rows between hosts need at least one host for a worker and one for a shard")
+    chosen = [served for served in BETWEEN_HOSTS if arguments.only in served.title]
+    with servers(shards, NUMPY) as cluster:
+        order = _order(arguments, chosen, cluster.address, shards=len(shards), ddp=not arguments.no_peers)
+        return _measured(arguments, order, workers, arguments.port)
+
+
+def _order(arguments: argparse.Namespace, chosen: Sequence[Served], server: str, **more: Any) -> Order:
+    size = {"rows": arguments.rows, "dim": arguments.dim, "ids": arguments.ids, "steps": arguments.steps}
+    return Order(**size, systems=list(map(asdict, chosen)), server=server, **more)
+
+
 def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list[Result]:
     """Workers and shards, beside what the peers do with as many processes. native: what has servers of its own, with
     compiled loops"""
@@ -135,12 +161,15 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
             loops = ["--native", "build", "--native-dir", str(folder())]
             faster = stack.enter_context(servers([HERE] * shards, loops)).address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
-        order = Order(
-            **table, ids=arguments.ids, steps=arguments.steps, systems=list(map(asdict, chosen)), server=cluster.address
-        )
-        order = replace(order, rpc=rpc, shards=shards, native=faster)
-        with Group([HERE] * workers, "bench.row_workers", [asdict(order)] * workers) as group:
-            times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
+        order = _order(arguments, chosen, cluster.address, rpc=rpc, shards=shards, native=faster, ddp=peers)
+        return _measured(arguments, order, [HERE] * workers)
+
+
+def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host], port: int = 0) -> list[Result]:
+    """Has workers do what they are told; returns how long a step of each system takes."""
+    workers = len(places)
+    with Group(places, "bench.row_workers", [asdict(order)] * workers, port or None) as group:
+        times: dict[str, list[float]] = group.answers(TIMEOUT)[0]
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
     lines = []
     for name, found in ms.items():
@@ -155,11 +184,12 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
                 transport=transport,
                 wire=wire,
                 workers=workers,
-                shards=0 if system == "DDP" else shards,
+                shards=0 if system == "DDP" else order.shards,
                 size=4 * arguments.rows * arguments.dim,
                 ms=found,
                 ratios=_ratios(name, ms),
                 million_ids_per_s=round(workers * arguments.ids / found / 1e3, 2),
+                link_mbit=arguments.link_mbit or None,
             )
         )
     return lines
