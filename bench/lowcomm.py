@@ -175,7 +175,7 @@ def _result(
         steps=found.steps,
         samples=found.steps * workers * arguments.batch,
         loss=found.points[-1][2],
-        moved_bytes=round(found.moved / found.steps),
+        moved_bytes=round(found.moved / found.steps) or None,  # nothing is counted where there are no hosts
         points=found.points,
         **more,
     )
@@ -196,7 +196,7 @@ def _from_a_common_start(arguments: argparse.Namespace) -> list[Result]:
         ratios = [own.points[-1][2] / plain.points[-1][2] for own, plain in zip(runs, found["sync"], strict=True)]
         middle = sorted(zip(ratios, runs, strict=True), key=lambda pair: pair[0])[len(runs) // 2][1]
         ms = 1e3 * statistics.median(each.seconds / each.steps for each in runs)
-        spread = [round(ratio, 4) for ratio in sorted(ratios)]
+        spread = {"loss of sync": [round(end(ratios), 4) for end in (min, max)]}
         loss = {"loss of sync": statistics.median(ratios)}
         lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, ms, spread=spread))
     return lines

@@ -120,7 +120,8 @@ def _ratio(line: Result, peer: str) -> str:
     if peer not in line["ratios"]:
         return ""
     least, most = line.get("spread", {}).get(peer, (0, 0))
-    return f"**{line['ratios'][peer]:.2f}**" + (f" ({least:.2f} to {most:.2f})" if "spread" in line else "")
+    form = ".3f" if peer.startswith("loss") else ".2f"
+    return f"**{line['ratios'][peer]:{form}}**" + (f" ({least:{form}} to {most:{form}})" if "spread" in line else "")
 
 
 def _table(lines: Sequence[Result]) -> list[str]:
