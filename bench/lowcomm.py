@@ -7,7 +7,8 @@ Two forms. On separate hosts, each system trains a GPT of its own for the same t
 The first half of the hosts are workers, the second half shards; `python -m bench network --help` says how hosts are
 named. The loss is that on held-out text, evaluated every so many steps; the time of evaluations does not count. `to
 ddp's loss` is the time in which a system comes to the loss that DDP has at the end, divided by DDP's. DDP is measured
-with torch's bfloat16 hook and with PowerSGD, too. Bytes are those that a worker's interface counts.
+with torch's bfloat16 hook and with PowerSGD, too. Bytes are those that a worker's interface counts. With --warm-up 0
+local modes take and send what they do after their warm-up.
 
 Without hosts, all systems train the same number of samples from a common start, for several seeds, and only their
 losses count; the ratio is to that of `sync` in float32, the median over the seeds. The start takes the place of the
@@ -56,6 +57,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="without hosts: runs of each system (%(default)s)")
     parser.add_argument("--every", type=int, default=0, help="steps between evaluations (on hosts 4; without: all)")
+    parser.add_argument("--warm-up", type=int, help="of local modes, in steps (as many as they have by default)")
     default = "ddp,ddp-bf16,ddp-powersgd,sync,sync-int4,local:8-int4,local:32-int4"
     parser.add_argument("--systems", default=default, help="(%(default)s)")
     options.add(parser, workers=4, shards=4, layers=8, width=512, batch=8)
@@ -130,6 +132,7 @@ def _on_hosts(arguments: argparse.Namespace) -> list[Result]:
     if not workers:
         raise SystemExit("slow links need at least one host for a worker and one for a shard")
     plain = Order("ddp", layers=arguments.layers, width=arguments.width, batch=arguments.batch, transport="tcp")
+    plain = replace(plain, warm_up=arguments.warm_up)
     runs = {}
     for number, system in enumerate(arguments.systems.split(",")):
         with servers(shards) if not system.startswith("ddp") else contextlib.nullcontext() as cluster:
@@ -217,7 +220,7 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
         held_out=8192,
     )
     with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
-        after = replace(plain, total=steps)
+        after = replace(plain, total=steps, warm_up=arguments.warm_up)
         if arguments.start_steps:
             start = Path(folder) / "start.safetensors"
             alone = {"world_size": 1, "batch": arguments.batch * arguments.workers}

@@ -19,7 +19,7 @@ from bench.pictures import Bar, bars
 from bench.results import Result, label, mean_step_ms, result, step_ms
 from bench.training import Task, weight_bytes
 
-LOCAL = "local:8"  # of the eight steps of a turn that count, one ends a round
+LOCAL, ROUND = "local:8", 8  # measured where a turn's counted steps are whole rounds: one step of a round exchanges
 LOSS_TOLERANCE = 0.01  # sync and ddp train the same model with the same batches
 SHORT = {"layers": 2, "width": 256, "turns": 3, "steps": 4}
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each system."""
     plain = Task("gpt", "single", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
     with servers([HERE] * arguments.shards) as cluster, contextlib.ExitStack() as stack:
-        tasks = _systems(plain, cluster.address)
+        tasks = _systems(plain, cluster.address, arguments.steps)
         workers = {name: 1 if name == "single" else arguments.workers for name in tasks}
         groups = {name: stack.enter_context(trainers([HERE] * workers[name], task)) for name, task in tasks.items()}
         turns = take_turns(groups, arguments.turns, arguments.steps)
@@ -64,17 +64,11 @@ def _ratios(mode: str, ms: dict[str, float], name: str) -> dict[str, float]:
     return {peer: ms[name] / ms[peer] for peer in ("ddp", *["independent"] * (mode == LOCAL))}
 
 
-def _systems(plain: Task, server: str) -> dict[str, Task]:
-    """By name: what the workers of each system do."""
+def _systems(plain: Task, server: str, steps: int) -> dict[str, Task]:
+    """By name: what the workers of each system do. steps: in a turn"""
     found = {"ddp": replace(plain, mode="ddp")}
-    for mode, transport in (
-        ("sync", "shm"),
-        ("sync", "tcp"),
-        ("sync", "grpc"),
-        ("ssp:4", "shm"),
-        ("async", "shm"),
-        (LOCAL, "shm"),
-    ):
+    ways = [("sync", "shm"), ("sync", "tcp"), ("sync", "grpc"), ("ssp:4", "shm"), ("async", "shm")]
+    for mode, transport in ways + [(LOCAL, "shm")] * (steps % ROUND == 1):
         name = f"{mode} {transport}"
         job = f"{mode}-{transport}".replace(":", "-")
         found[name] = replace(plain, mode=mode, server=server, transport=transport, job=job)

@@ -35,4 +35,5 @@ class Agreement:
 
 def square(values: torch.Tensor) -> float:
     """Returns the square of the L2 norm of [n] elements."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+    wide = torch.promote_types(values.dtype, torch.float32)  # torch narrows nothing here
+    return float(torch.linalg.vector_norm(values, dtype=wide)) ** 2

@@ -111,6 +111,7 @@ class FrameSender:
             try:
                 if not self._send(item, behind, then, waits):
                     return False
+                then()
             except OSError:
                 self._broken()
                 return True
@@ -118,7 +119,6 @@ class FrameSender:
                 note_error("send")
                 self._broken()
                 return True
-            then()
 
     def _take(self) -> tuple[Item, Frame, Then]:
         """Takes what leaves in one piece: the next item, the small frames behind it, and what to call then. The caller

@@ -66,6 +66,7 @@ class Connection:
             self._buckets[shard].append(bucket)
         self._under_way: list[Future[Any]] = []
         self._left: list[Future[Any]] = []  # of steps that failed: only `end` waits for them
+        self._pushed: Sequence[Future[PushResult]] = ()  # of the last step
         self._draft: Draft | None = None  # of the step that is being made
         self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, its draft
         self._calls = {
@@ -234,6 +235,7 @@ class Connection:
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         pulled = [step.pull for step in steps] or sent.ended
+        self._pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
@@ -248,6 +250,13 @@ class Connection:
     def await_with_others(self, calls: Sequence[Future[Any]]) -> None:
         """Has the next `settle` wait for these calls, too."""
         self._under_way += calls
+
+    def resume(self) -> bool:
+        """Has the next `settle` wait for pushes of the last step that are still under way, as after an interrupt: those
+        of the next step must not overtake them. Returns whether there are any."""
+        under_way = [push for push in self._pushed if not push.done()]
+        self._under_way += under_way
+        return bool(under_way)
 
     def settle(self) -> BaseException | None:
         """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""

@@ -422,7 +422,10 @@ class JobTraining:
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
-        connection, step = self.participation.connection, self._ended(index)
+        connection = self.participation.connection
+        if connection.resume():
+            self.participation.settle()
+        step = self._ended(index)
         self._model.begin_pull()
         ranges = self.data.use()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)

@@ -400,6 +400,28 @@ def test_tables_of_rows_are_refused_with_what_to_do(shared: Cluster, job: str) -
             session.prepare(model, sgd(model))
 
 
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_layers_of_other_types_train_beside_those_of_float32(shared: Cluster, job: str, wire: str) -> None:
+    def make() -> Any:
+        return filled(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6).double(), nn.Linear(6, 6).bfloat16()]))
+
+    def work(rank: int) -> list[torch.Tensor]:
+        with shared.connect("local:2", rank, 2, job=job, transport="tcp") as session:
+            model = make()
+            wires = {"gradient_wire": wire, "weight_wire": wire}
+            model, optimizer = session.prepare(model, sgd(model), outer={"warm_up": 1}, **wires)
+            for number in range(7):
+                optimizer.zero_grad()
+                x = batch(rank, number)
+                sum(layer(x.to(layer.weight.dtype)).square().mean().float() for layer in model).backward()
+                optimizer.step()
+            return list(session.global_weights().values())
+
+    first, second = in_parallel(2, work)
+    assert same(first, second)
+    assert not any(torch.equal(*pair) for pair in zip(first, make().parameters(), strict=True))
+
+
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_rounds_travel_in_blocks_with_the_same_bits_on_every_transport(shared: Cluster, job: str, weights: str) -> None:
     wires = {"gradient_wire": "int4", "weight_wire": weights, "outer": {"warm_up": 2}}
