@@ -22,6 +22,12 @@ def await_event(event: threading.Event) -> None:
         pass
 
 
+def await_done(futures: Collection[Future[Any]]) -> None:
+    """Waits for futures until all are done, whatever comes of them, and hears signals."""
+    while wait(futures, HEARD_SECONDS).not_done:
+        pass
+
+
 def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
     """Waits for futures until all are done or one has failed, and hears signals; returns those that are done."""
     while True:

@@ -19,7 +19,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_protocol.row_ids import Ids
 from ps_runtime.quantities import ranges
-from ps_runtime.signals import await_all
+from ps_runtime.signals import await_all, await_done
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
@@ -67,6 +67,8 @@ class Connection:
         self._under_way: list[Future[Any]] = []
         self._left: list[Future[Any]] = []  # of steps that failed: only `end` waits for them
         self._pushed: Sequence[Future[PushResult]] = ()  # of the last step
+        self.has_failed = False  # a call of the last step has: it may be on some shards and not on others
+        self._tables = len(model.spec.tables)
         self._draft: Draft | None = None  # of the step that is being made
         self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, its draft
         self._calls = {
@@ -252,11 +254,23 @@ class Connection:
         self._under_way += calls
 
     def resume(self) -> bool:
-        """Has the next `settle` wait for pushes of the last step that are still under way, as after an interrupt: those
-        of the next step must not overtake them. Returns whether there are any."""
+        """Ends the last step, if it did not end: so that the next one finds all shards at its clock. Returns whether
+        there are calls to settle.
+
+        An interrupt has left pushes under way: those of the next step must not overtake them. Where a call has failed,
+        what no shard has of that step is left out of it.
+        """
         under_way = [push for push in self._pushed if not push.done()]
-        self._under_way += under_way
-        return bool(under_way)
+        if not self.has_failed:
+            self._under_way += under_way
+            return bool(under_way)
+        await_done(under_way)
+        self.has_failed = False
+        trained = [bucket for buckets in self._buckets.values() for bucket in buckets if not bucket.frozen]
+        rows = self._rows.step(self.clock, [RowsPush(table) for table in range(self._tables)], (), (), ends=False)
+        self.push_apart([BucketPush(bucket, self.clock, empty=True, absent=(), groups={}) for bucket in trained])
+        self._note(rows.pushed)
+        return True
 
     def settle(self) -> BaseException | None:
         """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""

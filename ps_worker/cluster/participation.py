@@ -242,6 +242,11 @@ class Participation:
             self._raise_as_lost(error)
             raise error
 
+    def resume(self) -> None:
+        """Ends the last step, if it did not end: see Connection.resume. Raises as `settle`."""
+        if self.connection.resume():
+            self.settle()
+
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
         try:

@@ -414,6 +414,7 @@ class JobTraining:
             except BaseException as error:
                 self.participation.connection.drop_drafts()
                 if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
+                    self.participation.connection.has_failed |= self._sent is not None
                     self._sent = None
                     self.participation.begin_step()
                 self.data.failed()
@@ -423,8 +424,7 @@ class JobTraining:
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
         connection = self.participation.connection
-        if connection.resume():
-            self.participation.settle()
+        self.participation.resume()
         step = self._ended(index)
         self._model.begin_pull()
         ranges = self.data.use()

@@ -60,6 +60,7 @@ class RowReads:
         return True
 
     def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:
+        self._participation.resume()
         self._participation.connection.await_with_others(pulls)
         self._participation.settle()
 
@@ -68,6 +69,7 @@ class RowReads:
         futures: list[Future[T]] = []
 
         def fetch() -> None:
+            self._participation.resume()  # a lookup waits for this worker's own push
             futures[:] = ask(self._participation.connection)
             self._participation.settle()
 
