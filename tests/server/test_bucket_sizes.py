@@ -43,11 +43,11 @@ def job(numel: int, wire: str = "float32", frozen: int = 2**20) -> JobSpec:
     ("spec", "one_machine", "size"),
     [
         (replace(job(2**24), bucket_bytes=128), HOSTS, 128),  # a size that a worker gives stays
-        # On one machine there are at least 16 buckets, or they are small; with half types twice as large in the model.
+        # On one machine there are at least 8 buckets, or they are small; with half types twice as large in the model.
         (job(1), ONE_MACHINE, 4 * MIB),
-        (job(2**25 - 1), ONE_MACHINE, 4 * MIB),
-        (job(2**25), ONE_MACHINE, 8 * MIB),
-        (job(2**26), ONE_MACHINE, 16 * MIB),
+        (job(2**24 - 1), ONE_MACHINE, 4 * MIB),
+        (job(2**24), ONE_MACHINE, 8 * MIB),
+        (job(2**25), ONE_MACHINE, 16 * MIB),
         (job(2**30), ONE_MACHINE, 16 * MIB),
         (job(1, "bfloat16"), ONE_MACHINE, 8 * MIB),
         (job(2**26, "bfloat16"), ONE_MACHINE, 16 * MIB),
