@@ -214,6 +214,9 @@ class Run:
             self.writers.setdefault(row, [])[:0] = lives
         self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
         self.lossy = earlier.lossy | self.lossy
+        if earlier.end_is_forgotten and self.lossy:  # shards that stay drop a job when it ends: all of it goes back
+            died, parts = min(self.lossy.values()), len(self.placement) + (SHARDS if self.job.tables else 0)
+            self.lossy = dict.fromkeys(range(parts), died) | self.lossy
         self.saved, self.may_end = self.saved or earlier.saved, self.may_end or earlier.may_end
 
     def shard_died(self, index: int, now: float) -> None:
