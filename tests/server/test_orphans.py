@@ -102,3 +102,28 @@ def test_a_job_whose_part_a_shard_has_lost_is_not_taken_for_one_that_has_ended(
         cluster.coordinator.held_jobs.compare()
     assert list(cluster.coordinator.jobs()) == ["job"]
     assert list(cluster.shards[0].jobs()) == ["job"]
+
+
+@pytest.mark.usefixtures("caplog")
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_job_that_ended_so_goes_back_on_all_shards_where_one_died_with_the_coordinator(
+    tmp_path: Path, mode: str
+) -> None:
+    """The shard that stays has dropped the job, too, when it ended."""
+    disk = FullDisk()
+    cluster = OneProcess(tmp_path, disk=disk)
+    spec = vector_job("job", mode, CELLS, 1)
+    old = DirectWorker(cluster, spec, 0)
+    old.initialise()
+    kept = old.checkpoint()
+    disk.full = True
+    assert old.leave(done=True)
+    cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+    disk.full = False
+    cluster.start_shard(1)
+    assert not any("job" in shard.jobs() for shard in cluster.shards)
+    cluster.coordinator.recover_jobs()
+    assert all("job" in shard.jobs() for shard in cluster.shards)
+    new = DirectWorker(cluster, spec, 0)
+    assert (new.run, new.clock) == (old.run, kept.clock)
+    cluster.stop()
