@@ -121,9 +121,9 @@ def test_a_job_that_ended_so_goes_back_on_all_shards_where_one_died_with_the_coo
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
     disk.full = False
     cluster.start_shard(1)
-    assert not any("job" in shard.jobs() for shard in cluster.shards)
+    assert not any("job" in shard.jobs() for shard in cluster.shards.values())
     cluster.coordinator.recover_jobs()
-    assert all("job" in shard.jobs() for shard in cluster.shards)
+    assert all("job" in shard.jobs() for shard in cluster.shards.values())
     new = DirectWorker(cluster, spec, 0)
     assert (new.run, new.clock) == (old.run, kept.clock)
     cluster.stop()
