@@ -359,7 +359,8 @@ class CoordinatedJob:
         try:
             if recovery is None:
                 raise NoCheckpoints("these servers were started without --checkpoint-dir")
-            self._rollback(recovery, shards, lost := self._without_part(shards, lost))
+            lost = self._without_part(shards, lost)
+            self._rollback(recovery, shards, lost)
         except (NoCheckpoints, JobMismatch) as error:
             names = ", ".join(map(str, lost))
             reason = f"shard {names} was started anew and lost its part of the job; {error}"
