@@ -359,7 +359,7 @@ class CoordinatedJob:
         try:
             if recovery is None:
                 raise NoCheckpoints("these servers were started without --checkpoint-dir")
-            lost = self._without_part(shards, lost)
+            lost = recovery.without_part(self.placed, shards, lost)
             self._rollback(recovery, shards, lost)
         except (NoCheckpoints, JobMismatch) as error:
             names = ", ".join(map(str, lost))
@@ -377,18 +377,6 @@ class CoordinatedJob:
             self.end(reason)
         else:
             self._finish()
-
-    def _without_part(self, shards: Mapping[int, RegisteredShard], lost: list[int]) -> list[int]:
-        """Returns the shards that hold no part of the job: those that are lost, and those that have dropped it. They do
-        when it ends, and the coordinator's file may not have said so. Raises PSError if one does not answer."""
-
-        def has_none(shard: RegisteredShard) -> bool:
-            held = shard.api.statistics().jobs.get(self.spec.name)
-            return held is None or held.run != self.placed.run
-
-        others = [shard for index, shard in shards.items() if index not in lost]
-        dropped = self._cluster.shards.call(others, has_none)
-        return sorted([*lost, *(shard.index for shard, is_gone in zip(others, dropped, strict=True) if is_gone)])
 
     def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
         """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""

@@ -108,6 +108,18 @@ class Recovery:
                 return job_spec_from_data(self._store.manifest(spec.name, name).job).bucket_bytes
         return None
 
+    def without_part(self, job: PlacedJob, shards: Mapping[int, RegisteredShard], lost: list[int]) -> list[int]:
+        """Returns the shards that hold no part of a job: those that are lost, and those that have dropped it. They do
+        when it ends, and the coordinator's file may not have said so. Raises PSError if one does not answer."""
+
+        def has_none(shard: RegisteredShard) -> bool:
+            held = shard.api.statistics().jobs.get(job.spec.name)
+            return held is None or held.run != job.run
+
+        others = [shard for index, shard in shards.items() if index not in lost]
+        dropped = self._shards.call(others, has_none)
+        return sorted([*lost, *(shard.index for shard, is_gone in zip(others, dropped, strict=True) if is_gone)])
+
     def restore(
         self, job: PlacedJob, shards: list[RegisteredShard], last_incarnation: int, any_run: bool = False
     ) -> Restored:

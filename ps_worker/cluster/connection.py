@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,20 @@ log = logging.getLogger("ps_worker")
 T = TypeVar("T")
 
 
+@dataclass
+class _LastStep:
+    """The last step, which may not have ended.
+
+    pushed:     its pushes
+    has_failed: a call of it has: it may be on some shards, and not on others
+    left:       calls of steps that did not end: only `end` waits for them
+    """
+
+    pushed: Sequence[Future[PushResult]] = ()
+    has_failed: bool = False
+    left: list[Future[Any]] = field(default_factory=list)
+
+
 class Connection:
     """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
@@ -65,10 +80,7 @@ class Connection:
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
             self._buckets[shard].append(bucket)
         self._under_way: list[Future[Any]] = []
-        self._left: list[Future[Any]] = []  # of steps that failed: only `end` waits for them
-        self._pushed: Sequence[Future[PushResult]] = ()  # of the last step
-        self.has_failed = False  # a call of the last step has: it may be on some shards and not on others
-        self._tables = len(model.spec.tables)
+        self._last = _LastStep()
         self._draft: Draft | None = None  # of the step that is being made
         self._drafted: dict[int, Future[PushResult]] = {}  # by bucket, its draft
         self._calls = {
@@ -165,7 +177,7 @@ class Connection:
             draft.settle(count)
         if count:
             return drafted
-        self._left = [future for future in (*self._left, *drafted.values()) if not future.done()]
+        self._last.left = [future for future in (*self._last.left, *drafted.values()) if not future.done()]
         return {}
 
     def assign(self, clock: int, assignment: Assignment) -> None:
@@ -224,7 +236,7 @@ class Connection:
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
         sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains)
-        self._left = [*(future for future in self._left if not future.done()), *sent.ahead]
+        self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
         pushed = sent.pushed
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
@@ -237,7 +249,7 @@ class Connection:
         for push in sorted((push for step in steps for push in step.rest), key=lambda push: push.bucket.index):
             pushed.append(self._transports[self._shard_of[push.bucket.index]].push(push))
         pulled = [step.pull for step in steps] or sent.ended
-        self._pushed = pushed
+        self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
@@ -253,6 +265,10 @@ class Connection:
         """Has the next `settle` wait for these calls, too."""
         self._under_way += calls
 
+    def fail(self) -> None:
+        """Notes that a call of the last step has failed: it may be on some shards, and not on others."""
+        self._last.has_failed = True
+
     def resume(self) -> bool:
         """Ends the last step, if it did not end: so that the next one finds all shards at its clock. Returns whether
         there are calls to settle.
@@ -260,16 +276,16 @@ class Connection:
         An interrupt has left pushes under way: those of the next step must not overtake them. Where a call has failed,
         what no shard has of that step is left out of it.
         """
-        under_way = [push for push in self._pushed if not push.done()]
-        if not self.has_failed:
+        under_way = [push for push in self._last.pushed if not push.done()]
+        if not self._last.has_failed:
             self._under_way += under_way
             return bool(under_way)
         await_done(under_way)
-        self.has_failed = False
+        self._last.has_failed = False
         trained = [bucket for buckets in self._buckets.values() for bucket in buckets if not bucket.frozen]
-        rows = self._rows.step(self.clock, [RowsPush(table) for table in range(self._tables)], (), (), ends=False)
+        rows = self._rows.leave_out(self.clock)
         self.push_apart([BucketPush(bucket, self.clock, empty=True, absent=(), groups={}) for bucket in trained])
-        self._note(rows.pushed)
+        self._note(rows)
         return True
 
     def settle(self) -> BaseException | None:
@@ -277,7 +293,7 @@ class Connection:
         # One wait for all: each wait looks at every future, and there may be thousands.
         done = await_all(self._under_way)
         error = next((raised for future in done if (raised := future.exception()) is not None), None)
-        self._left += [future for future in self._under_way if not future.done()]
+        self._last.left += [future for future in self._under_way if not future.done()]
         self._under_way = []
         return error
 
@@ -301,5 +317,5 @@ class Connection:
         """Closes; when it returns, nothing lands in the model or is read from it any more."""
         self.close()
         self.drop_drafts()
-        wait([*self._under_way, *self._left])
-        self._under_way, self._left = [], []
+        wait([*self._under_way, *self._last.left])
+        self._under_way, self._last.left = [], []

@@ -242,11 +242,6 @@ class Participation:
             self._raise_as_lost(error)
             raise error
 
-    def resume(self) -> None:
-        """Ends the last step, if it did not end: see Connection.resume. Raises as `settle`."""
-        if self.connection.resume():
-            self.settle()
-
     def call(self, ask: Callable[[Identity], T]) -> T:
         """Returns the coordinator's answer to this worker. Raises PlaceLost where its place is lost."""
         try:
@@ -293,3 +288,9 @@ class Participation:
             self.coordinator.close()
         if self._connection is not None:
             self._connection.close()
+
+
+def end_last_step(participation: Participation) -> None:
+    """Ends the last step, if it did not end: see Connection.resume. Raises as Participation.settle."""
+    if participation.connection.resume():
+        participation.settle()

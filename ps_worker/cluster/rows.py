@@ -166,6 +166,10 @@ class RowTransport:
         ended = [pull for (table, _), pull in pulled.items() if table == of_mode] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
 
+    def leave_out(self, clock: int) -> list[Future[PushResult]]:
+        """Pushes a step that leaves all tables out."""
+        return self.step(clock, [RowsPush(table) for table in range(len(self._spec.tables))], (), (), ends=False).pushed
+
     def _exchange(
         self, request: rows_pb2.PushRowsRequest, size: int, asked: _Asked, room: Room | None
     ) -> tuple[Future[PushResult], Future[PullResult]]:

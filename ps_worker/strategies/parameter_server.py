@@ -35,7 +35,7 @@ from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, UnknownWorker, Unsupported
 from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
-from ps_worker.cluster.participation import Participation, PlaceLost
+from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.cluster.rounds import Rounds
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
@@ -414,7 +414,8 @@ class JobTraining:
             except BaseException as error:
                 self.participation.connection.drop_drafts()
                 if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-                    self.participation.connection.has_failed |= self._sent is not None
+                    if self._sent is not None:
+                        self.participation.connection.fail()
                     self._sent = None
                     self.participation.begin_step()
                 self.data.failed()
@@ -424,7 +425,7 @@ class JobTraining:
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
         connection = self.participation.connection
-        self.participation.resume()
+        end_last_step(self.participation)
         step = self._ended(index)
         self._model.begin_pull()
         ranges = self.data.use()

@@ -14,7 +14,7 @@ import torch
 from ps_protocol.errors import UnknownWorker
 from ps_protocol.row_ids import Ids
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.participation import Participation
+from ps_worker.cluster.participation import Participation, end_last_step
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.tables.server_rows import TablePart
 from ps_worker.values import PullResult
@@ -60,7 +60,7 @@ class RowReads:
         return True
 
     def _settle(self, pulls: Sequence[Future[PullResult]]) -> None:
-        self._participation.resume()
+        end_last_step(self._participation)
         self._participation.connection.await_with_others(pulls)
         self._participation.settle()
 
@@ -69,7 +69,7 @@ class RowReads:
         futures: list[Future[T]] = []
 
         def fetch() -> None:
-            self._participation.resume()  # a lookup waits for this worker's own push
+            end_last_step(self._participation)  # a lookup waits for this worker's own push
             futures[:] = ask(self._participation.connection)
             self._participation.settle()
 
