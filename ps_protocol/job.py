@@ -89,8 +89,10 @@ class JobSpec:
 
     @property
     def has_separate_base(self) -> bool:
-        """Whether workers keep what they have pulled beside their own weights, unchanged from pull to pull: what comes
-        next is mixed into those (fragments), or added to what came last (int8, int4)."""
+        """Whether a worker keeps the weights that it has pulled apart from its own.
+
+        `local:H/F` mixes them into its own some steps later. int8 and int4 add the next pull to them.
+        """
         return self.local is not None and (self.local.fragments is not None or self.weight_wire in BLOCK_WIRES)
 
     def is_loose(self, table: JobTable) -> bool:

@@ -91,7 +91,8 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (
             replace(JOB, consistency=Consistency(0, True, 1), weight_wire="int4"),
             InvalidRequest,
-            "weights travel as int4 in sync and local:H only, .*, and the mode is sync, quorum 1",
+            "weights travel as int4 in sync and local:H only, where all workers have the same, and the mode is sync, "
+            "quorum 1",
         ),
         (
             replace(JOB, consistency=Consistency(0, True, 2)),

@@ -292,7 +292,7 @@ def train(workers: Sequence[DirectWorker]) -> torch.Tensor:
 
 
 class _Outbox(Outbox):
-    """What comes of a pull."""
+    """Collects the answers to one pull."""
 
     def __init__(self) -> None:
         self._buckets: list[tuple[int, bool, torch.Tensor]] = []
