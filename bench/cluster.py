@@ -80,6 +80,18 @@ def hosts(arguments: argparse.Namespace) -> list[Host]:
     ]
 
 
+def halves(arguments: argparse.Namespace, what: str) -> tuple[list[Host], list[Host]]:
+    """Returns the hosts of workers, which are the first half, and those of shards. Raises SystemExit for a single host.
+
+    what: needs both
+    """
+    places = hosts(arguments)
+    middle = len(places) // 2
+    if not middle:
+        raise SystemExit(f"{what} need at least one host for a worker and one for a shard")
+    return places[:middle], places[middle:]
+
+
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 

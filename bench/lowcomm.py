@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import options
-from bench.cluster import HERE, Group, Host, host_flags, hosts, servers
+from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.pictures import Curve, curves
 from bench.results import Result, result
 from bench.slow_link_worker import Order
@@ -127,10 +127,7 @@ def _weight_bytes(arguments: argparse.Namespace) -> int:
 
 
 def _on_hosts(arguments: argparse.Namespace) -> list[Result]:
-    places = hosts(arguments)
-    workers, shards = places[: len(places) // 2], places[len(places) // 2 :]
-    if not workers:
-        raise SystemExit("slow links need at least one host for a worker and one for a shard")
+    workers, shards = halves(arguments, "slow links")
     plain = Order("ddp", layers=arguments.layers, width=arguments.width, batch=arguments.batch, transport="tcp")
     plain = replace(plain, warm_up=arguments.warm_up)
     runs = {}

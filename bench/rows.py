@@ -28,7 +28,7 @@ import torch
 
 import ps_worker
 from bench import options
-from bench.cluster import HERE, Group, Host, host_flags, hosts, servers
+from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.cold_rows import cold_rows
 from bench.compiled_loops import compiled, folder
 from bench.machine import memory
@@ -134,10 +134,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 def _between_hosts(arguments: argparse.Namespace) -> list[Result]:
     """Workers and shards, each on a host of its own, beside DDP on the workers' hosts."""
-    places = hosts(arguments)
-    workers, shards = places[: len(places) // 2], places[len(places) // 2 :]
-    if not workers:
-        raise SystemExit("rows between hosts need at least one host for a worker and one for a shard")
+    workers, shards = halves(arguments, "rows between hosts")
     chosen = [served for served in BETWEEN_HOSTS if arguments.only in served.title]
     with servers(shards, NUMPY) as cluster:
         order = _order(arguments, chosen, cluster.address, shards=len(shards), ddp=not arguments.no_peers)
