@@ -17,12 +17,15 @@ warm-up of local steps; with --start-steps 0 each system begins anew, and has it
     python -m bench lowcomm --samples 20480 --width 256 --layers 2
 
 A system is a mode and what travels: ddp, ddp-bf16, ddp-powersgd, sync, sync-bfloat16, sync-int4, local:8-int4, ...
+After a plus it may have a quorum: sync+all-1. With --stall-ms each worker stalls in one step of ten, at random, and the
+same way in every system.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import statistics
 import sys
 import tempfile
@@ -58,6 +61,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="without hosts: runs of each system (%(default)s)")
     parser.add_argument("--every", type=int, default=0, help="steps between evaluations (on hosts 4; without: all)")
     parser.add_argument("--warm-up", type=int, help="of local modes, in steps (as many as they have by default)")
+    parser.add_argument("--stall-ms", type=float, default=0.0, help="of a worker that stalls (%(default)s)")
     default = "ddp,ddp-bf16,ddp-powersgd,sync,sync-int4,local:8-int4,local:32-int4"
     parser.add_argument("--systems", default=default, help="(%(default)s)")
     options.add(parser, workers=4, shards=4, layers=8, width=512, batch=8)
@@ -92,13 +96,14 @@ class Run:
 
 def _order(system: str, plain: Order, server: str) -> Order:
     """Returns what the workers of a system do."""
-    mode, _, what = system.partition("-")
+    trained, _, quorum = system.partition("+")
+    mode, _, what = trained.partition("-")
     if mode == "ddp":
         if what and what not in HOOKS:
             raise SystemExit(f"ddp has the hooks {' and '.join(HOOKS)}, got {what!r}")
         return replace(plain, mode="ddp", hook=what)
-    job = f"{system}-{plain.seed}".replace(":", "-").replace("/", "-")
-    return replace(plain, mode=mode, wire=what or "float32", server=server, job=job)
+    job = re.sub("[:/+]", "-", f"{system}-{plain.seed}")
+    return replace(plain, mode=mode, wire=what or "float32", quorum=quorum or None, server=server, job=job)
 
 
 def _train(system: str, order: Order, places: Sequence[Host], steps: int, seconds: float, every: int, port: int) -> Run:
@@ -129,7 +134,7 @@ def _weight_bytes(arguments: argparse.Namespace) -> int:
 def _on_hosts(arguments: argparse.Namespace) -> list[Result]:
     workers, shards = halves(arguments, "slow links")
     plain = Order("ddp", layers=arguments.layers, width=arguments.width, batch=arguments.batch, transport="tcp")
-    plain = replace(plain, warm_up=arguments.warm_up)
+    plain = replace(plain, warm_up=arguments.warm_up, stall=arguments.stall_ms / 1e3)
     runs = {}
     for number, system in enumerate(arguments.systems.split(",")):
         with servers(shards) if not system.startswith("ddp") else contextlib.nullcontext() as cluster:
@@ -217,7 +222,7 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
         held_out=8192,
     )
     with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
-        after = replace(plain, total=steps, warm_up=arguments.warm_up)
+        after = replace(plain, warm_up=arguments.warm_up, stall=arguments.stall_ms / 1e3)
         if arguments.start_steps:
             start = Path(folder) / "start.safetensors"
             alone = {"world_size": 1, "batch": arguments.batch * arguments.workers}
@@ -226,7 +231,8 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
                 group.answers(ANSWER_SECONDS)
                 group.run(ANSWER_SECONDS, steps=arguments.start_steps)
                 group.run(save=str(start))
-            after = replace(after, start=str(start), seed=seed + 1000, warm_up=0)
+            more = {"start": str(start), "before": arguments.start_steps, "warm_up": 0}
+            after = replace(after, seed=seed + 1000, **more)
         for system in systems:
             order = _order(system, after, cluster.address)
             yield _train(system, order, places, steps, float("inf"), arguments.every or steps, 0)

@@ -27,6 +27,12 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "grpcio": grpc.__version__, "python": platform.python_version()}
 
 
+def computing(processes: int) -> str:
+    """Returns what stands for the computing of so many processes: "busy" keeps a core of each busy; "wait" leaves the
+    cores alone, where there are fewer than that, as a GPU would."""
+    return "busy" if len(os.sched_getaffinity(0)) >= processes else "wait"
+
+
 def memory(pid: int | str = "self") -> dict[str, int]:
     """A process' resident memory in bytes.
 

@@ -49,11 +49,12 @@ def row_loops(rows: int, dim: int, ids: int, loops: Loops) -> dict[str, dict[str
 
 def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int], object]]:
     """Returns by name what is done with the batch of a turn."""
-    every = mix(np.arange(rows)).astype(np.int64)
-    index, starts = Index(), range(rows, rows + 2 * TURNS * FILLED, FILLED)
-    more = iter([mix(np.arange(first, first + FILLED)).astype(np.int64) for first in starts])
+    starts = range(rows, rows + 2 * TURNS * FILLED, FILLED)
+    ids_of_rows = mix(np.arange(starts.stop)).astype(np.int64)
+    index, more = Index(ids_of_rows), iter(starts)
     for first in range(0, rows, FILLED):
-        index.insert(every[first : first + FILLED], np.arange(first, min(rows, first + FILLED)))
+        stop = min(rows, first + FILLED)
+        index.insert(ids_of_rows[first:stop], np.arange(first, stop))
     parts = [distinct(batch, 1, 2) for batch in batches]
     numbers = [index.find(each) for each, _, _ in parts]
     gradients = torch.full((max(map(len, batches)), dim), 1e-3)
@@ -64,7 +65,8 @@ def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int],
     both = [RowGradients(each, counts, gradients[: len(each)]) for each, _, counts in parts]
 
     def insert(_: int) -> None:
-        index.insert(next(more), np.arange(FILLED))
+        first = next(more)
+        index.insert(ids_of_rows[first : first + FILLED], np.arange(first, first + FILLED))
 
     def step(optimizer: Any) -> Callable[[int], None]:
         return lambda turn: optimizer.step(weights, numbers[turn], gradients[: len(numbers[turn])], 2, {}, turn + 1)

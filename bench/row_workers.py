@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ class Order:
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
     native:    servers with compiled loops, for those of `systems` that have them
     turn:      steps that a system makes before it is the next one's turn
+    compute:   what stands for computing: see machine.computing
     """
 
     rows: int
@@ -100,6 +102,7 @@ class Order:
     saving: str = ""
     native: str = ""
     turn: int = TURN
+    compute: str = "busy"
 
 
 def zipf(rows: int, ids: int, count: int, seed: int) -> Iterator[np.ndarray]:
@@ -189,7 +192,8 @@ def _ours(order: Order, served: Served) -> System:
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
     table, stepped = session.prepare(table, plain, gradient_wire=served.wire, weight_wire=served.wire)
-    train = _trained(table, stepped, served.computed / 1e3)
+    compute = partial(COMPUTE[order.compute], served.computed / 1e3) if served.computed else None
+    train = _trained(table, stepped, compute)
     numbers = np.arange(order.rows)
     fill = _trained(table, stepped, gradient=0.0)
     for first in range(0, order.rows, FILL):  # all rows are there, as in the peers' tables; a gradient of 0 trains them
@@ -236,21 +240,29 @@ def _hashed(numbers: np.ndarray) -> torch.Tensor:
 
 
 def _trained(
-    module: torch.nn.Module, optimizer: Any, computed: float = 0.0, gradient: float = GRADIENT
+    module: torch.nn.Module, optimizer: Any, compute: Callable[[], None] | None = None, gradient: float = GRADIENT
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a step of a module alone. computed: seconds of other computing in it; gradient: of each element"""
-    matrix = torch.rand(128, 128)
+    """Returns a step of a module alone. compute: other computing in it; gradient: of each element"""
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         rows = module(ids)
-        end = time.perf_counter() + computed
-        while time.perf_counter() < end:
-            torch.mm(matrix, matrix)
+        if compute is not None:
+            compute()
         rows.backward(torch.full_like(rows, gradient))  # made anew: DDP divides sparse gradients where they lie
         optimizer.step()
 
     return step
+
+
+def _multiply(seconds: float) -> None:
+    matrix = torch.rand(128, 128)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.mm(matrix, matrix)
+
+
+COMPUTE = {"busy": _multiply, "wait": time.sleep}
 
 
 def _check(name: str, system: System, trained: torch.Tensor, batch: np.ndarray) -> None:

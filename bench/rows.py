@@ -2,7 +2,8 @@
 
 A step looks up 26,624 ids of a Zipf distribution over a million rows, and trains them: forward, backward and
 optimizer, with nothing else in the model. Some systems know the next batch's ids, so that one call brings a step's
-rows and asks for the next ones, or have 10 ms of computing in a step. `ids` of the peers are row numbers; ours are
+rows and asks for the next ones. Some have 10 ms of computing in a step, which keeps a core busy; with fewer cores than
+workers and shards a wait replaces it (`compute`), as where a GPU computes. `ids` of the peers are row numbers; ours are
 hashes of them. The growing table gets new ids alone: how long its longest update takes, and its peak memory over that
 of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Compiled loops are
 beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py.
@@ -31,7 +32,7 @@ from bench import options
 from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.cold_rows import cold_rows
 from bench.compiled_loops import compiled, folder
-from bench.machine import memory
+from bench.machine import computing, memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_loops import row_loops
@@ -158,7 +159,8 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
             loops = ["--native", "build", "--native-dir", str(folder())]
             faster = stack.enter_context(servers([HERE] * shards, loops)).address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
-        order = _order(arguments, chosen, cluster.address, rpc=rpc, shards=shards, native=faster, ddp=peers)
+        more = {"shards": shards, "native": faster, "ddp": peers, "compute": computing(workers + shards)}
+        order = _order(arguments, chosen, cluster.address, rpc=rpc, **more)
         return _measured(arguments, order, [HERE] * workers)
 
 
@@ -170,10 +172,11 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
     lines = []
     for name, found in ms.items():
-        system, transport, wire = name, "", ""
+        system, transport, wire, compute = name, "", "", None
         if name.startswith("ours:"):
             served = Served.of(name)
             system, transport, wire = served.title, served.transport, served.wire
+            compute = order.compute if served.computed else None
         lines.append(
             result(
                 "rows",
@@ -187,6 +190,7 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
                 ratios=_ratios(name, ms),
                 million_ids_per_s=round(workers * arguments.ids / found / 1e3, 2),
                 link_mbit=arguments.link_mbit or None,
+                compute=compute,
             )
         )
     return lines

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from examples.char_gpt import CharGPT, Shape, Windows, endless, library_text
 HELD_OUT = 20  # one byte of so many is for the held-out loss, at the end of the text
 ONE_BUCKET_MB = 4096
 RISING_STEPS = 20  # the learning rate rises over so many
+STALLED = 0.1  # of all steps
 LAST_SHARE = 0.05  # what is left of it at the end of a run whose length is known
 
 
@@ -49,8 +51,10 @@ class Order:
     warm_up:  steps of local:H that are rounds of their own; None: its default
     bucket_bytes: of the job's buckets; None: the servers choose
     total:    steps until the learning rate has come down; 0: it stays
-    start:    a file with weights and optimizer state to begin with
+    start:    a file with weights and optimizer state to begin with, after `before` steps: the learning rate goes on
     held_out: bytes of text that a worker evaluates on
+    quorum:   as ps_worker.connect takes it
+    stall:    seconds that one step of ten takes longer, which ones is drawn from seed and rank
     """
 
     mode: str
@@ -71,7 +75,10 @@ class Order:
     seed: int = 0
     total: int = 0
     start: str = ""
+    before: int = 0
     held_out: int = 1024
+    quorum: str | None = None
+    stall: float = 0.0
 
 
 class Training:
@@ -99,17 +106,20 @@ class Training:
             self._model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate)
         self._batches = endless(self._loader)
+        self._luck = random.Random(f"{order.seed} {order.rank}")
 
     def _wires(self) -> dict[str, Any]:
         if self._order.server is None:
             return {}
         wire, mode, warm_up = self._order.wire, self._order.mode, self._order.warm_up
-        both = mode == "sync" or mode.startswith("local:") or wire in HALF_TYPES  # blocks: where all have the same
+        alike = self._order.quorum is None and (mode == "sync" or mode.startswith("local:"))
+        both = alike or wire in HALF_TYPES  # blocks: where all workers have the same weights
         outer = None if warm_up is None else {"warm_up": warm_up}
         wires = {"gradient_wire": wire, "weight_wire": wire if both else "bfloat16"}
         return {**wires, "outer": outer, "bucket_bytes": self._order.bucket_bytes}
 
-    def _rate(self, step: int) -> float:
+    def _rate(self, made: int) -> float:
+        step = made + self._order.before
         rising = min(1.0, (step + 1) / RISING_STEPS)
         if not self._order.total:
             return rising
@@ -121,6 +131,8 @@ class Training:
         losses = []
         for x, y in self._batches:
             before = self._rounds()
+            if self._luck.random() < STALLED:
+                time.sleep(self._order.stall)
             loss = self._loss(x, y)
             loss.backward()
             self._optimizer.step()
@@ -129,6 +141,8 @@ class Training:
             losses.append(loss.item())
             if len(losses) >= steps and self._rounds() != before:
                 break
+        if self._order.quorum is not None:
+            self._session.barrier()  # those that take their last steps need a quorum, too
         return len(losses), sum(losses) / len(losses)
 
     def _rounds(self) -> int:
@@ -203,7 +217,13 @@ def main() -> None:
     say = own_output()
     order = Order(**json.loads(sys.stdin.readline()))
     with ps_worker.connect(
-        order.server, order.mode, order.job, order.rank, order.world_size, transport=order.transport
+        order.server,
+        order.mode,
+        order.job,
+        order.rank,
+        order.world_size,
+        transport=order.transport,
+        quorum=order.quorum,
     ) as session:
         training = Training(order, session)
         say({"ready": True})

@@ -33,13 +33,13 @@ class Entries:
     """
 
     def __init__(self, capacity: int, salt: int = 0) -> None:
-        self._index = Index(salt)
         self._capacity = self.limit = capacity
         self._end = 0  # no number from here on was ever in use
         self._free = np.empty(0, np.int64)
         # By number, the version less the base; 0: the number is free.
         self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self._ids: Ids = reserved(capacity, np.int64)  # by number
+        self._index = Index(self._ids, salt)
         self._swept = 0  # numbers that `sweep` has looked at
         self._base = 0
         self._threshold = 1  # less the base: what was used before has expired
@@ -79,8 +79,8 @@ class Entries:
             missing = np.flatnonzero(numbers < 0)
         if len(missing):
             numbers[missing] = new = self._take(len(missing))
-            self._index.insert(ids[missing], new)
             self._ids[new] = ids[missing]
+            self._index.insert(ids[missing], new)
         self._live += len(ids)
         self.use(numbers, version)
         return numbers
@@ -204,7 +204,7 @@ class Entries:
         if len(ids):
             if self._told is not None:
                 self._told(numbers)
-            self._index.remove(ids)
+            self._index.remove(ids, numbers)
             self._used[numbers] = 0
             self._free = np.concatenate([self._free, numbers])
 

@@ -133,42 +133,51 @@ int ps_add_scaled(float *weights, int64_t capacity, int64_t dim, const int64_t *
     return 1;
 }
 
-static uint64_t ended(const int64_t *keys, uint64_t mask, int64_t salt, int64_t id)
+/* The parts of a slot, as index.py has them. */
+#define ROW 0xFFFFFFFFu
+#define MARKED (UINT64_C(1) << 33)
+
+static uint64_t mark(uint64_t hash)
 {
-    uint64_t slot = mixed(id ^ salt) & mask;
-    while (keys[slot] != id && keys[slot] != 0)
-        slot = (slot + 1) & mask;
-    return slot;
+    return (hash | MARKED) & ~(uint64_t)ROW;
 }
 
-static void fetch_slot(const int64_t *keys, const int32_t *rows, uint64_t slot)
+void ps_find(const uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *ids_of_rows, int64_t rows,
+             const int64_t *ids, int64_t n, int64_t *found)
 {
-    __builtin_prefetch(keys + slot);
-    __builtin_prefetch(rows + slot);
-}
-
-void ps_find(const int64_t *keys, const int32_t *rows, uint64_t mask, int64_t salt, const int64_t *ids, int64_t n,
-             int64_t *found)
-{
+    for (int64_t i = 0; i < n; i++)
+        found[i] = (int64_t)mixed(ids[i] ^ salt); /* for now */
     for (int64_t i = 0; i < n; i++) {
         if (i + SLOTS_AHEAD < n)
-            fetch_slot(keys, rows, mixed(ids[i + SLOTS_AHEAD] ^ salt) & mask);
-        const uint64_t slot = ended(keys, mask, salt, ids[i]);
-        found[i] = keys[slot] == ids[i] ? (int64_t)rows[slot] - 1 : -1;
+            __builtin_prefetch(slots + ((uint64_t)found[i + SLOTS_AHEAD] & mask));
+        if (i + ROWS_AHEAD < n) {
+            const uint64_t row = slots[(uint64_t)found[i + ROWS_AHEAD] & mask] & ROW;
+            if (row != 0 && row <= (uint64_t)rows)
+                __builtin_prefetch(ids_of_rows + row - 1);
+        }
+        const uint64_t hash = (uint64_t)found[i], wanted = mark(hash);
+        int64_t row = -1;
+        for (uint64_t slot = hash & mask; row < 0 && slots[slot] != 0; slot = (slot + 1) & mask) {
+            const int64_t there = (int64_t)(slots[slot] & ROW) - 1;
+            if ((slots[slot] ^ wanted) <= ROW && there >= 0 && there < rows && ids_of_rows[there] == ids[i])
+                row = there;
+        }
+        found[i] = row;
     }
 }
 
-int64_t ps_insert(int64_t *keys, int32_t *rows, uint64_t mask, int64_t salt, const int64_t *ids, const int64_t *given,
-                  int64_t n)
+int64_t ps_insert(uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *ids, const int64_t *given, int64_t n)
 {
     int64_t used = 0;
     for (int64_t i = 0; i < n; i++) {
         if (i + SLOTS_AHEAD < n)
-            fetch_slot(keys, rows, mixed(ids[i + SLOTS_AHEAD] ^ salt) & mask);
-        const uint64_t slot = ended(keys, mask, salt, ids[i]);
-        used += keys[slot] == 0;
-        keys[slot] = ids[i];
-        rows[slot] = (int32_t)(given[i] + 1);
+            __builtin_prefetch(slots + (mixed(ids[i + SLOTS_AHEAD] ^ salt) & mask), 1);
+        const uint64_t hash = mixed(ids[i] ^ salt);
+        uint64_t slot = hash & mask;
+        while (slots[slot] & ROW)
+            slot = (slot + 1) & mask;
+        used += slots[slot] == 0;
+        slots[slot] = mark(hash) | (uint64_t)(given[i] + 1);
     }
     return used;
 }

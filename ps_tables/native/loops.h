@@ -25,11 +25,12 @@ int ps_add_scaled(float *weights, int64_t capacity, int64_t dim, const int64_t *
                   const float *scales);
 
 /* Finds the row of n ids in the slots of an index, -1 where there is none; and gives n distinct ids without a row one
-   each: returns how many slots have a key now that had none. One slot at least has none. */
-void ps_find(const int64_t *keys, const int32_t *rows, uint64_t mask, int64_t salt, const int64_t *ids, int64_t n,
-             int64_t *found);
-int64_t ps_insert(int64_t *keys, int32_t *rows, uint64_t mask, int64_t salt, const int64_t *ids, const int64_t *given,
-                  int64_t n);
+   each: returns how many slots are not empty now that were. One slot at least is. index.py says what a slot has.
+
+   ids_of_rows: the id of each row, `rows` of them */
+void ps_find(const uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *ids_of_rows, int64_t rows,
+             const int64_t *ids, int64_t n, int64_t *found);
+int64_t ps_insert(uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *ids, const int64_t *given, int64_t n);
 
 /* Writes the distinct ones of n ids, ordered by shard and then by the place where each occurs last; the place of every
    id among them, and how often each occurs. Returns how many they are. At least half of the slots stay free.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Longs = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 Records = npt.NDArray[np.void]
 
@@ -100,17 +101,18 @@ class Loops:
 
     # -- ids ---------------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Longs, rows: npt.NDArray[np.int32], salt: int, ids: Longs) -> Longs:
+    def find(self, slots: Slots, salt: int, ids_of_rows: Longs, ids: Longs) -> Longs:
         """Returns the row of each id in an index, -1 where it has none."""
         found = np.empty(len(ids), np.int64)
-        self._library.ps_find(*self._slots(keys, rows), salt, self._read(ids), len(ids), self._longs(found))
+        index = self._slots(slots), len(slots) - 1, salt, self._longs(ids_of_rows), len(ids_of_rows)
+        self._library.ps_find(*index, self._read(ids), len(ids), self._longs(found))
         return found
 
-    def insert(self, keys: Longs, rows: npt.NDArray[np.int32], salt: int, ids: Longs, given: Longs) -> int:
-        """Gives distinct ids without a row one each; returns how many slots have a key now that had none."""
-        _check_length(given, len(ids))
-        slots = self._slots(keys, rows, written=True)
-        return int(self._library.ps_insert(*slots, salt, self._read(ids), self._read(given), len(ids)))
+    def insert(self, slots: Slots, salt: int, ids: Longs, rows: Longs) -> int:
+        """Gives distinct ids without a row one each; returns how many slots are not empty now that were."""
+        _check_length(rows, len(ids))
+        index = self._slots(slots, written=True), len(slots) - 1, salt
+        return int(self._library.ps_insert(*index, self._read(ids), self._read(rows), len(ids)))
 
     def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs]:
         """Returns each id once, the place of each, and how often each occurs: see distinct.py. Below 2**31 ids."""
@@ -126,16 +128,15 @@ class Loops:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _slots(self, keys: Longs, rows: npt.NDArray[np.int32], written: bool = False) -> tuple[Any, Any, int]:
-        _check_length(rows, len(keys))
-        return self._longs(keys, written), self._ints(rows, written), len(keys) - 1
-
     def _read(self, array: Longs) -> Any:
         """A pointer to numbers that are only read: they may lie anyhow."""
         return self._longs(np.ascontiguousarray(array))
 
     def _longs(self, array: Longs, written: bool = False) -> Any:
         return self._pointer("int64_t[]", array, np.int64, written)
+
+    def _slots(self, array: Slots, written: bool = False) -> Any:
+        return self._pointer("uint64_t[]", array, np.uint64, written)
 
     def _ints(self, array: npt.NDArray[np.int32], written: bool = False) -> Any:
         return self._pointer("int32_t[]", array, np.int32, written)

@@ -31,6 +31,17 @@ def crowded(count: int) -> np.ndarray:
     return np.concatenate(found)[:count]
 
 
+def alike(count: int) -> np.ndarray:
+    """Ids that have the same mark, too, without a salt: the upper half of what they are mixed to."""
+    hashes = (np.uint64(77) << np.uint64(32)) | (np.arange(count).astype(np.uint64) << np.uint64(10)) | np.uint64(5)
+    back = np.uint64(pow(0xD6E8FEB86659FD93, -1, 2**64))
+    for _ in range(2):
+        hashes = (hashes ^ hashes >> np.uint64(32)) * back
+    ids = (hashes ^ hashes >> np.uint64(32)).astype(np.int64)
+    assert (mix(ids) >> np.uint64(32) == 77).all()
+    return ids
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -38,33 +49,38 @@ def crowded(count: int) -> np.ndarray:
         pytest.param(lambda rng: np.arange(40_000), id="in a row"),
         pytest.param(lambda rng: np.arange(40_000) << 40, id="alike in their low bits"),
         pytest.param(lambda rng: crowded(3_000), id="of one slot"),
+        pytest.param(lambda rng: alike(300), id="of one slot and one mark"),
     ],
 )
 def test_an_index_is_a_dictionary(make: Callable[[np.random.Generator], np.ndarray]) -> None:
     rng = np.random.default_rng(3)
     every = np.unique(np.concatenate([make(rng), EDGES]))
     rng.shuffle(every)
-    index, model, first = Index(), dict[int, int](), 0
+    ids_of_rows = np.zeros(len(every), np.int64)
+    index, model, first = Index(ids_of_rows), dict[int, int](), 0
+
+    def insert(ids: np.ndarray, rows: np.ndarray) -> None:
+        ids_of_rows[rows] = ids
+        index.insert(ids, rows)
+        model.update(zip(ids.tolist(), rows.tolist(), strict=True))
+
     while first < len(every):
         new = every[first : first + int(rng.integers(1, 4_000))]
-        rows = rng.permutation(len(new)) + first
-        index.insert(new, rows)
-        model |= dict(zip(new.tolist(), rows.tolist(), strict=True))
+        insert(new, rng.permutation(len(new)) + first)
         gone = rng.choice(np.array(list(model)), size=len(model) // 4, replace=False)
-        index.remove(gone)
-        for number in gone.tolist():
-            del model[number]
-        index.insert(
-            gone[: len(gone) // 2], np.arange(len(gone) // 2)
-        )  # the slots of those that are gone are used again
-        model |= dict(zip(gone[: len(gone) // 2].tolist(), range(len(gone) // 2), strict=True))
+        rows = np.array([model.pop(number) for number in gone.tolist()], np.int64)
+        index.remove(gone, rows)
+        check(index, model, gone)
+        ids_of_rows[rows] = 7  # nobody's id is looked at where its row was removed
+        again = len(gone) // 2
+        insert(gone[:again], rng.permutation(rows)[:again])  # slots and rows of those that are gone are used again
         check(index, model, rng.choice(every, size=1_000))
         first += len(new)
 
 
 def test_an_index_grows_a_little_with_each_insertion() -> None:
-    index, batch = Index(), 1_000
-    found = []
+    batch, found = 1_000, []
+    index = Index(np.arange(600_000) * 7919)
     for first in range(0, 600_000, batch):
         ids = np.arange(first, first + batch) * 7919
         index.insert(ids, np.arange(first, first + batch))
@@ -78,19 +94,21 @@ def test_an_index_grows_a_little_with_each_insertion() -> None:
 
 
 def test_an_index_that_is_used_again_and_again_does_not_grow() -> None:
-    index = Index()
+    ids_of_rows = np.zeros(500, np.int64)
+    index = Index(ids_of_rows)
     for turn in range(300):
-        ids = np.arange(turn * 500, turn * 500 + 500)
+        ids_of_rows[:] = ids = np.arange(turn * 500, turn * 500 + 500)
         index.insert(ids, np.arange(500))
-        index.remove(ids)
+        index.remove(ids, np.arange(500))
     assert len(index) == 0
     assert index.nbytes < 100_000
 
 
 def test_slots_depend_on_the_salt() -> None:
     def order(salt: int) -> list[int]:
-        index = Index(salt)
+        index = Index(np.arange(100), salt)
         index.insert(np.arange(100), np.arange(100))
-        return [number for number in index._slots.keys.tolist() if number]
+        rows, _ = index._slots.entries(0, len(index._slots))
+        return list(rows.tolist())
 
     assert order(1) == order(1) != order(2)
