@@ -52,12 +52,13 @@ UNITS = {
 
 
 def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
-    """Writes FOLDER.md from FOLDER/*.jsonl, a section a file in the order of the benchmarks; then those without."""
-    order = list(modules)
-    files = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.jsonl")}
-    sections = sorted(
-        (lines for lines in files.items() if lines[1]), key=lambda f: (order.index(f[1][0]["bench"]), f[0])
-    )
+    """Writes FOLDER.md from FOLDER/*.jsonl: a section for each benchmark, in their order, with the results of each of
+    its files; at the end those without any."""
+    found: dict[str, dict[str, list[Result]]] = {name: {} for name in modules}
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stem):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if lines:
+            found[lines[0]["bench"]][path.stem] = merged(lines)
     page = [
         "# Benchmarks",
         "",
@@ -66,50 +67,37 @@ def write_page(folder: Path, modules: Mapping[str, ModuleType]) -> None:
         "systems that take turns within one run; absolute times are those of the machine named. Of several runs, a",
         "figure is the median, and the smallest and the largest ratio stand beside it.",
     ]
-    for stem, lines in sections:
-        page += ["", *_section(folder, stem, lines, modules[lines[0]["bench"]].__doc__ or "")]
-    measured = {lines[0]["bench"] for _, lines in sections}
-    for name in order:
-        if name not in measured:
-            page += ["", *_without_results(name, modules[name].__doc__ or "")]
+    for name in sorted(modules, key=lambda name: not found[name]):
+        page += ["", f"## {name}", "", *(modules[name].__doc__ or "").strip().splitlines()]
+        for stem, lines in found[name].items():
+            page += ["", f"### {stem}"] * (stem != name) + ["", *_results(folder, stem, lines)]
+        if not found[name]:
+            page += [
+                "",
+                "```console",
+                f"$ python -m bench {name}",
+                "```",
+                "",
+                "No results of it are in benchmarks/ yet.",
+            ]
     folder.with_suffix(".md").write_text("\n".join(page) + "\n")
 
 
-def _section(folder: Path, stem: str, lines: Sequence[Result], text: str) -> list[str]:
-    lines = merged(lines)
+def _results(folder: Path, stem: str, lines: Sequence[Result]) -> list[str]:
     first = lines[0]
     used = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    size = first["bytes"]
     found = [
-        f"## {stem}",
-        "",
-        *text.strip().splitlines(),
-        "",
         "```console",
         f"$ {first['command']}",
         "```",
         "",
-        f"Weights: {size / MIB:.4g} MiB. Machine: {first['machine']}; {used}.{_runs(first)}",
+        f"Weights: {first['bytes'] / MIB:.4g} MiB. Machine: {first['machine']}; {used}.{_runs(first)}",
         "",
         *_table(lines),
     ]
     if (folder / f"{stem}.png").exists():
         found += ["", f"![{stem}]({folder.name}/{stem}.png)"]
     return found
-
-
-def _without_results(name: str, text: str) -> list[str]:
-    return [
-        f"## {name}",
-        "",
-        *text.strip().splitlines(),
-        "",
-        "```console",
-        f"$ python -m bench {name}",
-        "```",
-        "",
-        "No results of it are in benchmarks/ yet.",
-    ]
 
 
 def _runs(line: Result) -> str:
