@@ -61,6 +61,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="without hosts: runs of each system (%(default)s)")
     parser.add_argument("--every", type=int, default=0, help="steps between evaluations (on hosts 4; without: all)")
     parser.add_argument("--warm-up", type=int, help="of local modes, in steps (as many as they have by default)")
+    parser.add_argument("--clip", type=float, default=0.0, help="without hosts: norm of a gradient (0: any)")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="of a worker that stalls (%(default)s)")
     default = "ddp,ddp-bf16,ddp-powersgd,sync,sync-int4,local:8-int4,local:32-int4"
     parser.add_argument("--systems", default=default, help="(%(default)s)")
@@ -220,6 +221,7 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
         seed=seed,
         total=arguments.start_steps + steps,
         held_out=8192,
+        clip=arguments.clip,
     )
     with tempfile.TemporaryDirectory() as folder, servers([HERE] * arguments.shards) as cluster:
         after = replace(plain, warm_up=arguments.warm_up, stall=arguments.stall_ms / 1e3)

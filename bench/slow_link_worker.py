@@ -53,6 +53,7 @@ class Order:
     total:    steps until the learning rate has come down; 0: it stays
     start:    a file with weights and optimizer state to begin with, after `before` steps: the learning rate goes on
     held_out: bytes of text that a worker evaluates on
+    clip:     the largest norm of a worker's gradient; 0: any
     quorum:   as ps_worker.connect takes it
     stall:    seconds that one step of ten takes longer, which ones is drawn from seed and rank
     """
@@ -77,6 +78,7 @@ class Order:
     start: str = ""
     before: int = 0
     held_out: int = 1024
+    clip: float = 0.0
     quorum: str | None = None
     stall: float = 0.0
 
@@ -135,6 +137,8 @@ class Training:
                 time.sleep(self._order.stall)
             loss = self._loss(x, y)
             loss.backward()
+            if self._order.clip:
+                torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._order.clip)
             self._optimizer.step()
             self._optimizer.zero_grad()
             self._scheduler.step()

@@ -7,11 +7,11 @@ pull (the rest, until the last weight is here). In ddp, communication is part of
 
 from __future__ import annotations
 
-import contextlib
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, 
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, Sample, process_registry, serve_metrics
 
+ROUND_BUCKETS = tuple(0.004 * 4**k for k in range(12))  # seconds: up to more than a day
 MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
 COUNTERS = {
@@ -159,7 +160,7 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.item())
     if isinstance(value, numbers.Real):
-        with contextlib.suppress(OverflowError):  # an integer that is too large for it
+        with suppress(OverflowError):  # an integer that is too large for it
             return float(value)
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise InvalidRequest(f"session.log takes numbers, and tensors of one element, got {name} as {what}")
@@ -214,9 +215,45 @@ def added(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
+class RoundTimer:
+    """Splits the time of a round of local steps: in `exchange` the worker waits for what it pushes and pulls, all other
+    time is `steps`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "Time of one round of local steps by phase."
+        self._seconds = Histogram("ps_worker_round_seconds", text, ("phase",), buckets=ROUND_BUCKETS, registry=registry)
+        self._began = time.perf_counter()
+        self._exchanged = 0.0
+        self._exchanging_since: float | None = None
+
+    def begin(self) -> None:
+        """Begins a round. One that was under way is forgotten."""
+        self._began, self._exchanged = time.perf_counter(), 0.0
+        if self._exchanging_since is not None:
+            self._exchanging_since = self._began
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What runs inside is the round's exchange, or a part of it. The round may end inside."""
+        self._exchanging_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._exchanged += time.perf_counter() - self._exchanging_since
+            self._exchanging_since = None
+
+    def ended(self) -> None:
+        """Counts the round that ends."""
+        moment = time.perf_counter()
+        exchanged = self._exchanged + (0.0 if self._exchanging_since is None else moment - self._exchanging_since)
+        self._seconds.labels("exchange").observe(exchanged)
+        self._seconds.labels("steps").observe(moment - self._began - exchanged)
+
+
 class WorkerMetrics:
     """Counters and histograms of one worker, and the port they are served on.
 
+    timer:     of steps; rounds: of rounds of local steps
     address:   HOST:PORT at which /metrics is served; empty before `serve`
     announced: the same, if scrapers elsewhere can reach it; otherwise empty
     """
@@ -235,6 +272,7 @@ class WorkerMetrics:
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
+        self.rounds = RoundTimer(self.registry)
         self._counters = {name: Counter(name, text, registry=self.registry) for name, text in COUNTERS.items()}
         text = "Payload bytes of buckets and rows, by what their elements travel as."
         self._wire = Counter("ps_wire_bytes_total", text, ("direction", "format"), registry=self.registry)

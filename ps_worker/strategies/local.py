@@ -168,6 +168,7 @@ class LocalTraining(JobTraining):
 
     def _begin_round(self) -> None:
         self._round.begin(self.clock)
+        self._metrics.rounds.begin()
         self._metrics.at(self.steps)
 
     def _stepping(self) -> None:
@@ -197,16 +198,21 @@ class LocalTraining(JobTraining):
         made, taken = self._round.made, self.data.taken
         # A push names so many leased batches: where a step uses several, the next one may be too many.
         if self._round.is_full or taken * (made + 1) > MAX_PUSH_RANGES * made:
-            self.step(0)
+            self._push_round()
         else:
             self._metrics.stepped_alone(self.steps)
 
     def empty_step(self) -> None:
         """Ends the round at hand, where others wait for it: with the steps that it has, or as an empty one."""
         if self._round.made:
-            self.step(0)
+            self._push_round()
         else:
-            super().empty_step()
+            with self._metrics.rounds.exchanging():
+                super().empty_step()
+
+    def _push_round(self) -> None:
+        with self._metrics.rounds.exchanging():
+            self.step(0)
 
     def _ended(self, index: int | None) -> EndedStep:
         participation = self.participation
@@ -221,6 +227,7 @@ class LocalTraining(JobTraining):
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
+        self._metrics.rounds.ended()
         self._begin_round()
         if self._round.left_out and not self._inner.is_finite:
             self._inner.begin_anew()

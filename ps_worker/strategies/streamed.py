@@ -176,10 +176,11 @@ class StreamedTraining(LocalTraining):
 
     def _advance(self) -> bool:
         """Mixes in the fragment that is due, and pushes the one that is; returns whether one was mixed in."""
-        landed, fragment = self._land_due(), self._streamed.leaving
-        if fragment is not None:  # nothing is under way
-            self._send(fragment)
-            landed |= self._land_due()
+        with self._metrics.rounds.exchanging():
+            landed, fragment = self._land_due(), self._streamed.leaving
+            if fragment is not None:  # nothing is under way
+                self._send(fragment)
+                landed |= self._land_due()
         return landed
 
     def _send(self, fragment: int) -> None:
@@ -236,6 +237,7 @@ class StreamedTraining(LocalTraining):
         if self._wanted:
             self.checkpoint.want(self.clock)
         self._wanted = False
+        self._metrics.rounds.ended()
         self.checkpoint.stepped()
         self.participation.timeline.end_step()
         self.participation.begin_step()

@@ -241,6 +241,37 @@ def test_the_time_waited_is_told_with_the_rank_that_was_waited_for(cluster: Clus
         session.close()
 
 
+@pytest.mark.parametrize("mode", ["local:2", "local:2/2"])
+def test_a_round_is_split_into_steps_and_the_exchange_that_a_worker_waits_for(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    """Rank 0 waits for rank 1, which comes late to each round's last step."""
+    sessions, rounds, late = [shared.connect(mode, rank, 2, job=job) for rank in range(2)], 3, 0.2
+
+    def work(rank: int) -> dict[str, float]:
+        model = vector()
+        model, optimizer = sessions[rank].prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=BUCKET_BYTES, outer={"warm_up": 0}
+        )
+        for number in range(2 * rounds):
+            if rank == 1 and number % 2:
+                spend(late)
+            model(torch.ones(CELLS)).backward()
+            optimizer.step()
+        return scrape(sessions[rank].metrics_address)
+
+    fast, slow = in_parallel(2, work)
+    name = "ps_worker_round_seconds"
+    for found in (fast, slow):
+        for phase in ("steps", "exchange"):
+            assert found[f'{name}_count{{phase="{phase}"}}'] == rounds == sessions[0].round
+    assert slow[f'{name}_sum{{phase="steps"}}'] >= rounds * late
+    assert fast[f'{name}_sum{{phase="exchange"}}'] >= rounds * late / 2
+    assert fast[f'{name}_sum{{phase="steps"}}'] < slow[f'{name}_sum{{phase="steps"}}']
+    for session in sessions:
+        session.close()
+
+
 def spend(seconds: float) -> None:
     begun = time.perf_counter()
     while time.perf_counter() - begun < seconds:
