@@ -59,7 +59,7 @@ class StepTimer:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "forward"
-        self._mark = time.perf_counter()
+        self._mark = self.began = time.perf_counter()
         self._asking = False  # a loader makes the step, while it has no data
         self._trained = False  # a gradient was made since the last step
 
@@ -279,7 +279,6 @@ class WorkerMetrics:
         self._logged = LoggedValues(self.registry)
         self._model = ModelNumbers()
         self.registry.register(_model_gauges(lambda: self._model))
-        self._began = time.perf_counter()
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
 
@@ -356,7 +355,7 @@ class WorkerMetrics:
     def figures(self) -> WorkerFigures:
         """Returns what was measured so far. May be called from any thread."""
         looked_up, distinct = self._model.looked_up()
-        measured = time.perf_counter() - self._began
+        measured = self.timer.now() - self.timer.began
         ratio = self._model.residual_ratio()
         return replace(self._figures, measured=measured, looked_up=looked_up, distinct=distinct, residual_ratio=ratio)
 
