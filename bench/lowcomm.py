@@ -17,8 +17,8 @@ warm-up of local steps; with --start-steps 0 each system begins anew, and has it
     python -m bench lowcomm --samples 20480 --width 256 --layers 2
 
 A system is a mode and what travels: ddp, ddp-bf16, ddp-powersgd, sync, sync-bfloat16, sync-int4, local:8-int4, ...
-After a plus it may have a quorum: sync+all-1. With --stall-ms each worker stalls in one step of ten, at random, and the
-same way in every system.
+After a plus it may have a quorum, and after another one its grace in seconds: sync+all-1, sync+all-1+0.5. With
+--stall-ms each worker stalls in one step of ten, at random, and the same way in every system.
 """
 
 from __future__ import annotations
@@ -97,14 +97,15 @@ class Run:
 
 def _order(system: str, plain: Order, server: str) -> Order:
     """Returns what the workers of a system do."""
-    trained, _, quorum = system.partition("+")
+    trained, quorum, grace = (*system.split("+"), "", "")[:3]
     mode, _, what = trained.partition("-")
     if mode == "ddp":
         if what and what not in HOOKS:
             raise SystemExit(f"ddp has the hooks {' and '.join(HOOKS)}, got {what!r}")
         return replace(plain, mode="ddp", hook=what)
-    job = re.sub("[:/+]", "-", f"{system}-{plain.seed}")
-    return replace(plain, mode=mode, wire=what or "float32", quorum=quorum or None, server=server, job=job)
+    job = re.sub("[:/+.]", "-", f"{system}-{plain.seed}")
+    waits = {"quorum": quorum or None, "grace": float(grace or 0)}
+    return replace(plain, mode=mode, wire=what or "float32", server=server, job=job, **waits)
 
 
 def _train(system: str, order: Order, places: Sequence[Host], steps: int, seconds: float, every: int, port: int) -> Run:

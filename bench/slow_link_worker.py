@@ -54,7 +54,7 @@ class Order:
     start:    a file with weights and optimizer state to begin with, after `before` steps: the learning rate goes on
     held_out: bytes of text that a worker evaluates on
     clip:     the largest norm of a worker's gradient; 0: any
-    quorum:   as ps_worker.connect takes it
+    quorum:   as ps_worker.connect takes it; grace: its quorum_grace
     stall:    seconds that one step of ten takes longer, which ones is drawn from seed and rank
     """
 
@@ -80,6 +80,7 @@ class Order:
     held_out: int = 1024
     clip: float = 0.0
     quorum: str | None = None
+    grace: float = 0.0
     stall: float = 0.0
 
 
@@ -228,6 +229,7 @@ def main() -> None:
         order.world_size,
         transport=order.transport,
         quorum=order.quorum,
+        quorum_grace=order.grace or None,
     ) as session:
         training = Training(order, session)
         say({"ready": True})
