@@ -6,7 +6,7 @@ Two forms. On separate hosts, each system trains a GPT of its own for the same t
 
 The first half of the hosts are workers, the second half shards; `python -m bench network --help` says how hosts are
 named. The loss is that on held-out text, evaluated every so many steps; the time of evaluations does not count. `to
-ddp's loss` is the time in which a system comes to the loss that DDP has at the end, divided by DDP's. DDP is measured
+ddp's loss` is the time in which a system first has the loss that DDP has at the end, divided by DDP's. DDP is measured
 with torch's bfloat16 hook and with PowerSGD, too. Bytes are those that a worker's interface counts. With --warm-up 0
 local modes take and send what they do after their warm-up.
 
@@ -100,6 +100,8 @@ def _order(system: str, plain: Order, server: str) -> Order:
     trained, quorum, grace = (*system.split("+"), "", "")[:3]
     mode, _, what = trained.partition("-")
     if mode == "ddp":
+        if quorum:
+            raise SystemExit(f"in DDP all wait for all: it has no quorum, got {system!r}")
         if what and what not in HOOKS:
             raise SystemExit(f"ddp has the hooks {' and '.join(HOOKS)}, got {what!r}")
         return replace(plain, mode="ddp", hook=what)
@@ -154,10 +156,12 @@ def _timed(found: Run, runs: dict[str, Run], arguments: argparse.Namespace, work
             peer = runs[name]
             ratios[name] = step / (peer.seconds / peer.steps)
             ratios[f"bytes of {name}"] = (found.moved / found.steps) / (peer.moved / peer.steps)
-            reached = found.seconds_to(peer.points[-1][2])
-            if reached is not None:
-                ratios[f"to {name}'s loss"] = reached / peer.seconds
-    return _result(found, arguments, workers, shards, ratios, step * 1e3, link_mbit=arguments.link_mbit)
+            loss = peer.points[-1][2]
+            reached, first = found.seconds_to(loss), peer.seconds_to(loss)
+            if reached is not None and first is not None:
+                ratios[f"to {name}'s loss"] = reached / first
+    more = {"link_mbit": arguments.link_mbit, "moved_bytes": round(found.moved / found.steps)}
+    return _result(found, arguments, workers, shards, ratios, step * 1e3, **more)
 
 
 def _result(
@@ -166,7 +170,7 @@ def _result(
     workers: int,
     shards: int,
     ratios: dict[str, float],
-    ms: float,
+    ms: float | None,
     **more: Any,
 ) -> Result:
     is_ddp = found.system.startswith("ddp")
@@ -177,12 +181,11 @@ def _result(
         workers=workers,
         shards=0 if is_ddp else shards,
         size=_weight_bytes(arguments),
-        ms=round(ms, 2),
+        ms=None if ms is None else round(ms, 2),
         ratios=ratios,
         steps=found.steps,
         samples=found.steps * workers * arguments.batch,
         loss=found.points[-1][2],
-        moved_bytes=round(found.moved / found.steps) or None,  # nothing is counted where there are no hosts
         points=found.points,
         **more,
     )
@@ -202,10 +205,10 @@ def _from_a_common_start(arguments: argparse.Namespace) -> list[Result]:
     for runs in found.values():
         ratios = [own.points[-1][2] / plain.points[-1][2] for own, plain in zip(runs, found["sync"], strict=True)]
         middle = sorted(zip(ratios, runs, strict=True), key=lambda pair: pair[0])[len(runs) // 2][1]
-        ms = 1e3 * statistics.median(each.seconds / each.steps for each in runs)
         spread = {"loss of sync": [round(end(ratios), 4) for end in (min, max)]}
         loss = {"loss of sync": statistics.median(ratios)}
-        lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, ms, spread=spread))
+        more = {"spread": spread, "not_measured": "only losses count"}
+        lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, None, **more))
     return lines
 
 
@@ -245,7 +248,7 @@ def draw(lines: list[Result], path: Path) -> None:
     """The loss against time, and against bytes where links were counted."""
     seconds = [Curve(line["system"], [(x, loss) for x, _, loss in line["points"]]) for line in lines]
     panels = {"seconds": seconds}
-    if any(line["moved_bytes"] for line in lines):
+    if any(line.get("moved_bytes") for line in lines):
         panels["MB through a worker's link"] = [
             Curve(line["system"], [(moved / 1e6, loss) for _, moved, loss in line["points"]]) for line in lines
         ]

@@ -37,7 +37,7 @@ COLUMNS = (
     ("pair_count", "pairs of kinds that overlapped", "{}"),
     ("lost_steps", "steps lost with shards, and counted", "{}"),
     ("violations", "violations", "{}"),
-    ("not_measured", "not measured, because", "{}"),
+    ("not_measured", "time not measured, because", "{}"),
 )
 UNITS = {
     "moved_bytes": 1e6,

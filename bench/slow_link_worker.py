@@ -160,7 +160,8 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Returns the loss of the weights that all workers share, on this worker's part of the held-out text."""
+        """Returns the loss of the weights that all workers share (with a quorum, this worker's), on this worker's part
+        of the held-out text."""
         model, weights = self._session.unwrap(self._model), self._session.global_weights()
         block, begin = self._order.block, self._order.rank * self._order.held_out
         part = torch.frombuffer(bytearray(self._held_out[begin : begin + self._order.held_out + 1]), dtype=torch.uint8)

@@ -42,7 +42,7 @@ class _Slots:
     def __init__(self, count: int, salt: int, ids: Ids) -> None:
         self.values: Mixed = np.zeros(count, np.uint64)  # untouched memory: it is there when it is written
         self.used = 0
-        self._mask = np.uint64(count - 1)
+        self._mask = count - 1
         self._salt = np.int64(salt)
         self._ids = ids
 
@@ -59,14 +59,19 @@ class _Slots:
         if loops is not None:
             return loops.find(self.values, int(self._salt), self._ids, ids)
         slots, marks = self._begin(ids)
-        return self._find(ids, slots, marks)
-
-    def _find(self, ids: Ids, slots: Mixed, marks: Mixed) -> RowNumbers:
         rows = self._rows(self._probe(slots, marks, _MARK))
-        others = np.flatnonzero((rows >= 0) & (self._ids.take(rows, mode="clip") != ids))
-        if len(others):  # ids that share a mark: in one search of thousands of millions
-            rows[others] = self._find(ids[others], (slots[others] + np.uint64(1)) & self._mask, marks[others])
+        others = np.flatnonzero(self._are_others(rows, ids))
+        while len(others):  # ids that share a mark: in one search of thousands of millions
+            at = (slots[others] + 1) & self._mask
+            rows[others] = found = self._rows(self._probe(at, marks[others], _MARK))
+            slots[others] = at
+            others = others[self._are_others(found, ids[others])]
         return rows
+
+    def _are_others(self, rows: RowNumbers, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Returns which rows are there, and not those of these ids."""
+        others: npt.NDArray[np.bool_] = (rows >= 0) & (self._ids.take(rows, mode="clip") != ids)
+        return others
 
     def insert(self, ids: Ids, rows: RowNumbers) -> None:
         """Gives distinct ids without a row one each. Which of two ids gets the slot that both want, may be either."""
@@ -99,12 +104,12 @@ class _Slots:
         """Takes the rows out of some slots."""
         self.values[slots] = _REMOVED
 
-    def _begin(self, ids: Ids) -> tuple[Mixed, Mixed]:
+    def _begin(self, ids: Ids) -> tuple[RowNumbers, Mixed]:
         """Returns the slot in which the search for each id begins, and its mark."""
         hashes = mix(ids ^ self._salt)
-        return hashes & self._mask, (hashes | _MARKED) & _MARK
+        return hashes.view(np.int64) & self._mask, (hashes | _MARKED) & _MARK
 
-    def _probe(self, slots: Mixed, wanted: Mixed, part: np.uint64) -> Mixed:
+    def _probe(self, slots: RowNumbers, wanted: Mixed, part: np.uint64) -> Mixed:
         """Moves each slot on, to the first one in which this part is as wanted, or to an empty one; returns what these
         slots have."""
         found: Mixed = self.values.take(slots)
@@ -112,7 +117,7 @@ class _Slots:
         differs &= found != _EMPTY
         searching = np.flatnonzero(differs)
         while len(searching):
-            slots[searching] = at = (slots[searching] + np.uint64(1)) & self._mask
+            slots[searching] = at = (slots[searching] + 1) & self._mask
             found[searching] = values = self.values.take(at)
             differs = (values & part) != wanted[searching]
             searching = searching[differs & (values != _EMPTY)]

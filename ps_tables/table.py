@@ -36,7 +36,7 @@ from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
-INDEX_BYTES = 32  # of an id: its slots, most of them filled, the id once more, and its version
+INDEX_BYTES = 32  # of an id: two and a half slots, the id itself, and its version
 
 
 def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:

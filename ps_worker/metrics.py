@@ -25,7 +25,7 @@ from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, 
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, Sample, process_registry, serve_metrics
 
-ROUND_BUCKETS = tuple(0.004 * 4**k for k in range(12))  # seconds: up to more than a day
+ROUND_BUCKETS = tuple(0.004 * 4**k for k in range(14))  # seconds: up to more than a day
 MEAN_WEIGHT = 0.05  # of the newest value in an exponential mean: it remembers about twenty
 
 COUNTERS = {
@@ -228,13 +228,16 @@ class RoundTimer:
 
     def begin(self) -> None:
         """Begins a round. One that was under way is forgotten."""
-        self._began, self._exchanged = time.perf_counter(), 0.0
+        self._begin(time.perf_counter())
+
+    def _begin(self, moment: float) -> None:
+        self._began, self._exchanged = moment, 0.0
         if self._exchanging_since is not None:
-            self._exchanging_since = self._began
+            self._exchanging_since = moment
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What runs inside is the round's exchange, or a part of it. The round may end inside."""
+        """What runs inside is the round's exchange, or a part of it. The round may end inside. Not to be nested."""
         self._exchanging_since = time.perf_counter()
         try:
             yield
@@ -243,11 +246,12 @@ class RoundTimer:
             self._exchanging_since = None
 
     def ended(self) -> None:
-        """Counts the round that ends."""
+        """Counts the round that ends, and begins the next one."""
         moment = time.perf_counter()
         exchanged = self._exchanged + (0.0 if self._exchanging_since is None else moment - self._exchanging_since)
         self._seconds.labels("exchange").observe(exchanged)
         self._seconds.labels("steps").observe(moment - self._began - exchanged)
+        self._begin(moment)
 
 
 class WorkerMetrics:

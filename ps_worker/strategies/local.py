@@ -126,6 +126,7 @@ class LocalTraining(JobTraining):
             self.checkpoint.add(self._round.before)
         super().begin(self._own, frozen, checkpoint_wanted)
         self._begin_round()
+        self._metrics.rounds.begin()
         if self.clock and self.participation.connection.place.state is None and self._inner.is_empty:
             self._inner.begin_anew()
         # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
@@ -168,7 +169,6 @@ class LocalTraining(JobTraining):
 
     def _begin_round(self) -> None:
         self._round.begin(self.clock)
-        self._metrics.rounds.begin()
         self._metrics.at(self.steps)
 
     def _stepping(self) -> None:
@@ -248,4 +248,5 @@ class LocalTraining(JobTraining):
                 if tensor.grad is not None:  # of batches that come again
                     tensor.grad.zero_()
         self._begin_round()
+        self._metrics.rounds.begin()
         return staged

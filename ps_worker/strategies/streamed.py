@@ -103,7 +103,8 @@ class StreamedTraining(LocalTraining):
     def base(self) -> Mapping[int, torch.Tensor]:
         """Returns of each fragment what was pulled last, by the id of the parameter. Waits for one under way."""
         if self._flight is not None:
-            self._in_place(self._await_flight)
+            with self._metrics.rounds.exchanging():
+                self._in_place(self._await_flight)
             self._model.end_pull(is_part=True)
         if self._flight is not None:
             return self._model.base.values()
