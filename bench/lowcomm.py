@@ -161,7 +161,7 @@ def _timed(found: Run, runs: dict[str, Run], arguments: argparse.Namespace, work
             if reached is not None and first is not None:
                 ratios[f"to {name}'s loss"] = reached / first
     more = {"link_mbit": arguments.link_mbit, "moved_bytes": round(found.moved / found.steps)}
-    return _result(found, arguments, workers, shards, ratios, step * 1e3, **more)
+    return _result(found, arguments, workers, shards, ratios, ms=round(step * 1e3, 2), **more)
 
 
 def _result(
@@ -170,7 +170,6 @@ def _result(
     workers: int,
     shards: int,
     ratios: dict[str, float],
-    ms: float | None,
     **more: Any,
 ) -> Result:
     is_ddp = found.system.startswith("ddp")
@@ -181,7 +180,6 @@ def _result(
         workers=workers,
         shards=0 if is_ddp else shards,
         size=_weight_bytes(arguments),
-        ms=None if ms is None else round(ms, 2),
         ratios=ratios,
         steps=found.steps,
         samples=found.steps * workers * arguments.batch,
@@ -207,8 +205,8 @@ def _from_a_common_start(arguments: argparse.Namespace) -> list[Result]:
         middle = sorted(zip(ratios, runs, strict=True), key=lambda pair: pair[0])[len(runs) // 2][1]
         spread = {"loss of sync": [round(end(ratios), 4) for end in (min, max)]}
         loss = {"loss of sync": statistics.median(ratios)}
-        more = {"spread": spread, "not_measured": "only losses count"}
-        lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, None, **more))
+        more = {"ms": None, "not_measured": "only losses count", "spread": spread}
+        lines.append(_result(middle, arguments, arguments.workers, arguments.shards, loss, **more))
     return lines
 
 

@@ -28,8 +28,8 @@ def versions() -> dict[str, str]:
 
 
 def computing(processes: int) -> str:
-    """Returns what stands for the computing of so many processes: "busy" keeps a core of each busy; "wait" leaves the
-    cores alone, where there are fewer than that, as a GPU would."""
+    """Returns how a benchmark imitates the computing of so many processes: "busy" multiplies matrices, where each
+    process has a core of its own; otherwise "wait" sleeps, as a process does while its GPU computes."""
     return "busy" if len(os.sched_getaffinity(0)) >= processes else "wait"
 
 

@@ -87,7 +87,7 @@ class Order:
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
     native:    servers with compiled loops, for those of `systems` that have them
     turn:      steps that a system makes before it is the next one's turn
-    compute:   what stands for computing: see machine.computing
+    compute:   how a step imitates computing, "busy" or "wait": see machine.computing
     """
 
     rows: int

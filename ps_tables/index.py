@@ -79,8 +79,7 @@ class _Slots:
         if loops is not None:
             self.used += loops.insert(self.values, int(self._salt), ids, rows)
             return
-        slots, values = self._begin(ids)
-        values |= rows.astype(np.uint64) + np.uint64(1)
+        slots, values = self._begin_with(ids, rows)
         while len(values):
             before = self._probe(slots, np.broadcast_to(_EMPTY, len(slots)), _ROW)
             self.values[slots] = values  # of several ids, the last one gets the slot
@@ -90,10 +89,8 @@ class _Slots:
 
     def remove(self, ids: Ids, rows: RowNumbers) -> None:
         """Takes their rows from distinct ids, where they are here."""
-        slots, values = self._begin(ids)
-        values |= rows.astype(np.uint64) + np.uint64(1)
-        is_here = self._probe(slots, values, _ALL) == values
-        self.values[slots[is_here]] = _REMOVED
+        slots, values = self._begin_with(ids, rows)
+        self.forget(slots[self._probe(slots, values, _ALL) == values])
 
     def entries(self, start: int, stop: int) -> tuple[RowNumbers, npt.NDArray[np.int64]]:
         """Returns the rows in some slots, and these slots."""
@@ -108,6 +105,12 @@ class _Slots:
         """Returns the slot in which the search for each id begins, and its mark."""
         hashes = mix(ids ^ self._salt)
         return hashes.view(np.int64) & self._mask, (hashes | _MARKED) & _MARK
+
+    def _begin_with(self, ids: Ids, rows: RowNumbers) -> tuple[RowNumbers, Mixed]:
+        """Returns the slot in which the search for each id begins, and what its slot has with this row."""
+        slots, values = self._begin(ids)
+        values |= rows.astype(np.uint64) + np.uint64(1)
+        return slots, values
 
     def _probe(self, slots: RowNumbers, wanted: Mixed, part: np.uint64) -> Mixed:
         """Moves each slot on, to the first one in which this part is as wanted, or to an empty one; returns what these
@@ -131,7 +134,8 @@ class _Slots:
 class Index:
     """The rows of ids. The row of an id is any number below 2**32 - 1 that the caller gives to it alone.
 
-    ids:  [rows], the id of each row: whoever inserts an id has written it there, and lets it stand until it is removed
+    ids:  [rows], the id of each row. The caller writes an id there before it inserts it, and keeps it until it has
+          removed it
     salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
     """
 

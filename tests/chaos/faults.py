@@ -142,7 +142,7 @@ def _kill_saving(arena: Arena, to: str, victim: int) -> Heal | None:
     while time.monotonic() < until:
         if arena.servers.is_saving(victim):
             return _kill(arena, to, victim)
-        time.sleep(WATCH_SECONDS / 400)
+        time.sleep(WATCH_SECONDS / 400)  # another process saves: nothing tells this one of it
     return None
 
 

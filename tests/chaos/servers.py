@@ -119,7 +119,7 @@ class Servers(ABC):
             with contextlib.suppress(PSError):
                 if len(self.status()["shards"]) == self.flags.shards:
                     return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # other processes start: nothing tells this one of it
         self.close()
         raise RuntimeError(f"the servers did not start:\n{self.log.read_text()}")
 

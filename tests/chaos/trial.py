@@ -109,7 +109,7 @@ class Trial:
             if now >= said + SAY_SECONDS:
                 said = now
                 self._say(now - begun)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # faults last real time, and other processes tell nothing
 
     def _strike(self, begun: float, now: float, plans: list[Plan]) -> None:
         """Does what is due: a first fault when every worker has stepped since the last one, a second one at its time,
@@ -183,7 +183,7 @@ class Trial:
     def _finish(self) -> list[Violation]:
         """Everybody heals, steps once more, stops at one clock and holds; then the weights are judged."""
         while self._healed:  # a second fault that was still to come is left out
-            time.sleep(max(0.0, self._healed[0][0] - time.monotonic()))
+            time.sleep(max(0.0, self._healed[0][0] - time.monotonic()))  # a fault lasts real time
             self._heal(time.monotonic())
         healed = max(time.monotonic(), self._settled())
         self._until(lambda: self._all_step(healed), self._terms.bound, "come back")
@@ -221,7 +221,7 @@ class Trial:
         while not condition():
             if time.monotonic() > deadline:
                 raise Stuck(f"not all workers did {what} within {seconds:.0f} s")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # the workers' files change: nothing tells of it
 
     def _records(self) -> list[Record]:
         return self._ledgers.read()

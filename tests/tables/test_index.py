@@ -71,7 +71,7 @@ def test_an_index_is_a_dictionary(make: Callable[[np.random.Generator], np.ndarr
         rows = np.array([model.pop(number) for number in gone.tolist()], np.int64)
         index.remove(gone, rows)
         check(index, model, gone)
-        ids_of_rows[rows] = 7  # nobody's id is looked at where its row was removed
+        ids_of_rows[rows] = 7  # the index reads no id of a row that was removed
         again = len(gone) // 2
         insert(gone[:again], rng.permutation(rows)[:again])  # slots and rows of those that are gone are used again
         check(index, model, rng.choice(every, size=1_000))
