@@ -27,12 +27,6 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "grpcio": grpc.__version__, "python": platform.python_version()}
 
 
-def computing(processes: int) -> str:
-    """Returns how a benchmark imitates the computing of so many processes: "busy" multiplies matrices, where each
-    process has a core of its own; otherwise "wait" sleeps, as a process does while its GPU computes."""
-    return "busy" if len(os.sched_getaffinity(0)) >= processes else "wait"
-
-
 def memory(pid: int | str = "self") -> dict[str, int]:
     """A process' resident memory in bytes.
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker
 from bench.compiled_loops import compiled
+from bench.computing import compute
 from bench.results import THREADS
 from bench.row_rpc import RpcTable
 from bench.talk import own_output
@@ -87,7 +88,7 @@ class Order:
     saving:    servers that make checkpoints meanwhile, for the first of `systems` once more; empty: none
     native:    servers with compiled loops, for those of `systems` that have them
     turn:      steps that a system makes before it is the next one's turn
-    compute:   how a step imitates computing, "busy" or "wait": see machine.computing
+    compute:   how a step imitates computing, "busy" or "wait": see computing.py
     """
 
     rows: int
@@ -192,8 +193,7 @@ def _ours(order: Order, served: Served) -> System:
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
     table, stepped = session.prepare(table, plain, gradient_wire=served.wire, weight_wire=served.wire)
-    compute = partial(COMPUTE[order.compute], served.computed / 1e3) if served.computed else None
-    train = _trained(table, stepped, compute)
+    train = _trained(table, stepped, partial(compute, order.compute, served.computed / 1e3))
     numbers = np.arange(order.rows)
     fill = _trained(table, stepped, gradient=0.0)
     for first in range(0, order.rows, FILL):  # all rows are there, as in the peers' tables; a gradient of 0 trains them
@@ -240,29 +240,18 @@ def _hashed(numbers: np.ndarray) -> torch.Tensor:
 
 
 def _trained(
-    module: torch.nn.Module, optimizer: Any, compute: Callable[[], None] | None = None, gradient: float = GRADIENT
+    module: torch.nn.Module, optimizer: Any, meanwhile: Callable[[], None] = lambda: None, gradient: float = GRADIENT
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a step of a module alone. compute: other computing in it; gradient: of each element"""
+    """Returns a step of a module alone. meanwhile: what else it does; gradient: of each element"""
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         rows = module(ids)
-        if compute is not None:
-            compute()
+        meanwhile()
         rows.backward(torch.full_like(rows, gradient))  # made anew: DDP divides sparse gradients where they lie
         optimizer.step()
 
     return step
-
-
-def _multiply(seconds: float) -> None:
-    matrix = torch.rand(128, 128)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        torch.mm(matrix, matrix)
-
-
-COMPUTE = {"busy": _multiply, "wait": time.sleep}
 
 
 def _check(name: str, system: System, trained: torch.Tensor, batch: np.ndarray) -> None:

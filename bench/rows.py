@@ -32,7 +32,8 @@ from bench import options
 from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.cold_rows import cold_rows
 from bench.compiled_loops import compiled, folder
-from bench.machine import computing, memory
+from bench.computing import way_to_compute
+from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_loops import row_loops
@@ -159,7 +160,7 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
             loops = ["--native", "build", "--native-dir", str(folder())]
             faster = stack.enter_context(servers([HERE] * shards, loops)).address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
-        more = {"shards": shards, "native": faster, "ddp": peers, "compute": computing(workers + shards)}
+        more = {"shards": shards, "native": faster, "ddp": peers, "compute": way_to_compute(workers + shards)}
         order = _order(arguments, chosen, cluster.address, rpc=rpc, **more)
         return _measured(arguments, order, [HERE] * workers)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import options
 from bench.cluster import HERE, START_SECONDS, servers, trainers
-from bench.machine import computing
+from bench.computing import way_to_compute
 from bench.pictures import Bar, bars
 from bench.results import Result, result
 from bench.training import Task, weight_bytes
@@ -100,7 +100,7 @@ def steps_with_quorum(pauses: Sequence[Sequence[float]], needed: int, seconds: f
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each scenario and mode."""
-    compute = computing(arguments.workers)
+    compute = way_to_compute(arguments.workers)
     plain = Task("small", "ddp", batch=arguments.batch, compute=compute)
     found = []
     with servers([HERE] * arguments.shards) as cluster:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ps_worker
+from bench.computing import compute
 from bench.machine import memory, traffic
 from bench.talk import own_output
 
@@ -33,7 +34,7 @@ class Task:
     mode:    as ps_worker.connect takes it; in "single" the workers know nothing of each other
     warmup:  steps before the first order
     pauses:  seconds that each step takes longer, one after the other and again from the start
-    compute: what happens in a pause: "wait" leaves the core to others, "busy" computes
+    compute: what happens in a pause, "busy" or "wait": see computing.py
     quorum:  as ps_worker.connect takes it
     """
 
@@ -142,15 +143,9 @@ def _pauses(task: Task) -> Iterator[None]:
     """The computing of each step, or what stands in for it: none in the warm-up."""
     for _ in range(task.warmup):
         yield
-    numbers = torch.randn(64, 64)
     while True:
         for seconds in task.pauses or (0.0,):
-            if task.compute == "wait":
-                time.sleep(seconds)
-            else:
-                until = time.perf_counter() + seconds
-                while time.perf_counter() < until:
-                    numbers @ numbers
+            compute(task.compute, seconds)
             yield
 
 
