@@ -93,7 +93,7 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
 	@$(IN_VENV)/python -m tests.simulation --seeds $(SEEDS) \
 		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) $(if $(LOOSE),--loose) \
-		$(if $(TRACE),--trace)
+		$(if $(TURN),--in-turn) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
 	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"

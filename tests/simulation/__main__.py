@@ -25,16 +25,19 @@ def main() -> None:
     parser.add_argument(
         "--loose", action="store_true", help="one of the tables is looser than the mode (of sync and ssp)"
     )
+    parser.add_argument("--in-turn", action="store_true", help="one mode a seed, in turn, not all modes with each seed")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     arguments = parser.parse_args()
     log = logging.getLogger("ps_server")
     log.setLevel(logging.CRITICAL + 1)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     seeds = seeds if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
-    failed, began = 0, time.monotonic()
+    modes = tuple(mode for mode in MODES if mode != "async") if arguments.loose else EVERY_MODE
+    modes = (arguments.mode,) if arguments.mode else modes
+    runs, failed, began = 0, 0, time.monotonic()
     for seed in seeds:
-        every = tuple(mode for mode in MODES if mode != "async") if arguments.loose else EVERY_MODE
-        for mode in [arguments.mode] if arguments.mode else every:
+        for mode in modes[seed % len(modes) :][:1] if arguments.in_turn else modes:
+            runs += 1
             cluster = Cluster(mode, seed, arguments.trace, tables=arguments.tables, loose=arguments.loose)
             handler = Log(cluster.world)
             if arguments.trace:
@@ -51,7 +54,7 @@ def main() -> None:
                 if not arguments.keep_going:
                     tables = " LOOSE=1" if arguments.loose else " TABLES=1" if arguments.tables else ""
                     sys.exit(f"replay: make simulate SEED={seed} MODE='{mode}'{tables}; TRACE=1 says what happened")
-    print(f"{len(seeds)} seeds, {failed} failures, {time.monotonic() - began:.0f} s")
+    print(f"{len(seeds)} seeds, {runs} runs, {failed} failures, {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)
 
 
