@@ -102,10 +102,15 @@ class StagingBudget:
         self.bytes = others + size
         return True
 
-    def full(self, limit: float) -> Backlogged:
-        """Returns the error of a contribution for which `reserve` had no room."""
+    def bytes_besides(self, bucket: int, rank: int) -> int:
+        """Bytes reserved for anything but what this rank has reserved for the bucket."""
+        return self.bytes - self._reserved.get((bucket, rank), _NOTHING).size
+
+    def full(self, limit: float, drafts: int = 0) -> Backlogged:
+        """Returns the error of a contribution for which `reserve` had no room. drafts: their bytes, which take room"""
         return Backlogged(
-            f"{self.bytes} bytes are staged here and wait for other workers, and max-staged-bytes is {limit:.0f}"
+            f"{self.bytes} bytes are staged here and wait for other workers, {drafts} are here before their step, and "
+            f"max-staged-bytes is {limit:.0f}"
         )
 
     def release(self, bucket: int, rank: int) -> None:

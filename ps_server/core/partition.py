@@ -352,21 +352,23 @@ class JobPartition:
         What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
         others (ssp, async), what is staged is applied without others' help, and there is room again. With a quorum
         it is added to the open update without their help, but for what a worker brings that is in that one already.
-        What lies in the worker's own memory takes no room here, but counts for its principal.
+        Drafts of the same clock take room, too. What lies in the worker's own memory takes none here, but counts for
+        its principal.
         """
         index, rank, gradient = command.bucket, command.rank, command.gradient
         assert gradient.values is not None
         charge = gradient.values.nbytes
+        drafts = self._room.drafts.bytes_besides(index, rank) if self.spec.consistency.one_clock else 0
         if not self._room.staged.reserve(
             index,
             rank,
             0 if gradient.borrowed else charge,
-            math.inf if gradient.borrowed else self.staged_limit,
+            math.inf if gradient.borrowed else max(0, self.staged_limit - drafts),
             principal=command.principal,
             charge=charge,
             always=lambda: is_committed or bucket.rule.is_awaited(command.rank, command.clock),
         ):
-            raise self._room.staged.full(self.staged_limit)
+            raise self._room.staged.full(self.staged_limit, drafts)
 
     def _reserve_draft(self, bucket: Bucket, command: Draft) -> None:
         """Reserves the bytes of a draft. Raises Backlogged if there is no room for them beside what is staged.
