@@ -96,10 +96,37 @@ def test_no_more_is_kept_than_there_is_room_for() -> None:
     buffers = ReceiveBuffers(250)
     lent = [buffers.take(100) for _ in range(5)]
     lent.clear()
-    assert buffers._kept == 200
+    assert buffers._kept == 2 * 104
     kept = [buffers.take(100) for _ in range(2)]
     assert buffers._kept == 0
     assert len(kept) == 2
+
+
+def test_sizes_that_do_not_come_again_take_the_room_of_no_others() -> None:
+    buffers = ReceiveBuffers(250)
+    for size in (16, 32, 64, 128):
+        buffers.take(size)
+    lent = buffers.take(200)
+    where = torch.frombuffer(lent, dtype=torch.uint8).data_ptr()
+    del lent
+    assert torch.frombuffer(buffers.take(200), dtype=torch.uint8).data_ptr() == where
+    assert buffers._kept <= 250
+    assert len(buffers._free) == 1, "a size of which nothing is kept is forgotten"
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100, 4097, 2**20 + 1, 8 * 2**20])
+def test_memory_is_lent_in_the_size_that_was_asked_for_and_serves_sizes_near_it(size: int) -> None:
+    buffers = ReceiveBuffers(2**24)
+    assert len(buffers.take(size)) == size
+    assert size <= buffers._kept <= size * 9 / 8
+    assert len(buffers.take(size)) == size
+    assert len(buffers._free) == 1
+
+
+def test_rows_of_nearly_as_many_bytes_lie_in_the_same_memory() -> None:
+    buffers = ReceiveBuffers(2**24)
+    where = {torch.frombuffer(buffers.take(size), dtype=torch.uint8).data_ptr() for size in (10_100, 10_200, 10_050)}
+    assert len(where) == 1
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
