@@ -302,6 +302,9 @@ class Tables(Mapping[int, ShardTable]):
         if pending is None or pending.clock != clock:
             self.drop_pending(rank, table.index)
             pending = PendingRows(clock, command.total)
+        if pending.total and not (command.total or command.in_mean):
+            self.drop_pending(rank, table.index)  # another message of the step was refused: the worker leaves all out
+            pending = PendingRows(clock, 0)
         if pending.total != command.total:
             raise InvalidRequest(
                 f"table {table.spec.rows.name!r}: a message of worker {rank} says that clock {clock} has "

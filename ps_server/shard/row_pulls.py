@@ -41,7 +41,13 @@ def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float
     elif call.clock:
         raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
     pull = Pull(call.rank, call.incarnation, call.clock, outbox, 1, now, principal=principal, wanted=wanted, rows=rows)
-    return pull, checker.first + call.table
+    index = checker.first + call.table
+    if isinstance(wanted, TablePull):
+        weights = job.state.tables[index].rows
+        pull.kept_bytes = 0 if wanted.count_only else weights.nbytes + weights.in_file.nbytes
+    else:
+        pull.kept_bytes = wanted.nbytes
+    return pull, index
 
 
 def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics: ShardMetrics) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import NotShared
+from ps_protocol.errors import NotShared, PSError
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, aligned
@@ -90,6 +90,10 @@ class SharedRows:
                 self._memory = self._attached(min(MAX_ROW_BYTES, max(size + size // 4, 2 * self._memory.size)))
             except NotShared as error:
                 self._troubles.met("room", "rows of %d bytes travel in messages: %s", size, error)
+                return None
+            except (PSError, ValueError) as error:  # ValueError: grpc's, where the channel was closed meanwhile
+                # The worker has lost its place, or a shard is gone: the calls that follow meet that, too.
+                log.debug("no larger segment for rows now: %s", error)
                 return None
         self._calls_of_room = []
         return Room(self._memory, self._calls_of_room)

@@ -16,7 +16,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.tracked import watched_gradient
+from ps_worker.model.tracked import unwatch_gradient, watched_gradient
 
 
 class Gradients:
@@ -46,9 +46,12 @@ class Gradients:
         return lambda _: self._accumulated(index)
 
     def release(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks, and lets go of the gradients that a script has left: each would keep this, and with it all
+        buffers, and Python's collector does not see the way through torch's own objects."""
         for hook in self._hooks:
             hook.remove()
+        for tensor in self._buffers.trained.values():
+            unwatch_gradient(tensor.grad)
 
     def forget(self) -> None:
         """Forgets which gradients were finite."""

@@ -144,6 +144,7 @@ class StepMaker:
     def abandon(self) -> None:
         """Forgets the step at hand: the next backward begins a new one."""
         self.tables.take()
+        self.tables.sent()
         for overlap in self._overlaps:
             overlap.abandon()
 

@@ -141,6 +141,12 @@ def watched_gradient(view: torch.Tensor, touched: Touched) -> torch.Tensor:
     return watched
 
 
+def unwatch_gradient(gradient: torch.Tensor | None) -> None:
+    """Has a gradient call nothing any more, if it did."""
+    if isinstance(gradient, WatchedGradient):
+        gradient.__dict__.pop(_TOUCHED, None)
+
+
 class Touches:
     """The parameters that a script may have changed by way of `.data`, with their values before.
 

@@ -1,11 +1,12 @@
 """How this process ends: at its script's end, or cut short by a signal or an error: then a loop it was in is not over.
 
-A signal that ends the script is an exception that may come between any two lines. What has to be noted of a step, and
-the note, are therefore made `undisturbed`.
+A signal that ends the script is an exception that may come between any two lines, and so is Ctrl-C. What has to be
+noted of a step, and the note, are therefore made `undisturbed`.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,13 +33,14 @@ class Ending:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Has a signal wait for the end of the block, in the main thread."""
+        """Has a signal that ends this process, and Ctrl-C, wait for the end of the block, in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         self._held = True
         try:
-            yield
+            with _interrupts_held():
+                yield
         finally:
             self._held = False
             if self._signal is not None:
@@ -47,6 +49,22 @@ class Ending:
     def _exit(self) -> None:
         assert self._signal is not None
         sys.exit(128 + self._signal)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Has SIGINT wait for the end of the block, and then be handled as it would have been. For the main thread."""
+    handler, came = signal.getsignal(signal.SIGINT), []
+    if not callable(handler):  # ignored, or it ends the process at once
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 _ending = Ending()

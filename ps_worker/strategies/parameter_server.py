@@ -413,6 +413,7 @@ class JobTraining:
                 pass
             except BaseException as error:
                 self.participation.connection.drop_drafts()
+                self._steps.tables.give_back()
                 if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
                     if self._sent is not None:
                         self.participation.connection.fail()
@@ -434,6 +435,7 @@ class JobTraining:
             with named(PUSH):
                 ahead = self._steps.tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges, ahead)
+            self._steps.tables.sent()
             buckets = [push.bucket for push in pushes if not push.empty]
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)

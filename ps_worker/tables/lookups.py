@@ -3,7 +3,8 @@
 A forward pulls each distinct row once, into a tensor of its own that autograd counts as a leaf. When backward has
 finished its gradient, that leaf joins the parameter group of its table's handle, until the step. So `zero_grad` of the
 optimizer, gradient scaling, and clipping over the optimizer's groups see it as a parameter like any other. The handle
-is in the graph, too, so that it has a gradient when its rows do: an empty one.
+is in the graph, too, so that it has a gradient when its rows do: an empty one. Where that is gone, the model's
+`zero_grad` has been called, which knows no leaf.
 """
 
 from __future__ import annotations
@@ -82,8 +83,6 @@ class Lookups:
         self.looked_up = LookedUp()
         self._leaves: list[_Leaf] = []  # in the order of backward
         self._sum: RowGradients | None = None  # of those that have been added up
-        self._handle: nn.Parameter | None = None  # that has the hook
-        self._complete = False  # it got a gradient after the rows that have one
 
     def find(self, source: Source, handle: nn.Parameter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the distinct rows of some ids, [n, dim], and the place of each id among them, shaped as the ids.
@@ -94,7 +93,7 @@ class Lookups:
         found = source.looked_ahead(flat)
         if found is None:
             batch = Batch.of(flat, source.shards)
-            rows = torch.empty(len(batch.ids), handle.shape[1], dtype=torch.float32, device="cpu")
+            rows = empty_rows(len(batch.ids), handle.shape[1])
             source.pull(batch.ids, rows)
         else:
             batch, rows = found
@@ -102,7 +101,6 @@ class Lookups:
         self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(wanted))
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:
-            self._watch(handle)
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, handle, wanted, counts))
             rows = _Joined.apply(rows, handle)  # type: ignore[no-untyped-call]
@@ -116,6 +114,12 @@ class Lookups:
         self._forget()
         return RowGradients.union(parts) if parts and handle.grad is not None else None
 
+    def give_back(self, handle: nn.Parameter, gradients: RowGradients) -> None:
+        """Takes back what `take` has returned: the step was refused, and the script may repair it and step again."""
+        leaf = empty_rows(len(gradients), handle.shape[1]).requires_grad_()
+        leaf.grad = gradients.gradients
+        self._join(leaf, handle, gradients.ids, gradients.counts)
+
     def leave_groups(self) -> Callable[[], None]:
         """Takes all rows out of their groups; returns what puts them back."""
         before = [(leaf.group, list(leaf.group)) for leaf in self._leaves if leaf.group is not None]
@@ -128,17 +132,16 @@ class Lookups:
 
         return back
 
-    def _watch(self, handle: nn.Parameter) -> None:
-        if self._handle is not handle:
-            self._handle = handle
-            handle.register_post_accumulate_grad_hook(self._has_all)
-
     def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
-        if self._complete and handle.grad is None:  # `zero_grad` of the model since then: it knows the handle alone
+        if handle.grad is None:  # nothing before counts any more
             self._forget()
-        self._complete = self._complete and handle.grad is not None
+            # Now: backward may break off before autograd comes to the handle.
+            handle.grad = torch.zeros_like(handle)
         if any(other.rows is leaf for other in self._leaves):
             return  # a second backward through the same graph
+        self._join(leaf, handle, ids, counts)
+
+    def _join(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
         gone = [other for other in self._leaves if other.rows.grad is None]  # `zero_grad` of the optimizer
         for other in gone:
             other.leave()
@@ -157,9 +160,6 @@ class Lookups:
             self._forget()
             self._sum = total
 
-    def _has_all(self, _: torch.Tensor) -> None:
-        self._complete = True
-
     def _forget(self) -> None:
         for leaf in self._leaves:
             leaf.end()
@@ -170,6 +170,13 @@ class Lookups:
 
     def __reduce__(self) -> Any:
         return Lookups, (self._group,)
+
+
+def empty_rows(count: int, dim: int) -> torch.Tensor:
+    """Returns memory for rows on the CPU: [count, dim] float32. Any thread may write there, also where this one is in
+    torch's inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dim, dtype=torch.float32, device="cpu")
 
 
 def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients
 from ps_tables.saved import saved_rows
 from ps_worker.tables.ahead import Batch, RowsAhead
-from ps_worker.tables.lookups import LookedUp
+from ps_worker.tables.lookups import LookedUp, empty_rows
 from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
 from ps_worker.tables.stepping import check, group_of, optimizer_of
@@ -115,7 +115,7 @@ class ServerRows:
             return
         places = ahead.batch.find(ids)
         here, missing = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
-        rows = torch.empty(len(missing), out.shape[1], dtype=torch.float32, device="cpu")
+        rows = empty_rows(len(missing), out.shape[1])
         self._fetch(ids[missing], rows)
         if self._ahead is not ahead:  # the place is lost by now, and with it what was asked for there
             self._fetch(ids, out)
@@ -223,6 +223,7 @@ class ServerTables:
     def __init__(self, modules: Mapping[str, Embedding], non_finite: NonFinite) -> None:
         self._modules, self._non_finite = modules, non_finite
         self._rows: list[ServerRows] = []
+        self._taken: list[RowsPush] = []  # and not sent yet
 
     def first_rows(self) -> list[FirstRows]:
         """Returns what each table has from before `prepare`; see FirstRows."""
@@ -259,7 +260,20 @@ class ServerTables:
 
     def take(self) -> list[RowsPush]:
         """Returns what the step at hand does to each table, and begins the next one."""
-        return [rows.take() for rows in self._rows]
+        self._taken = [rows.take() for rows in self._rows]
+        return self._taken
+
+    def sent(self) -> None:
+        """Notes that what was taken is on its way, or counts no more."""
+        self._taken = []
+
+    def give_back(self) -> None:
+        """Gives the modules back the gradients that were taken and not sent, as the other parameters have theirs: the
+        step was refused, and the script may repair it and step again."""
+        for module, push in zip(self._modules.values(), self._taken, strict=False):
+            if push.rows is not None:
+                module.lookups.give_back(module.weight, push.rows)
+        self.sent()
 
     @property
     def look_ahead(self) -> bool:

@@ -51,6 +51,7 @@ def _all_tables() -> list[Any]:
 
 def know(optimizer: Optimizer) -> None:
     """Has rows join this optimizer's groups from backward on. Its state_dict has none of them."""
+    optimizer = _stands_for.get(optimizer, optimizer)  # both have the same groups and hooks
     if optimizer in _known:
         return
     with _adding:

@@ -8,21 +8,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged, PSError, UnknownWorker
+from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.limits import DEFAULTS
-from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind, RowsPull, TablePull
 from ps_server.rpc.streams import PullStream
+from ps_server.shard.budgets import WAITING_BYTES
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Outbox
+from ps_tables.contributions import RowGradients
 from tests.tools.partitions import call_of, lone_shard, push
 from tests.tools.raw_worker import vector_job
-
-BYTES_OF_A_BUCKET = 640  # that one takes at most while its pull waits or is not read
+from tests.tools.table_shards import messages
 
 
 class Stream(Outbox):
@@ -194,8 +198,39 @@ def test_the_memory_of_pulls_has_a_bound(clock: int) -> None:
     with pytest.raises(Backlogged):
         shard.pull(asked[0], Unread().stream(), "them")
     print(f"{taken / count / calls:.0f} bytes a bucket")
-    assert taken < count * calls * BYTES_OF_A_BUCKET
-    assert 2 * DEFAULTS.pulled_buckets * BYTES_OF_A_BUCKET <= 2**30
+    assert taken < count * calls * WAITING_BYTES
+    assert 2 * DEFAULTS.pulled_buckets * WAITING_BYTES <= 2**30
+    shard.stop()
+
+
+def test_ids_of_rows_that_wait_and_copies_of_tables_that_nobody_reads_count_by_their_bytes() -> None:
+    ids = np.arange(10_000)
+    kept = ids.nbytes // WAITING_BYTES + 1  # buckets that they count as, and their table
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), pulled_limit=3 * kept)
+    spec = vector_job("job", "async", 16, 0)
+    table = JobTable(TableSpec("rows", 64, Initializer("constant", 0.0)), "SGD", {"lr": 0.1})
+    shard.create_job(replace(spec, tables=(table,)), range(1), "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    for number in range(3):
+        shard.pull(RowsPull("job", 0, 1, 0, 5, ids.tobytes(), run="1"), Stream(), f"caller {number}")
+    waiting = RowsPull("job", 0, 1, 0, 5, ids.tobytes(), run="1")
+    streams = [Stream() for _ in range(3)]
+    for stream in streams:
+        shard.pull(waiting, stream, "them")
+    with pytest.raises(Backlogged, match="that wait for other workers"):
+        shard.pull(waiting, Stream(), "them")
+    shard.pull(RowsPull("job", 0, 1, 0, 0, ids[:10].tobytes(), run="1"), Stream(), "them")  # waits for none
+    streams[0].close()
+    shard.pull(waiting, Stream(), "them")
+
+    rows = RowGradients(ids, np.ones(len(ids), np.int64), torch.ones(len(ids), 64))
+    for message in messages(0, 1, 1, rows, 1):
+        shard.push_rows(replace(message, job="job", run="1"), "them")
+    whole = TablePull("job", 0, 1, 0, 1, count_only=False, run="1")
+    shard.pull(whole, Unread().stream(), "reader")  # the first may be of any size
+    with pytest.raises(Backlogged, match="that are not sent yet"):
+        shard.pull(whole, Unread().stream(), "reader")
+    shard.pull(replace(whole, count_only=True), Unread().stream(), "reader of its size")
     shard.stop()
 
 

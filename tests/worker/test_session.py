@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import urllib.error
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -371,6 +373,22 @@ def test_a_model_outlives_its_session_and_may_be_prepared_by_a_later_one(shared:
             model.zero_grad()
     train(model, sgd(model))  # no server is called any more
     assert model.weight.item() == pytest.approx(before - 2.5)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_closed_session_keeps_no_model_though_a_gradient_was_left_in_it(
+    shared: Cluster, job: str, transport: str
+) -> None:
+    def trained() -> weakref.ref[torch.Tensor]:
+        with shared.connect("sync", job=job, transport=transport) as session:
+            model, optimizer = one_weight(session)
+            train(model, optimizer)
+            model(torch.ones(1)).backward()
+            return weakref.ref(model.weight)
+
+    weight = trained()
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_session_belongs_to_the_process_that_made_it(shared: Cluster, job: str) -> None:
