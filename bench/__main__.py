@@ -37,9 +37,11 @@ PRIVATE = (
     "--interface",
     "--python",
     "--directory",
+    "--cold-rows-dir",
     "--json",
     "--picture",
     "--folder",
+    "--folder-of-files",
     "--keep",
     "--where",
 )

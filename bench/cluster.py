@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -198,6 +199,11 @@ def take_turns(groups: Mapping[str, Group], turns: int, steps: int) -> dict[str,
         for name, group in groups.items():
             found[name].append(group.run(steps=steps))
     return found
+
+
+def job_name(text: str) -> str:
+    """Returns a text as the name of a job."""
+    return re.sub("[:/+. ]", "-", text)
 
 
 def free_port() -> int:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from bench.results import median_ms
-from ps_protocol.row_ids import Ids, mix
+from bench.row_workers import hashed
+from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer, TableSpec
 from ps_server.storage.row_files import RowFiles
 from ps_tables.contributions import RowGradients
@@ -37,7 +38,7 @@ def cold_rows(rows: int, dim: int, in_memory: int, directory: Path) -> dict[str,
 
     def batch(first: int, end: int) -> Ids:
         """Distinct ids between two of those that came in turn."""
-        return _ids(first + random.choice(end - first, BATCH, replace=False))
+        return hashed(first + random.choice(end - first, BATCH, replace=False))
 
     def old() -> Ids:
         return batch(0, rows // 2)
@@ -48,7 +49,7 @@ def cold_rows(rows: int, dim: int, in_memory: int, directory: Path) -> dict[str,
     def mixed() -> Ids:
         return np.concatenate([old()[: BATCH // 10], new()[BATCH // 10 :]])
 
-    found = {"new rows": _timed(train, [_ids(np.arange(first, first + BATCH)) for first in range(0, rows, BATCH)])}
+    found = {"new rows": _timed(train, [hashed(np.arange(first, first + BATCH)) for first in range(0, rows, BATCH)])}
     found["lookup in memory"] = _timed(lambda ids: table.pull(ids, out), [new() for _ in range(TURNS)])
     found["training in memory"] = _timed(train, [new() for _ in range(TURNS)])
     same = old()
@@ -59,10 +60,6 @@ def cold_rows(rows: int, dim: int, in_memory: int, directory: Path) -> dict[str,
     for each in found.values():
         each |= {"file_rows": table.in_file.rows, "file_bytes": table.in_file.nbytes, "memory_bytes": table.nbytes}
     return found
-
-
-def _ids(numbers: Ids) -> Ids:
-    return mix(numbers).astype(np.int64)
 
 
 def _timed(do: Callable[[Ids], object], batches: list[Ids], before: Callable[[], None] | None = None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import statistics
 import sys
 import tempfile
@@ -35,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import options
-from bench.cluster import HERE, Group, Host, halves, host_flags, servers
-from bench.pictures import Curve, curves
+from bench.cluster import HERE, Group, Host, halves, host_flags, job_name, servers
+from bench.pictures import Line, curves
 from bench.results import Result, result
 from bench.slow_link_worker import Order
 from examples.char_gpt import CharGPT, Shape
@@ -105,7 +104,7 @@ def _order(system: str, plain: Order, server: str) -> Order:
         if what and what not in HOOKS:
             raise SystemExit(f"ddp has the hooks {' and '.join(HOOKS)}, got {what!r}")
         return replace(plain, mode="ddp", hook=what)
-    job = re.sub("[:/+.]", "-", f"{system}-{plain.seed}")
+    job = job_name(f"{system}-{plain.seed}")
     waits = {"quorum": quorum or None, "grace": float(grace or 0)}
     return replace(plain, mode=mode, wire=what or "float32", server=server, job=job, **waits)
 
@@ -244,10 +243,10 @@ def _seed(arguments: argparse.Namespace, systems: Sequence[str], seed: int) -> I
 
 def draw(lines: list[Result], path: Path) -> None:
     """The loss against time, and against bytes where links were counted."""
-    seconds = [Curve(line["system"], [(x, loss) for x, _, loss in line["points"]]) for line in lines]
+    seconds = [Line(line["system"], [(x, loss) for x, _, loss in line["points"]]) for line in lines]
     panels = {"seconds": seconds}
     if any(line.get("moved_bytes") for line in lines):
         panels["MB through a worker's link"] = [
-            Curve(line["system"], [(moved / 1e6, loss) for _, moved, loss in line["points"]]) for line in lines
+            Line(line["system"], [(moved / 1e6, loss) for _, moved, loss in line["points"]]) for line in lines
         ]
     curves(path, "loss on held-out text, nats a byte", panels)

@@ -6,15 +6,15 @@ import argparse
 
 MEANINGS = {
     "batch": "blocks of 64 bytes in a worker's batch",
-    "bucket_kib": "of one bucket on the wire (what the server chooses)",
+    "bucket_kib": "of one bucket on the wire",
     "layers": "of the model; 8 with a width of 512: 25M parameters",
     "mib": "of the model's weights",
     "pause_ms": "computing of a step",
-    "rounds": "measured rounds, after two of warm-up",
+    "rounds": "measured rounds",
     "seed": "of what is drawn at random",
     "shards": "",
     "steps": "in a turn; the first is not counted",
-    "transport": "shm, grpc or both",
+    "transport": "how buckets travel: shm, tcp, grpc, or several",
     "turns": "of each system",
     "width": "of the model, a multiple of 64",
     "wire": "of gradients and weights: float32, bfloat16, float16, or several",
@@ -23,8 +23,8 @@ MEANINGS = {
 
 
 def add(parser: argparse.ArgumentParser, **defaults: float | str | None) -> None:
-    """Adds options by their defaults, of whose type their values are; without one, a value is a whole number."""
+    """Adds options by their defaults, of whose type their values are; without one the server chooses a whole number."""
     for name, default in defaults.items():
-        text = MEANINGS[name] if default is None else f"{MEANINGS[name]} (%(default)s)".strip()
+        text = f"{MEANINGS[name]} ({'what the server chooses' if default is None else '%(default)s'})".strip()
         kind = int if default is None else type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)

@@ -31,14 +31,6 @@ class Line:
     dotted: bool = False
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve through points (x, y)."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-
-
 def bars(path: Path, unit: str, found: Mapping[str, Sequence[Bar]]) -> None:
     """A panel of horizontal bars for each title, below each other."""
     heights = [len(group) + 2 for group in found.values()]
@@ -84,12 +76,12 @@ def lines(path: Path, x: str, y: str, found: Mapping[str, Sequence[Line]]) -> No
     _save(figure, path)
 
 
-def curves(path: Path, y: str, found: Mapping[str, Sequence[Curve]]) -> None:
-    """A panel for each x, beside each other; x is logarithmic: what is compared differs by orders of magnitude."""
+def curves(path: Path, y: str, found: Mapping[str, Sequence[Line]]) -> None:
+    """A panel of lines for each x, beside each other; x is logarithmic: points are orders of magnitude apart."""
     figure = Figure(figsize=(6 * len(found), 4), layout="constrained")
     for axes, (x, group) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        for curve in group:
-            axes.plot(*zip(*curve.points, strict=True), label=curve.name, marker=".")
+        for line in group:
+            axes.plot(*zip(*line.points, strict=True), label=line.name, marker=".")
         axes.set_xscale("log")
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)

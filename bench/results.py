@@ -11,6 +11,7 @@ from bench.machine import machine, versions
 
 THREADS = 1  # for computing, in every process of a benchmark, whatever the system
 MIB = 2**20
+LOSS_TOLERANCE = 0.01  # where a model is trained the same way with the same batches
 
 Result = dict[str, Any]
 
@@ -70,6 +71,15 @@ def step_ms(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
 def mean_step_ms(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     """As `step_ms`, where not all steps do the same: the median over the turns of all workers' mean step."""
     return median_ms([statistics.mean(step_times(found["ends"])) for answers in turns for found in answers])
+
+
+def check_loss(name: str, loss: float, expected: float) -> None:
+    """Raises SystemExit unless a loss is the expected one, or close to it.
+
+    A system that is fast because it trains something else does not count.
+    """
+    if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
+        raise SystemExit(f"wrong result: the loss of {name} is {loss:.4f}, expected {expected:.4f}")
 
 
 def label(line: Result) -> str:

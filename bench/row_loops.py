@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.row_workers import zipf
-from ps_protocol.row_ids import Ids, mix
+from bench.row_workers import hashed, zipf
+from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
 from ps_tables.index import Index
@@ -31,7 +31,7 @@ FILLED = 10_000  # ids at a time
 
 def row_loops(rows: int, dim: int, ids: int, loops: Loops) -> dict[str, dict[str, Any]]:
     """Returns by the loop how long a batch took in numpy or torch, and compiled."""
-    batches = [mix(batch).astype(np.int64) for batch in zipf(rows, ids, TURNS, 7)]
+    batches = [hashed(batch) for batch in zipf(rows, ids, TURNS, 7)]
     found: dict[str, dict[str, Any]] = {}
     for name, do in _loops(rows, dim, batches).items():
         seconds: dict[Loops | None, list[float]] = {None: [], loops: []}
@@ -50,7 +50,7 @@ def row_loops(rows: int, dim: int, ids: int, loops: Loops) -> dict[str, dict[str
 def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int], object]]:
     """Returns by name what is done with the batch of a turn."""
     starts = range(rows, rows + 2 * TURNS * FILLED, FILLED)
-    ids_of_rows = mix(np.arange(starts.stop)).astype(np.int64)
+    ids_of_rows = hashed(np.arange(starts.stop))
     index, more = Index(ids_of_rows), iter(starts)
     for first in range(0, rows, FILLED):
         stop = min(rows, first + FILLED)

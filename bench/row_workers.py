@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker
+from bench.cluster import job_name
 from bench.compiled_loops import compiled
 from bench.computing import compute
 from bench.results import THREADS
 from bench.row_rpc import RpcTable
 from bench.talk import own_output
-from ps_protocol.row_ids import mix
+from ps_protocol.row_ids import Ids, mix
 from ps_tables.native import in_use
 
 ZIPF = 1.05
@@ -106,6 +107,15 @@ class Order:
     compute: str = "busy"
 
 
+def hashed(numbers: np.ndarray) -> Ids:
+    """Returns ids as they come in practice, which are hashes, from numbers."""
+    return mix(numbers).astype(np.int64)
+
+
+def _as_ids(numbers: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(hashed(numbers))
+
+
 def zipf(rows: int, ids: int, count: int, seed: int) -> Iterator[np.ndarray]:
     """Yields so many batches: [ids] int64, row numbers whose popularity follows Zipf's law."""
     random = np.random.default_rng(seed)
@@ -138,11 +148,11 @@ def main() -> None:
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             if first:  # the first turn is to warm up
                 times[name].append(longest.item())
-    trained = torch.from_numpy(np.bincount(np.concatenate(batches), minlength=order.rows))
-    dist.all_reduce(trained)
+    occurred = torch.from_numpy(np.bincount(np.concatenate(batches), minlength=order.rows))
+    dist.all_reduce(occurred)
     for name, system in systems.items():
         if system.tolerance:
-            _check(name, system, trained, batches[0])
+            _check(name, system, occurred, batches[0])
     say(times)
     dist.barrier()
     os._exit(0)  # sessions end with the servers; nothing here needs an orderly end
@@ -186,18 +196,17 @@ def _systems(order: Order) -> dict[str, System]:
 
 def _ours(order: Order, served: Served) -> System:
     rank, size = dist.get_rank(), dist.get_world_size()
-    job = served.name.replace(":", "-")
     server = order.native if served.native else order.server
-    session = ps_worker.connect(server, served.mode, job, rank, size, transport=served.transport)
+    session = ps_worker.connect(server, served.mode, job_name(served.name), rank, size, transport=served.transport)
     own = ps_worker.RowWiseAdagrad(lr=LR) if served.optimizer == "RowWiseAdagrad" else None
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
     table, stepped = session.prepare(table, plain, gradient_wire=served.wire, weight_wire=served.wire)
-    train = _trained(table, stepped, partial(compute, order.compute, served.computed / 1e3))
+    train = trained(table, stepped, partial(compute, order.compute, served.computed / 1e3))
     numbers = np.arange(order.rows)
-    fill = _trained(table, stepped, gradient=0.0)
+    fill = trained(table, stepped, gradient=0.0)
     for first in range(0, order.rows, FILL):  # all rows are there, as in the peers' tables; a gradient of 0 trains them
-        fill(_hashed(numbers[first : first + FILL]))
+        fill(_as_ids(numbers[first : first + FILL]))
     dist.barrier()
 
     def step(ids: torch.Tensor, following: torch.Tensor | None) -> None:
@@ -205,14 +214,14 @@ def _ours(order: Order, served: Served) -> System:
         train(ids)
 
     tolerance = 0.0 if own else TOLERANCE[served.wire]
-    return System(_hashed, step, table, tolerance, served.mode == "sync", served.native)
+    return System(_as_ids, step, table, tolerance, served.mode == "sync", served.native)
 
 
 def _ddp(order: Order) -> System:
     table = torch.nn.Embedding(order.rows, order.dim, sparse=True)
     torch.nn.init.zeros_(table.weight)
     replica = DistributedDataParallel(table)
-    train = _trained(replica, torch.optim.SGD(replica.parameters(), lr=LR))
+    train = trained(replica, torch.optim.SGD(replica.parameters(), lr=LR))
     return System(
         torch.from_numpy,
         lambda ids, following: train(ids),
@@ -235,11 +244,7 @@ def _rpc(order: Order, address: str) -> System:
     return System(torch.from_numpy, step, table.look_up, 100 * TOLERANCE["float32"])
 
 
-def _hashed(numbers: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(mix(numbers).astype(np.int64))
-
-
-def _trained(
+def trained(
     module: torch.nn.Module, optimizer: Any, meanwhile: Callable[[], None] = lambda: None, gradient: float = GRADIENT
 ) -> Callable[[torch.Tensor], None]:
     """Returns a step of a module alone. meanwhile: what else it does; gradient: of each element"""
@@ -254,12 +259,12 @@ def _trained(
     return step
 
 
-def _check(name: str, system: System, trained: torch.Tensor, batch: np.ndarray) -> None:
-    """Raises SystemExit unless the rows of a batch are right. trained: [rows], how often each has occurred, in all"""
+def _check(name: str, system: System, occurred: torch.Tensor, batch: np.ndarray) -> None:
+    """Raises SystemExit unless the rows of a batch are right. occurred: [rows], how often each has, in all"""
     with torch.no_grad():
         rows = system.look_up(system.ids(batch))
     parts = dist.get_world_size() if system.mean else 1
-    expected = -LR * GRADIENT / parts * trained[torch.from_numpy(batch)].double().unsqueeze(1)
+    expected = -LR * GRADIENT / parts * occurred[torch.from_numpy(batch)].double().unsqueeze(1)
     error = float(((rows.double() - expected).abs() / (1 + expected.abs())).max())
     if not error < system.tolerance:
         raise SystemExit(f"wrong result: {name}: a row is {error:g} away from what it must be")

@@ -37,9 +37,8 @@ from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_loops import row_loops
-from bench.row_workers import LR, SAVING, Order, Served, zipf
+from bench.row_workers import FILL, GRADIENT, LR, SAVING, TURN, Order, Served, hashed, trained, zipf
 from bench.rpc_processes import rpc_servers
-from ps_protocol.row_ids import mix
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.native import in_use
@@ -252,25 +251,25 @@ def _checkpointed(arguments: argparse.Namespace) -> list[Result]:
 
 def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
     """One optimizer, ours beside torch's."""
-    hashes = torch.from_numpy(mix(np.arange(arguments.rows)).astype(np.int64))
-    batches = [torch.from_numpy(batch) for batch in zipf(arguments.rows, arguments.ids, arguments.steps + 5, 7)]
+    hashes = torch.from_numpy(hashed(np.arange(arguments.rows)))
+    batches = [torch.from_numpy(batch) for batch in zipf(arguments.rows, arguments.ids, arguments.steps + TURN, 7)]
     seconds: dict[str, list[float]] = {"torch": [], "ours": []}
     systems = {
-        "torch": _trained(torch.nn.Embedding(arguments.rows, arguments.dim, sparse=True), name),
-        "ours": _trained(ps_worker.Embedding(arguments.dim), name, session=ps_worker.connect(mode="single")),
+        "torch": _step_of(torch.nn.Embedding(arguments.rows, arguments.dim, sparse=True), name),
+        "ours": _step_of(ps_worker.Embedding(arguments.dim), name, session=ps_worker.connect(mode="single")),
     }
     ids = {"torch": batches, "ours": [hashes[batch] for batch in batches]}
     in_use.use(None)
-    for part in hashes.split(100_000):
+    for part in hashes.split(FILL):
         systems["ours"](part)  # all rows are there
-    for first in range(0, len(batches), 5):
+    for first in range(0, len(batches), TURN):
         for system, step in systems.items():
-            for batch in ids[system][first : first + 5]:
+            for batch in ids[system][first : first + TURN]:
                 before = time.perf_counter()
                 step(batch)
                 seconds[system].append(time.perf_counter() - before)
     size = 4 * arguments.rows * arguments.dim
-    medians = {system: median_ms(found[5:]) for system, found in seconds.items()}
+    medians = {system: median_ms(found[TURN:]) for system, found in seconds.items()}
     common = {"workers": 1, "shards": 0, "size": size, "optimizer": name}
     return [
         result("rows", f"torch {name}", ms=medians["torch"], **common),
@@ -280,33 +279,26 @@ def _steps(arguments: argparse.Namespace, name: str) -> list[Result]:
     ]
 
 
-def _trained(
+def _step_of(
     module: torch.nn.Module, name: str, session: ps_worker.Session | None = None
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a step of a module alone."""
-    optimizer: Any = OPTIMIZERS[name](module.parameters(), lr=0.01)
+    """Returns a step of a module alone, by one of OPTIMIZERS."""
+    optimizer: Any = OPTIMIZERS[name](module.parameters(), lr=LR)
     if session is not None:
         module, optimizer = session.prepare(module, optimizer)
-
-    def step(ids: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        rows = module(ids)
-        rows.backward(torch.full_like(rows, 1e-3))
-        optimizer.step()
-
-    return step
+    return trained(module, optimizer)
 
 
 def grow(rows: int, dim: int) -> dict[str, Any]:
     """Returns what a table has taken that got so many rows, with row-wise Adagrad."""
     torch.set_num_threads(THREADS)
-    table = Table(TableSpec("rows", dim, Initializer("uniform", 0.01)), "RowWiseAdagrad", {"lr": 0.01}, rows)
-    gradients, seconds = torch.full((BATCH, dim), 1e-3), []
+    table = Table(TableSpec("rows", dim, Initializer("uniform", 0.01)), "RowWiseAdagrad", {"lr": LR}, rows)
+    gradients, seconds = torch.full((BATCH, dim), GRADIENT), []
     counts = np.ones(BATCH, np.int64)
-    table.apply(RowGradients(mix(np.arange(BATCH)).astype(np.int64), counts, gradients), 1, 1)
+    table.apply(RowGradients(hashed(np.arange(BATCH)), counts, gradients), 1, 1)
     before = memory()["peak"]
     for version, first in enumerate(range(BATCH, rows, BATCH), 2):
-        ids = mix(np.arange(first, first + BATCH)).astype(np.int64)
+        ids = hashed(np.arange(first, first + BATCH))
         began = time.perf_counter()
         table.apply(RowGradients(ids, counts, gradients), 1, version)
         seconds.append(time.perf_counter() - began)

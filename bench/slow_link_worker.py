@@ -33,12 +33,13 @@ import ps_worker
 from bench.machine import traffic
 from bench.talk import own_output
 from examples.char_gpt import CharGPT, Shape, Windows, endless, library_text
+from ps_protocol.job import BLOCK_WIRES
 
 HELD_OUT = 20  # one byte of so many is for the held-out loss, at the end of the text
 ONE_BUCKET_MB = 4096
 RISING_STEPS = 20  # the learning rate rises over so many
+LAST_SHARE = 0.05  # what is left of the learning rate at the end of a run whose length is known
 STALLED = 0.1  # of all steps
-LAST_SHARE = 0.05  # what is left of it at the end of a run whose length is known
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Training:
             return {}
         wire, mode, warm_up = self._order.wire, self._order.mode, self._order.warm_up
         alike = self._order.quorum is None and (mode == "sync" or mode.startswith("local:"))
-        both = alike or wire in HALF_TYPES  # blocks: where all workers have the same weights
+        both = alike or wire not in BLOCK_WIRES  # blocks: where all workers have the same weights
         outer = None if warm_up is None else {"warm_up": warm_up}
         wires = {"gradient_wire": wire, "weight_wire": wire if both else "bfloat16"}
         return {**wires, "outer": outer, "bucket_bytes": self._order.bucket_bytes}
@@ -185,9 +186,6 @@ class Training:
 def bfloat16_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP compares types, and annotations are texts here
     """Does what torch's own hook does, under a name by which DDP does not know that it was made for NCCL."""
     return default_hooks.bf16_compress_hook(group, bucket)
-
-
-HALF_TYPES = ("float32", "bfloat16", "float16")
 
 
 def begin_with(path: Path, model: CharGPT, optimizer: torch.optim.Optimizer) -> None:

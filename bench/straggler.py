@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import options
-from bench.cluster import HERE, START_SECONDS, servers, trainers
+from bench.cluster import HERE, START_SECONDS, job_name, servers, trainers
 from bench.computing import way_to_compute
 from bench.pictures import Bar, bars
 from bench.results import Result, result
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             rates: dict[str, list[float]] = {mode: [] for mode in SYSTEMS}
             for turn in range(arguments.turns):
                 for mode, seen in rates.items():
-                    job = f"{scenario}-{mode}-{turn}".replace(":", "-").replace(" ", "-")
+                    job = job_name(f"{scenario}-{mode}-{turn}")
                     name, _, quorum = mode.partition(" ")
                     task = replace(plain, mode=name, quorum=quorum or None, job=job)
                     if quorum:  # a worker that has stopped after a warm-up would be missing for the others' quorum

@@ -52,7 +52,7 @@ def scrambled(words: Words) -> Words:
 
 
 def normal(ids: npt.NDArray[np.int64], number: int) -> Numbers:
-    """Returns for each id the number of this number that belongs to it: nearly normal, with a deviation of 1."""
+    """Returns, for each id, value number `number` of those that belong to it: nearly normal, with a deviation of 1."""
     words = scrambled(ids.view(np.uint64) * np.uint64(31) + np.uint64(number))
     parts = [(words >> np.uint64(shift) & np.uint64(0xFFFF)) / 65536 - 0.5 for shift in (0, 16, 32, 48)]
     return np.asarray(sum(parts) * 3**0.5)

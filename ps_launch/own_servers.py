@@ -7,12 +7,14 @@ launcher waits for the line that says where it is, and ends it when the workers 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_launch.children import Program
 from ps_launch.output import Console
+from ps_protocol.errors import InvalidRequest
 
 # For which servers that were told to stop may take. They end their own processes long before: this is for one that is
 # stopped (SIGSTOP), and for a --drain-seconds of minutes.
@@ -54,3 +56,22 @@ class OwnServers:
             if ready:
                 self.address = (ready[1] or ready[2]).decode()
             self._console.write(sys.stderr.fileno(), line + b"\n")
+
+
+def server_options(
+    checkpoint_dir: str | None, checkpoint_every: str | None, restore: bool, more: str, name: str
+) -> list[str]:
+    """Returns what all servers of a launch are told alike. Raises InvalidRequest for more options that are no words.
+
+    more: options in one text; name: of the setting that gives them
+    """
+    try:
+        words = shlex.split(more)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}, got {more!r}") from None
+    options = ["--metrics-port", "0"]
+    if checkpoint_dir is not None:
+        options += ["--checkpoint-dir", checkpoint_dir]
+    if checkpoint_every is not None:
+        options += ["--checkpoint-every", checkpoint_every]
+    return [*options, *["--restore"] * restore, *words]

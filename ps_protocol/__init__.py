@@ -14,7 +14,7 @@ identity.py        Who a worker is: what every message of one names
 job.py             What a job is, as a value that both ends can compare
 layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
-modes.py           The modes of training, and the one rule behind three of them
+modes.py           The modes of training, and the one rule behind four of them
 optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
 row_ids.py         Ids of rows: how they are mixed, and which shard has a row
 row_memory.py      Memory for rows that a worker shares with the shards on its host

@@ -69,11 +69,6 @@ class PSError(Exception):
             text = text[: MAX_TEXT_BYTES - 3] + b"..."
         return text.decode(errors="ignore")
 
-    @property
-    def message(self) -> str:
-        """What went wrong, in words."""
-        return str(self)
-
 
 class InvalidRequest(PSError, ValueError):
     """An argument or a request is wrong in itself; the message says what was expected and what came."""

@@ -1,4 +1,5 @@
-"""What a worker measures of its own work, and what its script logs, for people who watch: sums since it began to."""
+"""What a worker measures of its own work, and what its script logs, for people who watch: sums since the worker
+began to measure."""
 
 from __future__ import annotations
 

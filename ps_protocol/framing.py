@@ -51,11 +51,6 @@ def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
     return Parts(b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(memoryview(payload).nbytes))), payload)
 
 
-def write_message(message: Message, payload: Buffer | None = None) -> bytes:
-    """Returns the bytes of the message with this payload; see `message_parts`."""
-    return message_parts(message, payload).whole()
-
-
 def split_head(head: Buffer, payload_bytes: int) -> bytes:
     """Returns the bytes of all fields but the payload, from those that come before the payload's elements.
 

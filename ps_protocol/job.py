@@ -213,7 +213,8 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
     if parameter.group is not None and not DATA_TYPES[parameter.dtype].floating:
         raise InvalidRequest(f"{parameter.name}: an optimizer steps floating-point parameters, got {parameter.dtype}")
     if len(parameter.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_ELEMENTS for size in parameter.shape):
-        raise InvalidRequest(f"{parameter.name}: shape {parameter.shape} is beyond what a tensor can have")
+        expected = f"up to {MAX_DIMENSIONS} dimensions of 0 to {MAX_ELEMENTS}"
+        raise InvalidRequest(f"{parameter.name}: expected {expected}, got {parameter.shape}")
     if parameter.numel > MAX_ELEMENTS:
         raise LimitExceeded(f"{parameter.name}: a parameter may have {MAX_ELEMENTS} elements, got {parameter.numel}")
 

@@ -33,7 +33,7 @@ def pulled_bytes(rows: int, dim: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """Returns the bytes that something takes of which another begins behind."""
+    """Returns a size rounded up, so that what comes behind it is aligned."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

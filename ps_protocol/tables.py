@@ -131,6 +131,7 @@ def validate_table(spec: TableSpec) -> None:
         known = ", ".join(INITIAL_KINDS)
         raise InvalidRequest(f"table {spec.name!r}: rows begin as one of {known}, got {start.kind[:80]!r}")
     if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
-        raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be finite, got {start.scale}")
+        numbers = "finite" if start.kind == "constant" else "finite, and from 0 on"
+        raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be {numbers}, got {start.scale}")
     if spec.consistency is not None and spec.consistency.aggregate:
         raise InvalidRequest(f"table {spec.name!r}: its consistency must be ssp:K or async, got {spec.consistency}")

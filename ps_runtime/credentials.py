@@ -21,6 +21,8 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.reloading import ReloadingFiles
 
 if TYPE_CHECKING:
+    import argparse
+
     from cryptography import x509
 
 log = logging.getLogger("ps_runtime")
@@ -136,6 +138,12 @@ def access(
 ) -> Access:
     """Returns a client's access; the files are checked now. Raises InvalidRequest naming what is wrong."""
     return Access(tls(cert, key, ca), None if token_file is None else TokenFile(Path(token_file)).get, insecure)
+
+
+def access_of(arguments: argparse.Namespace) -> Access:
+    """Returns the access that a command line gives; see `access`."""
+    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
+    return access(*files, arguments.insecure)
 
 
 def tls(cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:

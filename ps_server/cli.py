@@ -301,11 +301,10 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
-    from ps_runtime.credentials import access
+    from ps_runtime.credentials import access_of
     from ps_server.rpc.health_client import is_serving
 
-    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
-    allowed = access(*files, arguments.insecure)
+    allowed = access_of(arguments)
     if arguments.command == "health":
         return 0 if is_serving(arguments.server, allowed) else 1
 

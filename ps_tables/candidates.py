@@ -13,7 +13,7 @@ import torch
 
 from ps_protocol.row_ids import Ids, mix
 from ps_tables.contributions import Counts
-from ps_tables.copies import Column, EntriesCopy
+from ps_tables.copies import CopiedColumn, EntriesCopy
 from ps_tables.entries import Entries
 from ps_tables.memory import RowNumbers, reserved
 from ps_tables.removed import RemovedIds
@@ -46,7 +46,7 @@ class Candidates:
 
     def copy(self, version: int, since: int) -> EntriesCopy:
         """Returns a copy, in pieces, of what has occurred after a version; 0: of all. version: of the table now"""
-        return EntriesCopy(self.entries, version, since, {"counts": Column(None, torch.int64)}, self._read)
+        return EntriesCopy(self.entries, version, since, {"counts": CopiedColumn(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
         """Takes the place of an empty one, as far as there is room, or what comes after that; see `snapshot`.

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 
 from ps_protocol.row_ids import Ids
-from ps_tables.entries import Entries
+from ps_tables.entries import BLOCK, Entries
 from ps_tables.places import Column
-
-_BLOCK = 2**16  # numbers looked at in one step: some tens of microseconds
 
 
 class Changes:
@@ -52,7 +50,7 @@ class Changes:
 
         There may be none although the walk is not over.
         """
-        stop = min(self._end, self._next + _BLOCK)
+        stop = min(self._end, self._next + BLOCK)
         ids, numbers = self._rows.used_since(self._since, self._next, stop - self._next)
         if len(ids) > most:
             ids, numbers = ids[:most], numbers[:most]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from ps_protocol.errors import LimitExceeded
-from ps_tables.entries import Entries
+from ps_tables.entries import BLOCK, Entries
 from ps_tables.memory import RowArray, RowNumbers, reserved
 from ps_tables.numbers import Numbers
 from ps_tables.places import Fill, Places, Versions
@@ -30,7 +30,6 @@ Records = npt.NDArray[np.float32]  # [n, elements of a record]
 
 PLACE_BYTES = 4  # of memory for each row: where it is
 
-_BLOCK = 2**16  # numbers that one step of the walk looks at
 _STEPS = 16  # of the walk with one update: some milliseconds
 _LEAST_MOVED = 1024  # rows that may move with one update; and as many as came
 _COPIED = 2**14  # rows copied at a time
@@ -52,8 +51,8 @@ class RowFile(Protocol):
         """Returns the records at places that were written."""
 
     def write(self, places: RowNumbers, records: Records) -> bool:
-        """Writes records at places in ascending order. False where the disk does not take them: there may be anything
-        then."""
+        """Writes records at places in ascending order. False where the disk does not take them: what is at
+        those places then is undefined."""
 
 
 class _Column:
@@ -145,7 +144,7 @@ class WithFile(Places):
         """Looks at some numbers: takes the places of what are no rows any more, and moves rows; returns how many."""
         if self._next >= self._end:
             self._next, self._before = 0, min(version, self._age(rows))
-        block = slice(self._next, min(self._end, self._next + _BLOCK))
+        block = slice(self._next, min(self._end, self._next + BLOCK))
         last, places = rows.last(block), self._places[block]
         gone = np.flatnonzero(rows.gone(block) & (places != 0))
         self._give_back(places[gone])

@@ -44,14 +44,6 @@ class RowGradients:
         return RowGradients(empty, empty, torch.empty(0, dim, dtype=torch.float32, device="cpu"))
 
     @staticmethod
-    def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
-        """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
-        each, places, counts = distinct(ids)
-        sums = torch.zeros(len(each), gradients.shape[1], dtype=torch.float32, device="cpu")
-        add_rows(sums, places, gradients)
-        return RowGradients(each, counts, sums)
-
-    @staticmethod
     def union(contributions: Sequence[RowGradients]) -> RowGradients:
         """Returns the sum of at least one contribution: each row's gradients are added in the order given."""
         if len(contributions) == 1:

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ps_tables.entries import Entries
+from ps_tables.entries import BLOCK, Entries
 from ps_tables.memory import RowNumbers
 
 Read = Callable[[RowNumbers, Mapping[str, torch.Tensor]], object]
 
-_BLOCK = 2**16  # numbers looked at in one step: some tens of microseconds
-
 
 @dataclass(frozen=True)
-class Column:
+class CopiedColumn:
     """What is copied of each entry beside its id and its version. dim: elements of it; None: [n] and not [n, dim]"""
 
     dim: int | None
@@ -42,7 +40,9 @@ class EntriesCopy:
     read:    copies the columns of some numbers
     """
 
-    def __init__(self, entries: Entries, version: int, since: int, columns: Mapping[str, Column], read: Read) -> None:
+    def __init__(
+        self, entries: Entries, version: int, since: int, columns: Mapping[str, CopiedColumn], read: Read
+    ) -> None:
         self._entries, self._columns, self._read = entries, tuple(columns), read
         self._first, self._last = max(since + 1, entries.oldest), version
         self._next, self._end = 0, entries.end
@@ -61,7 +61,7 @@ class EntriesCopy:
 
     def take(self, most: int) -> None:
         """Copies the next entries, up to so many, of a block."""
-        stop = min(self._end, self._next + _BLOCK)
+        stop = min(self._end, self._next + BLOCK)
         numbers = self._entries.within(np.arange(self._next, stop), self._first, self._last)
         if len(numbers) > most:
             numbers = numbers[:most]
@@ -128,7 +128,7 @@ class TableCopy:
         if not self._rows.is_over:
             self._rows.take(most)
         elif self._waiting is not None:
-            self._waiting.take(_BLOCK)
+            self._waiting.take(BLOCK)
 
     def end(self) -> None:
         """Gives it up."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_tables.native import in_use
-
-Places = npt.NDArray[np.int64]
+from ps_tables.native.loops import Longs
 
 _MOST, _MOST_SHARDS = 2**30, 2**16  # of ids and shards that the compiled loop takes
 
 
-def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Places, Places]:
+def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Longs, Longs]:
     """Returns each id once, the place of each id of the batch among those, and how often each occurs.
 
     [n] to [m], [n] and [m]. The order is that of shards, and then that of places in the batch: of the last id of

@@ -19,8 +19,9 @@ from ps_protocol.row_ids import Ids
 from ps_tables.index import Index
 from ps_tables.memory import RowNumbers, reserved
 
+BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseconds
+
 _HIGHEST = 2**32 - 1
-_SWEPT = 2**16  # numbers looked at in one call
 
 Told = Callable[[RowNumbers], None]
 
@@ -128,7 +129,7 @@ class Entries:
         if self._live == len(self._index):
             return
         first = 0 if everything or self._swept >= self._end else self._swept
-        self._swept = self._end if everything else min(self._end, first + _SWEPT)
+        self._swept = self._end if everything else min(self._end, first + BLOCK)
         used = self._used[first : self._swept]
         numbers = first + np.flatnonzero((used < self._threshold) & (used > 0))
         self._give_back(self._ids.take(numbers), numbers)
@@ -147,8 +148,8 @@ class Entries:
         return self._ids.take(numbers), numbers
 
     def gone(self, numbers: slice) -> npt.NDArray[np.bool_]:
-        """Returns which of some numbers are no entry's; while a copy is under way, also not an expired one's: it may
-        want these."""
+        """Returns which of some numbers are free to use: those of no entry, and of expired ones, unless a copy is under
+        way, which may still want these."""
         used = self._used[: self._end][numbers]
         without: npt.NDArray[np.bool_] = used == 0 if self._told is not None else used < self._threshold
         return without
@@ -163,14 +164,12 @@ class Entries:
 
         first, last: of the range
         """
-        used = self._used.take(numbers)
-        within: RowNumbers = numbers[(used >= max(1, first - self._base)) & (used <= max(0, last - self._base))]
-        return within
+        return numbers[_between(self._used.take(numbers), first - self._base, last - self._base)]
 
     def count_within(self, first: int, last: int) -> int:
         """Returns how many numbers were used last by a version of a range."""
         used = self._used[: self._end]
-        return int(np.count_nonzero((used >= max(1, first - self._base)) & (used <= max(0, last - self._base))))
+        return int(np.count_nonzero(_between(used, first - self._base, last - self._base)))
 
     def before_change(self, told: Told) -> None:
         """Has the numbers of entries told, before these change or are given back, in place of what was told before."""
@@ -220,3 +219,9 @@ class Entries:
         used[free] = 0
         self._threshold = max(2, self._threshold - shift)
         self._base += shift
+
+
+def _between(used: npt.NDArray[np.uint32], first: int, last: int) -> npt.NDArray[np.bool_]:
+    """Returns which numbers were used last by a version of a range, less the base: none that is free."""
+    between: npt.NDArray[np.bool_] = (used >= max(1, first)) & (used <= max(0, last))
+    return between

@@ -21,7 +21,7 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, tensors_kept
-from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TORCH_OPTIMIZERS
+from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.native import in_use
 from ps_tables.native.loops import ADD_SCALED, SGD, SGD_FUSED, Loops
@@ -97,7 +97,8 @@ class RowOptimizer(ABC):
 
     def _first(self, name: str, values: HyperParameters) -> float:
         """Returns what a state begins with."""
-        return _number(values, "initial_accumulator_value", 0.0) if name == "sum" else 0.0
+        # torch's Adagrad has the same default.
+        return _number(values, "RowWiseAdagrad", "initial_accumulator_value") if name == "sum" else 0.0
 
     @abstractmethod
     def _step(
@@ -203,7 +204,8 @@ class _RowWiseAdagrad(RowOptimizer):
         # numpy sums each row by itself, whatever rows lie beside it.
         squares = torch.from_numpy(np.einsum("ij,ij->i", gradients.numpy(), gradients.numpy()))
         total[: len(squares)] += squares / self._dim
-        return -_number(values, "lr", 0.01) / (total.sqrt() + _number(values, "eps", 1e-10))
+        lr, eps = (_number(values, "RowWiseAdagrad", key) for key in ("lr", "eps"))
+        return -lr / (total.sqrt() + eps)
 
 
 class _FtrlProximal(RowOptimizer):
@@ -216,8 +218,7 @@ class _FtrlProximal(RowOptimizer):
         self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
     ) -> None:
         weights, z, n = tensors[""], tensors["z"], tensors["n"]
-        alpha, beta = _number(values, "lr", 0.05), _number(values, "beta", 0.0)
-        l1, l2 = _number(values, "l1", 0.0), _number(values, "l2", 0.0)
+        alpha, beta, l1, l2 = (_number(values, "Ftrl", key) for key in ("lr", "beta", "l1", "l2"))
         before = n.sqrt()
         n += gradient * gradient
         root = n.sqrt()
@@ -241,7 +242,8 @@ def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -
     raise InvalidRequest(f"a table's optimizer is one of {', '.join(ROW_OPTIMIZERS)}, got {name!r}")
 
 
-def _number(values: HyperParameters, name: str, default: float) -> float:
-    value = values.get(name, default)
+def _number(values: HyperParameters, name: str, key: str) -> float:
+    """Returns a hyper-parameter; its default, where the optimizer of this name was given none."""
+    value = values.get(key, TABLE_OPTIMIZERS[name][key])
     assert isinstance(value, float | int)
     return float(value)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from ps_tables.native import in_use
-from ps_tables.native.loops import ADD, Loops
-
-Places = npt.NDArray[np.int64]
+from ps_tables.native.loops import ADD, Longs, Loops
 
 
-def add_rows(sums: torch.Tensor, places: Places, values: torch.Tensor) -> None:
+def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
     """Adds rows to sums: [n, dim] to the [n] places of [m, dim]."""
     loops = _loops_for(values)
     if loops is not None:
@@ -34,7 +31,7 @@ def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Te
     return values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
 
 
-def added_up_in_torch(values: torch.Tensor, places: Places, count: int) -> torch.Tensor:
+def added_up_in_torch(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
     """Returns the sums of float32 on the CPU by torch's bags, after sorting: half the time of index_add_, and the same
     bits (measured: 0.6 beside 1.1 ms for 26,624 gradients of 10,271 rows)."""
     keys = (places << 32) | np.arange(len(places))

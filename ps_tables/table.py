@@ -27,7 +27,7 @@ from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
 from ps_tables.cold import RowFile, WithFile
 from ps_tables.contributions import RowGradients
-from ps_tables.copies import Column, EntriesCopy, TableCopy
+from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.memory import RowArray, RowNumbers
@@ -240,7 +240,7 @@ class Table:
         if since is not None and waiting is not None:
             others["waiting.oldest"] = np.array([waiting.entries.oldest])
             others["waiting.removed"] = np.concatenate([np.empty(0, np.int64), *(admitted or ())])
-        columns = {name: Column(each.dim, torch.float32) for name, each in self._in_memory().items()}
+        columns = {name: CopiedColumn(each.dim, torch.float32) for name, each in self._in_memory().items()}
         rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
         waits = waiting.copy(self.version, since or 0) if waiting is not None else None
         self._copy = TableCopy(rows, waits, since, {name: torch.from_numpy(each) for name, each in others.items()})

@@ -72,13 +72,12 @@ def parser() -> CommandLine:
 
 def ask(arguments: argparse.Namespace) -> str:
     """Runs a command that tells or asks the coordinator something; returns what came of it. Raises PSError."""
-    from ps_runtime.credentials import access
+    from ps_runtime.credentials import access_of
     from ps_worker.cluster.reports import await_job_end, report_worker_end
 
     if not arguments.server:
         raise InvalidRequest(f"{arguments.command} needs --server HOST:PORT")
-    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
-    allowed = access(*files, arguments.insecure)
+    allowed = access_of(arguments)
     if arguments.command == "await-end":
         ended = await_job_end(arguments.server, arguments.job, arguments.connect_timeout, allowed)
         return f"job {arguments.job} is over" if ended else f"the coordinator at {arguments.server} is gone"
@@ -90,7 +89,7 @@ def ask(arguments: argparse.Namespace) -> str:
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Returns what the command line asks for. Raises InvalidRequest for what does not fit together."""
     from ps_launch.workers import Launch
-    from ps_runtime.credentials import access
+    from ps_runtime.credentials import access_of
 
     with_servers = starts_servers(arguments)
     mode = arguments.mode or ("sync" if arguments.server or with_servers else "single")
@@ -106,8 +105,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     if rule is not None and not arguments.elastic:
         check_quorum(rule, world_size)
     # Checked here too, where one line says for all workers what is wrong.
-    files = arguments.tls_cert, arguments.tls_key, arguments.tls_ca, arguments.token_file
-    access(*files, arguments.insecure)
+    access_of(arguments)
     settings = as_variables(SETTINGS, arguments)
     if mode != "single" or world_size > 1:
         settings["PS_MODE"] = mode  # otherwise a worker finds the same, and knows that it was not asked for

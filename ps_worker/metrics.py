@@ -186,18 +186,18 @@ class ModelNumbers:
     residual_ratio: Callable[[], float | None] = field(default_factory=lambda: _no_residual)
 
 
-def _model_gauges(numbers: Callable[[], ModelNumbers]) -> Gauges[ModelNumbers]:
+def _model_gauges(now: Callable[[], ModelNumbers]) -> Gauges[ModelNumbers]:
     """Returns the metrics that are read of the model."""
 
     def ratio(model: ModelNumbers) -> Iterable[Sample]:
-        now = model.residual_ratio()
-        return [] if now is None else [((), now)]
+        found = model.residual_ratio()
+        return [] if found is None else [((), found)]
 
     text = "Ids looked up in tables."
     distinct = "Ids looked up in tables, those of each lookup once."
     left_out = "Norm of what the wire format has left out, over the norm of what was pushed."
     return Gauges(
-        numbers,
+        now,
         [
             ("ps_worker_lookups_total", text, (), lambda model: [((), model.looked_up()[0])]),
             ("ps_worker_distinct_lookups_total", distinct, (), lambda model: [((), model.looked_up()[1])]),
@@ -324,9 +324,9 @@ class WorkerMetrics:
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.timer.gradient))
 
-    def watch_model(self, numbers: ModelNumbers) -> None:
-        """Has told what the model that trains keeps itself."""
-        self._model = numbers
+    def watch_model(self, model: ModelNumbers) -> None:
+        """Has the metrics read these numbers of the model that trains."""
+        self._model = model
 
     def fetched(self, received: Mapping[str, int]) -> None:
         """Counts the bytes of rows that were fetched from the servers, by wire format."""

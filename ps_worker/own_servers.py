@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from typing import TYPE_CHECKING
 
 from ps_protocol.errors import InvalidRequest
@@ -63,22 +62,14 @@ def starts_servers(arguments: argparse.Namespace) -> bool:
 
 def servers_plan(arguments: argparse.Namespace) -> ServersPlan:
     """Returns what to start the servers of a launch with. Raises InvalidRequest for options that are no words."""
-    from ps_launch.own_servers import ServersPlan
+    from ps_launch.own_servers import ServersPlan, server_options
 
     if arguments.shards_with_workers:
         options = _node_options(arguments)
     else:
         options = ["--shards", str(arguments.shards), "--port", str(arguments.port or 0)]
-    options += ["--metrics-port", "0"]
-    if arguments.checkpoint_dir is not None:
-        options += ["--checkpoint-dir", arguments.checkpoint_dir]
-    if arguments.checkpoint_every is not None:
-        options += ["--checkpoint-every", arguments.checkpoint_every]
-    options += ["--restore"] * arguments.restore
-    try:
-        options += shlex.split(arguments.server_options or "")
-    except ValueError as error:
-        raise InvalidRequest(f"--server-options: {error}, got {arguments.server_options!r}") from None
+    checkpoints = arguments.checkpoint_dir, arguments.checkpoint_every, arguments.restore
+    options += server_options(*checkpoints, arguments.server_options or "", "--server-options")
     given = vars(arguments)
     own = {setting.variable: setting for setting in SETTINGS}
     variables = {name: value for name, value in environment().items() if name not in own}

@@ -23,13 +23,14 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
-from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.row_ids import shards_of
 from ps_runtime.background import guarded
 from ps_runtime.credentials import Access, access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.config import check
+from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import FeedPart, RowCopy, saved_copy
 
 log = logging.getLogger("ps_worker")
@@ -78,7 +79,7 @@ class _Follower:
     heard: when the copy was last known to be as the shard has it, by time.monotonic; None: not in this process
     """
 
-    def __init__(self, source: _Source, shard: int, shards: int, changed: Callable[[_Follower], None]) -> None:
+    def __init__(self, source: _Source, shard: int, shards: int, changed: Callable[[], None]) -> None:
         self.shard, self.shards = shard, shards
         self.copy: RowCopy | None = None
         self.heard: float | None = None
@@ -123,7 +124,7 @@ class _Follower:
             guarded("row-feed", self._follow)
             if self.heard != begun:
                 pause = FIRST_PAUSE_SECONDS
-            self._changed(self)
+            self._changed()
             is_refused = isinstance(self.trouble, _FINAL) and not isinstance(self.trouble, InvalidRequest)
             self._ending.wait((REFUSED_PAUSE_SECONDS if is_refused else pause) * _RANDOM.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -137,7 +138,7 @@ class _Follower:
             addresses, self.shards = shard_addresses(source.server, source.access)
             if self.shard not in addresses:
                 raise TryLater(f"shard {self.shard} of {self.shards} is not known at {source.server} yet")
-            self._changed(self)
+            self._changed()
             cursor = self.copy.cursor if self.copy is not None else b""
             where = self.shard, addresses[self.shard], source.access
             self._spoke = time.monotonic()
@@ -167,7 +168,7 @@ class _Follower:
             self._troubles.over(self._source.table)
             if time.monotonic() - self._saved >= self._source.save_every:
                 self._save()
-            self._changed(self)
+            self._changed()
 
     def _save(self) -> None:
         self._saved = time.monotonic()
@@ -268,15 +269,11 @@ class RowFeed:
 
         An id that is no row, because training has not met it, has the value with which its row would begin.
 
-        Raises TryLater as long as the copy is not complete: see `wait_for`.
+        Raises InvalidRequest for what are no ids, TryLater as long as the copy is not complete: see `wait_for`.
         """
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise InvalidRequest(f"ids are a tensor of int64 or int32, got {got}")
-        parts = self._serving
+        flat, parts = flat_ids([ids]), self._serving
         if not parts:
             raise TryLater(f"the rows of table {self._source.table!r} are not here yet")
-        flat: Ids = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
         of, found = shards_of(flat, len(parts)), None
         for part in parts:
             assert part.copy is not None
@@ -347,13 +344,10 @@ class RowFeed:
         self._settle()
 
     def _followers(self, shards: int) -> tuple[_Follower, ...]:
-        made = tuple(_Follower(self._source, shard, shards, self._changed) for shard in range(shards))
+        made = tuple(_Follower(self._source, shard, shards, self._settle) for shard in range(shards))
         for each in made:
             each.start()
         return made
-
-    def _changed(self, follower: _Follower) -> None:
-        self._settle()
 
     def _settle(self) -> None:
         """Serves those that came, if they are complete; tells those that wait."""

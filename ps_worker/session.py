@@ -236,6 +236,8 @@ class Session:
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
+        Raises NotShared where `transport` is "shm" and a shard cannot see this worker's memory, and other PSErrors with
+        which servers refuse a worker.
         """
         given = _sorted(things)
         _check_process(self._pid)

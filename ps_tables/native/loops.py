@@ -132,14 +132,14 @@ class Loops:
         """A pointer to numbers that are only read: they may lie anyhow."""
         return self._longs(np.ascontiguousarray(array))
 
-    def _longs(self, array: Longs, written: bool = False) -> Any:
-        return self._pointer("int64_t[]", array, np.int64, written)
+    def _longs(self, array: Longs) -> Any:
+        return self._pointer("int64_t[]", array, np.int64, False)
 
     def _slots(self, array: Slots, written: bool = False) -> Any:
         return self._pointer("uint64_t[]", array, np.uint64, written)
 
-    def _ints(self, array: npt.NDArray[np.int32], written: bool = False) -> Any:
-        return self._pointer("int32_t[]", array, np.int32, written)
+    def _ints(self, array: npt.NDArray[np.int32]) -> Any:
+        return self._pointer("int32_t[]", array, np.int32, False)
 
     def _floats(self, array: Floats, written: bool = False) -> Any:
         return self._pointer("float[]", array, np.float32, written)

@@ -256,7 +256,7 @@ class DataConnection:
             self._calls.pop(number, None)
 
     def _filled(self, target: memoryview, call: Call | None = None) -> memoryview:
-        """Receives a part of a frame. What others wait for comes behind it: that is no time of theirs.
+        """Receives a part of a frame. Answers to other calls queue behind it, so their time is extended by as long.
 
         call: that it is for
         """

@@ -111,8 +111,9 @@ def open_data_connection(
             connection = _connect_tcp(address, answer.port, access)
         connection.sendall(write_header(0, Kind.OPEN, len(answer.ticket)) + answer.ticket)
         first = receive_exactly(connection, HEADER_BYTES, time.monotonic() + CONNECT_SECONDS)
-        if read_header(first, 0).kind is not Kind.OPENED:
-            raise InvalidRequest("something else answers there")
+        kind = read_header(first, 0).kind
+        if kind is not Kind.OPENED:
+            raise InvalidRequest(f"expected a frame OPENED, got {kind.name}")
         return DataConnection(frames_over(connection))
     except (OSError, InvalidRequest) as error:
         if connection is not None:

@@ -90,7 +90,7 @@ def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
     columns = columns if with_state else row_columns(job.optimizer, job.values, spec.dim, False)
     version = int(tensors["version"]) if "version" in tensors else 0
     rows = _places(tensors, "", shards)
-    waiting = _places(tensors, "waiting." if spec.admit_after > 1 else "none.", shards)
+    waiting = _places(tensors if spec.admit_after > 1 else {}, "waiting.", shards)  # otherwise no id waits
     return [
         ShardPart(
             Beginning(version, table.seed, len(rows[at]), len(waiting[at]), with_state),

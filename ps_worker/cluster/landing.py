@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
+from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PulledBucket, PullResult
 
@@ -44,7 +45,7 @@ class Landing:
         self._longest, self._checkpoint, self._has_waited = 0.0, False, False
         self._fields = b""
         self._coming: PulledBucket | None = None  # its elements are on their way
-        self.progressed: Callable[[], None] = _nothing  # is called with each message
+        self.progressed: Callable[[], None] = nothing  # is called with each message
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +102,3 @@ class Landing:
             self._sizes[wire] = self._sizes.get(wire, 0) + self._plan.land(bucket, pulled)
             self._longest = max(self._longest, pulled.waited)
             self._checkpoint = self._checkpoint or pulled.checkpoint
-
-
-def _nothing() -> None:
-    pass

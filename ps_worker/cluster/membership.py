@@ -28,6 +28,7 @@ NOTICE_PAUSE_SECONDS = 10.0
 DOUBT_SECONDS = 0.2
 DISOWNED_SECONDS = 1.0  # so long a shard may hear of a change before the coordinator says so
 CLOSE_SECONDS = 1.0
+CLOSED_EARLY = "the session was closed while it waited for the other workers to join"
 
 
 class Doubt:
@@ -180,7 +181,7 @@ class Membership:
                 self._changed.wait(min(notice_at, began + limit) - now)
         self.raise_lost()
         if self._coordinator.closing.is_set():
-            raise UnknownWorker("the session was closed while it waited for the other workers to join")
+            raise UnknownWorker(CLOSED_EARLY)
 
     def _missing(self, seconds: float) -> str:
         """Says which ranks have not joined, how many have, and for how long this worker has waited."""

@@ -1,4 +1,5 @@
-"""One way to a shard: buckets as gRPC messages, pushed in the order in which a pool takes them up, few at a time."""
+"""One way to a shard: buckets as messages, over a data connection or gRPC (calls.py). A pool pushes them in the order
+in which they were submitted, a few at a time."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ps_protocol.job import JobSpec, validate
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
-from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.membership import CLOSED_EARLY, Membership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
@@ -180,7 +180,7 @@ class Participation:
 
     def _check(self, place: JoinResult) -> None:
         if self.is_closed:
-            raise UnknownWorker("the session was closed while it waited for the other workers to join")
+            raise UnknownWorker(CLOSED_EARLY)
         if self.members.place is not place:
             raise PlaceLost
 

@@ -15,6 +15,7 @@ from ps_protocol.convert import seconds, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head
 from ps_protocol.v1 import rows_pb2
+from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
 
@@ -44,7 +45,7 @@ class RowLanding:
     ) -> None:
         self._peer, self._request, self._rows, self._dim, self._codec = peer, request, rows, dim, codec
         self._land, self._shared, self._waits = land, shared, waits
-        self.progressed: Callable[[], None] = _nothing  # is called with each message
+        self.progressed: Callable[[], None] = nothing  # is called with each message
         self.begin()
 
     def begin(self) -> None:
@@ -89,8 +90,7 @@ class RowLanding:
         self._waited = max(self._waited, seconds(response.wait_duration))
         self._state_wanted = self._state_wanted or response.state_wanted
         if response.HasField("waiting"):
-            awaited = tuple(response.waiting.awaited_ranks)
-            self._waits.met("rows", "waiting for rows: %s", response.waiting.reason, detail=awaited)
+            note_wait(self._waits, response.waiting)
             return
         self._answered = True
         first, count = response.first_row, response.row_count
@@ -133,5 +133,6 @@ class ExchangeLanding(RowLanding):
             self._take(response.pulled, payload)
 
 
-def _nothing() -> None:
-    pass
+def note_wait(waits: Troubles, notice: rows_pb2.RowWaitNotice) -> None:
+    """Tells of what rows wait for."""
+    waits.met("rows", "waiting for rows: %s", notice.reason, detail=tuple(notice.awaited_ranks))

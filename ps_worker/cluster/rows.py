@@ -31,8 +31,8 @@ from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.cluster.first_rows import begin_table, parts_of
-from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding
+from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_table, parts_of
+from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.tables.ahead import RowsAhead
@@ -40,8 +40,6 @@ from ps_worker.tables.server_rows import FirstRows, RowsPush, TablePart
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
-
-MESSAGE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -323,7 +321,7 @@ class RowTransport:
         def land(fields: bytes, payload: memoryview | None) -> None:
             response = rows_pb2.PullTableResponse.FromString(fields)
             if response.HasField("waiting"):
-                self._note_wait(response.waiting)
+                note_wait(self._waits, response.waiting)
                 return
             if payload is not None:
                 pieces.append(bytes(payload))
@@ -335,10 +333,6 @@ class RowTransport:
         calls.stream("PullTable", request, land, begin)
         self._waits.over("rows")
         return TablePart(b"".join(pieces), last.row_count, last.seed)
-
-    def _note_wait(self, notice: rows_pb2.RowWaitNotice) -> None:
-        awaited = tuple(notice.awaited_ranks)
-        self._waits.met("rows", "waiting for rows: %s", notice.reason, detail=awaited)
 
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""

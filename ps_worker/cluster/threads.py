@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Closed(Exception):
-    """Nothing runs any more where a call was to run."""
+    """The pool is closed: the call does not run."""
 
 
 class DaemonPool:
@@ -37,7 +37,7 @@ class DaemonPool:
             if not self._closed:
                 self._calls.put((future, call))
                 return future
-        future.set_exception(Closed())
+        future.set_exception(Closed("the session is closed: the call does not run"))
         return future
 
     def close(self) -> None:

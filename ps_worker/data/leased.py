@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_worker.data.loaders import PreparedLoader, rebuilt
-from ps_worker.data.look_ahead import LookAhead, straight
+from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
 MOST_AHEAD = 64
@@ -267,7 +267,7 @@ class LeasedLoader:
         leases: Leases,
         device: torch.device,
         timer: StepTimer,
-        look_ahead: LookAhead = straight,
+        look_ahead: LookAhead,
     ) -> None:
         """loader: the user's own. shares: the same, divided among the workers. device: where batches go.
         look_ahead: may read batches ahead"""

@@ -160,7 +160,7 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
     try:
         refuse_undividable(loader)
     except Unsupported as error:
-        return [error.message]
+        return [str(error)]
     return []
 
 
@@ -194,7 +194,7 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
-def divides_itself(dataset: IterableDataset[Any]) -> bool:
+def _divides_itself(dataset: IterableDataset[Any]) -> bool:
     """Whether a dataset, or one that it reads from, evidently knows how many workers there are."""
     try:
         attributes = vars(dataset)
@@ -202,7 +202,7 @@ def divides_itself(dataset: IterableDataset[Any]) -> bool:
         return False
     if any(attributes.get(name) is not None for name in _PARTS):
         return True
-    return any(divides_itself(inner) for inner in attributes.values() if isinstance(inner, IterableDataset))
+    return any(_divides_itself(inner) for inner in attributes.values() if isinstance(inner, IterableDataset))
 
 
 def warning_once(
@@ -214,7 +214,7 @@ def warning_once(
     def begun() -> Iterator[Any]:
         nonlocal warned
         index, count = share()
-        if count > 1 and index == 0 and not warned and not divides_itself(loader.dataset):  # type: ignore[arg-type]
+        if count > 1 and index == 0 and not warned and not _divides_itself(loader.dataset):  # type: ignore[arg-type]
             warned = True
             log.warning(
                 "the loader's %s is not seen to be divided among the %d workers: divide an IterableDataset by "

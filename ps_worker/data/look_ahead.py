@@ -37,8 +37,3 @@ def look_ahead(batches: Iterator[Any], announce: Callable[[Any], None]) -> Itera
         if failed is not None:
             raise failed
         batch = following
-
-
-def straight(batches: Iterator[Any]) -> Iterator[Any]:
-    """Returns batches as they are: nothing is read ahead."""
-    return batches

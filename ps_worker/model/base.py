@@ -17,7 +17,7 @@ from ps_worker.model.weights import Weights
 class Base:
     """The base of one model. For the training thread.
 
-    is_there: it is, and not the difference
+    is_there: the buffers hold the base, and not yet the difference
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
@@ -26,12 +26,12 @@ class Base:
         self._weights = weights
 
     def keep(self) -> None:
-        """Takes the weights as they are for the base."""
+        """Makes the weights, as they are, the base."""
         self._buffers.copy_weights(back=False)
         self.is_there = True
 
     def arrived(self) -> None:
-        """Takes all that was pulled for the weights: it lies there already."""
+        """Makes what was pulled the weights: it lies there already."""
 
     def go_back(self) -> None:
         """Makes the weights the base again."""

@@ -124,7 +124,7 @@ class FlatModel:
         if self._staging is not None:
             made = self._left[bucket.index].made
             assert made is not None
-            self._staging.fetch_into(target, gradient, made)
+            self._staging.fetch(lambda: gradient.to(target.dtype), made, target)
         elif target.data_ptr() != gradient.data_ptr():
             target.copy_(gradient)
 
@@ -164,7 +164,7 @@ class FlatModel:
 
     def changed_weights(self) -> set[int]:
         """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
-        InvalidRequest if the model cannot be trained as it is.
+        InvalidRequest or Unsupported, as `Weights.changed`.
         """
         changed = self.weights.changed()
         if changed and self._versions:

@@ -41,23 +41,19 @@ class GpuStaging:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def fetch(self, make: Callable[[], torch.Tensor], after: torch.cuda.Event) -> torch.Tensor:
-        """Returns on the host what `make` makes on the GPU after a point; blocks until it is there."""
+    def fetch(
+        self, make: Callable[[], torch.Tensor], after: torch.cuda.Event, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns on the host what `make` makes on the GPU after a point; blocks until it is there.
+
+        target: memory on the host that takes it; None: it gets new memory
+        """
         with torch.cuda.stream(self._down):
             self._down.wait_event(after)
             made = make()
-            target = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            if target is None:
+                target = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
             target.copy_(made, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._down)
-        done.synchronize()
-        return target
-
-    def fetch_into(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.Tensor:
-        """Fetches into host memory that is there; returns it."""
-        with torch.cuda.stream(self._down):
-            self._down.wait_event(after)
-            target.copy_(source.to(target.dtype), non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._down)
         done.synchronize()

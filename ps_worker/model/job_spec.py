@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +48,7 @@ def describe(
             f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
             "async, or make it a torch.nn.Embedding"
         )
-    groups = _groups(optimizers)
+    groups = _groups(models, optimizers)
     for table in tables.values():  # a handle: the rows are in no bucket
         groups.pop(id(table.weight), None)
     parameters, tensors = _parameters(models, groups, {id(table.weight) for table in tables.values()})
@@ -87,16 +87,14 @@ def _parameters(
     """
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
-    for number, model in enumerate(models):
-        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if id(tensor) in known:
-                continue
-            known.add(id(tensor))
-            key = f"{number}.{key}" if len(models) > 1 else key
-            _refuse_dtype(key, tensor)
-            group, optimizer = groups.pop(id(tensor), (None, 0))
-            parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
-            tensors.append(tensor)
+    for key, tensor in _named(models):
+        if id(tensor) in known:
+            continue
+        known.add(id(tensor))
+        _refuse_dtype(key, tensor)
+        group, optimizer = groups.pop(id(tensor), (None, 0))
+        parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
+        tensors.append(tensor)
     if groups:
         raise InvalidRequest(
             f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models over"
@@ -104,15 +102,27 @@ def _parameters(
     return tuple(parameters), tensors
 
 
-def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
-    """Returns by the id of a parameter its group among all, and its optimizer. Raises InvalidRequest for two."""
+def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of the models with their names in the job; tied ones as often as they are there."""
+    for number, model in enumerate(models):
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            yield f"{number}.{key}" if len(models) > 1 else key, tensor
+
+
+def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
+    """Returns by the id of a parameter its group among all, and its optimizer. Raises InvalidRequest for one that
+    has two."""
     places: dict[int, tuple[int, int]] = {}
     number = 0
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if places.setdefault(id(parameter), (number, index)) != (number, index):
-                    raise InvalidRequest("a parameter is in two optimizers; each is stepped by one")
+                before, first = places.setdefault(id(parameter), (number, index))
+                if before != number:
+                    name = next((key for key, tensor in _named(models) if tensor is parameter), "a parameter")
+                    raise InvalidRequest(
+                        f"{name} is in optimizers {first} and {index}; each parameter is stepped by one"
+                    )
             number += 1
     return places
 
@@ -133,7 +143,7 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
         try:
             check()
         except (InvalidRequest, Unsupported) as error:
-            refused.append(error.message)
+            refused.append(str(error))
     return refused
 
 
@@ -149,13 +159,6 @@ def _refuse_lazy(model: nn.Module) -> None:
 def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPE_NAMES:
         raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
-
-
-def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step has made state: Adagrad has some at step 0, from the beginning."""
-    return any(
-        any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
-    )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -58,7 +58,7 @@ class LocalRound(StepMaker):
         """Whether the round has all its steps."""
         if self.made < self._local.steps_of(self.number):
             return False
-        is_timed = self._local.ends_by_time(self.number) and self._local.seconds is not None
+        is_timed = self._local.ends_by_time(self.number)
         return not is_timed or time.monotonic() - self._began >= (self._local.seconds or 0.0)
 
     def stepping(self) -> None:
@@ -85,7 +85,7 @@ class LocalRound(StepMaker):
         self.model.base.go_back()
 
     def end(self, optimizer: int) -> EndedStep:
-        """Ends the round with the difference. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
+        """Ends the round with the difference. Raises NonFiniteGradient, or as `Weights.gather`, if it may not leave."""
         if not self._is_pushed():
             return self.end_empty()
         self.model.base.subtract()

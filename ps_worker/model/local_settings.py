@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.fragments import check_mixing, default_mixing
 from ps_protocol.local import Local
@@ -22,12 +20,12 @@ KNOWN: Mapping[str, tuple[type, ...]] = {
     "delay": (int,),
     "mixing": (int, float),
 }
-WORDS = {"nesterov": "True or False", "warm_up": "a whole number", "weight": '"steps" or "samples"'}
-
-
-def outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim.SGD:
-    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up."""
-    return torch.optim.SGD(parameters, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
+WORDS = {
+    "nesterov": "True or False",
+    "warm_up": "a whole number",
+    "weight": '"steps" or "samples"',
+    "delay": "a whole number",
+}
 
 
 def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
@@ -41,8 +39,7 @@ def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
         if name not in KNOWN:
             raise InvalidRequest(f"outer takes {', '.join(KNOWN)}, got {name!r}")
         if not isinstance(value, KNOWN[name]) or (isinstance(value, bool) and name != "nesterov"):
-            what = "a whole number" if name == "delay" else WORDS.get(name, "a number")
-            raise InvalidRequest(f"outer[{name!r}] is {what}, got {value!r}")
+            raise InvalidRequest(f"outer[{name!r}] is {WORDS.get(name, 'a number')}, got {value!r}")
     given: dict[str, Any] = {
         name: float(value) if KNOWN[name] == (int, float) else value for name, value in outer.items()
     }

@@ -12,7 +12,6 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
-from ps_worker.model.job_spec import has_stepped
 from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -55,11 +54,18 @@ def states_before(
     states = {
         indices[id(parameter)]: tensors_of(state)
         for optimizer in optimizers
-        if has_stepped(optimizer)
+        if _has_stepped(optimizer)
         for parameter, state in optimizer.state.items()
     }
     check_states(spec, states)
     return states
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step has made state: Adagrad has some at step 0, from the beginning."""
+    return any(
+        any(v is not None for v in state.values()) and state.get("step") != 0 for state in optimizer.state.values()
+    )
 
 
 def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[Assignment]:

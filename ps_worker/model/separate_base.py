@@ -22,15 +22,15 @@ from ps_worker.model.base import Base
 class SeparateBase(Base):
     """The base of one model, with memory of its own. For the training thread.
 
-    is_there: it is, and nothing lands in it
+    is_there: the base is complete: no pull is landing in it
     """
 
     def keep(self) -> None:
-        """Takes what was pulled for the base: it is that already."""
+        """Makes what was pulled the base: it is that already."""
         self.is_there = True
 
     def arrived(self) -> None:
-        """Takes all that was pulled for the weights, too."""
+        """Makes what was pulled the weights, too."""
         for bucket in self._buffers.trained_buckets:
             self._buffers.own(bucket).copy_(self._buffers.weights(bucket))
 
@@ -67,7 +67,7 @@ class SeparateBase(Base):
     def own(self) -> dict[int, torch.Tensor]:
         """Returns a copy of the weights as they are, on the host, by parameter, each in its shape.
 
-        Raises InvalidRequest as `Weights.gather`.
+        Raises InvalidRequest or Unsupported, as `Weights.gather`.
         """
         self._weights.gather()
         return {index: view.to("cpu", copy=True) for index, view in self._buffers.weight_views.items()}

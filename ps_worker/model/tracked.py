@@ -166,7 +166,7 @@ class Touches:
             self._given_out.setdefault(index, []).append(weakref.ref(given_out))
 
     def landed(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Takes the values as they are for new weights: changes by the script count from here on."""
+        """Counts the values, as they are, as new weights: changes by the script count from here on."""
         if not self.before and not self._given_out:
             return
         alive = {index: [ref for ref in refs if ref() is not None] for index, refs in self._given_out.items() if refs}

@@ -61,7 +61,7 @@ class Weights:
         self.mark()
 
     def mark(self) -> None:
-        """Takes the parameters as they are now for unchanged."""
+        """Counts the parameters, as they are now, as unchanged."""
         self._marks = self._marks_now()
 
     def release(self) -> None:
@@ -72,7 +72,8 @@ class Weights:
     def changed(self) -> set[int]:
         """Returns the parameters whose values the script has changed since weights last landed, all in the buffers.
 
-        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
+        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now; Unsupported if the
+        model's memory was moved as a whole (`share_memory()`).
         """
         self._check_place()
         before, now, trained = self._marks, self._marks_now(), self._buffers.trained
@@ -90,7 +91,7 @@ class Weights:
         return changed
 
     def gather(self) -> None:
-        """Brings all parameters' values into the buffers. Raises InvalidRequest as `changed`."""
+        """Brings all parameters' values into the buffers. Raises InvalidRequest or Unsupported, as `changed`."""
         self._check_place()
         for index in self._buffers.trained:
             self._buffers.check_form(index)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,6 @@ class _ServerActor:
         self._is_wanted = False
         self._server.stop(seconds)
 
-    def node(self) -> str:
-        """Returns the id of the node of Ray on which this actor is."""
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
-
 
 class Coordinator(_ServerActor):
     """The coordinator's actor, and the launcher that reports what Ray sees. It knows the process of each shard."""
@@ -136,9 +131,9 @@ class Coordinator(_ServerActor):
             return report_worker_end(self._address, *who, access=self._access)
         return ()
 
-    def ask(self, words: Sequence[str]) -> str:
-        """Returns what a command of ps-server that looks in prints. Raises PSError with its error."""
-        command = [sys.executable, "-m", "ps_server", words[0], "--server", self._address, *words[1:]]
+    def status(self) -> dict[str, Any]:
+        """Returns what is running, as `ps-server status --json` has it. Raises PSError with the command's error."""
+        command = [sys.executable, "-m", "ps_server", "status", "--json", "--server", self._address]
         variables = {name: text for name, text in self._environment().items() if name != "PS_TOKENS"}
         done = subprocess.run(
             [*command, *["--insecure"] * self._insecure],
@@ -150,11 +145,7 @@ class Coordinator(_ServerActor):
         )
         if done.returncode:
             raise PSError(done.stderr.strip().removeprefix("ps-server: "))
-        return done.stdout
-
-    def status(self) -> dict[str, Any]:
-        """Returns what is running, as `ps-server status --json` has it. Raises PSError."""
-        found: dict[str, Any] = json.loads(self.ask(["status", "--json"]))
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
 

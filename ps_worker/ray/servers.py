@@ -167,11 +167,6 @@ class ParameterServer:
         status: dict[str, Any] = self._ask(self._coordinator.status.remote())
         return status
 
-    def node_of(self, shard: int) -> str:
-        """Returns the id of the node of Ray on which a shard is. Raises PSError."""
-        node: str = self._ask(self._shards[shard].node.remote())
-        return node
-
     def stop(self) -> None:
         """Ends the servers: the coordinator first, which has last checkpoints made, then the shards. Twice is once."""
         if self._coordinator is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ps_launch.own_servers import server_options
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.modes import parse_mode
 from ps_runtime.launch_id import LAUNCH_ID
@@ -86,16 +86,9 @@ class Deployment:
 
     def options(self) -> tuple[str, ...]:
         """Returns the options that coordinator and shards have alike. Raises InvalidRequest for what is no words."""
-        try:
-            words = shlex.split(self.server_options)
-        except ValueError as error:
-            raise InvalidRequest(f"server_options: {error}, got {self.server_options!r}") from None
-        options = ["--metrics-port", "0"]
-        if self.checkpoint_dir is not None:
-            options += ["--checkpoint-dir", self.checkpoint_dir]
-        if self.checkpoint_every is not None:
-            options += ["--checkpoint-every", self.checkpoint_every]
-        return *options, *["--restore"] * self.restore, *["--insecure"] * self.insecure, *words
+        checkpoints = self.checkpoint_dir, self.checkpoint_every, self.restore
+        options = server_options(*checkpoints, self.server_options, "server_options")
+        return *["--insecure"] * self.insecure, *options
 
     def held_by(self, holder: str) -> Certificates | None:
         """Returns the certificate of a kind of process. Raises InvalidRequest if it cannot be read."""

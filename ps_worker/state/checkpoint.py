@@ -24,17 +24,9 @@ from torch.utils.data import DataLoader
 from ps_protocol.errors import PSError, Unsupported
 from ps_protocol.local import Local
 from ps_runtime.troubles import Troubles
-from ps_worker.data.look_ahead import LookAhead, straight
-from ps_worker.state.encoding import (
-    LoaderState,
-    RandomState,
-    ScriptState,
-    Settings,
-    WorkerState,
-    copied,
-    decode,
-    encode,
-)
+from ps_worker.data.look_ahead import LookAhead
+from ps_worker.state.documents import copied
+from ps_worker.state.encoding import LoaderState, RandomState, ScriptState, Settings, WorkerState, decode, encode
 from ps_worker.state.inner import Inner, InnerStates, NoInner
 from ps_worker.state.loader_position import LoaderPosition
 from ps_worker.state.model_state import ModelState
@@ -95,7 +87,7 @@ class WorkerCheckpoint:
         self._state_of(thing)
         self._stateful.append(thing)
 
-    def add_loader(self, loader: DataLoader[Any], look_ahead: LookAhead = straight) -> LoaderPosition:
+    def add_loader(self, loader: DataLoader[Any], look_ahead: LookAhead) -> LoaderPosition:
         """Takes in a loader; returns its position, which yields its batches. look_ahead: may read a pass ahead"""
         self.loaders.append(LoaderPosition(self, loader, len(self.loaders), look_ahead))
         return self.loaders[-1]

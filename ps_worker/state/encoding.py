@@ -1,33 +1,25 @@
 """The state of a worker besides the weights, as values and as bytes.
 
 values  The position in the data, random states, schedulers, hyper-parameters, and the model's buffers.
-bytes   One safetensors file: every tensor by itself, and the rest as JSON in its metadata. Values are written with
-        their type, so that a tuple comes back as a tuple; nothing that runs code is ever written or read.
+bytes   A document of documents.py.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import FROZEN
+from ps_worker.state.documents import UNREADABLE, plain, read_document, value_of, write_document
 
 FORMAT = 1
-KEY = "ps_worker"
-MOST_DEPTH = 32
 RESIDUAL = "residual-"  # before a bucket's index
-
-_SCALARS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,6 @@ def encode(state: WorkerState) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     settings = state.script.settings
     document = {
-        "format": FORMAT,
         "clock": state.clock,
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
@@ -171,7 +162,7 @@ def encode(state: WorkerState) -> bytes:
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
-    return save(tensors | frozen | residual, {KEY: json.dumps(document)})
+    return write_document(document, tensors | frozen | residual, FORMAT)
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -185,57 +176,24 @@ def _loader(loader: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
     return [position, [_random(start.random, tensors), plain([start.generator, start.share, start.epoch], tensors)]]
 
 
-def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
-    """Returns a value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for any but Python's types."""
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, float):
-        return {"f": float(value).hex()}
-    if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return {"t": name}
-    for tag, kind in (("l", list), ("u", tuple), ("s", set)):
-        if type(value) is kind:
-            return {tag: [plain(item, tensors, where) for item in value]}
-    if isinstance(value, Mapping):
-        tag = "c" if isinstance(value, Counter) else "d"
-        return {tag: [[plain(k, tensors, where), plain(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return plain(value.item(), tensors, where)
-    if isinstance(value, int | str):
-        return plain(int(value) if isinstance(value, int) else str(value), tensors, where)
-    raise Unsupported(f"{where} holds a {type(value).__name__}, which cannot be saved")
-
-
-def copied(value: Any, where: str = "state") -> Any:
-    """Returns a deep copy, with tensors on the host. Raises Unsupported as `plain` does."""
-    tensors: dict[str, torch.Tensor] = {}
-    return value_of(plain(value, tensors, where), tensors.__getitem__)
-
-
 def decode(data: bytes) -> WorkerState:
     """Returns the state that bytes hold. Raises InvalidRequest if they do not hold one."""
     try:
-        text = description(data)
-        tensors = load(data)
-        document = json.loads(text)
-        if document["format"] != FORMAT:
-            raise ValueError(f"its format is {document['format']!r}, known is {FORMAT}")
+        document, tensors = read_document(data, FORMAT)
         tensor = tensors.__getitem__
 
-        def read(value: Any) -> Any:
+        def decoded(value: Any) -> Any:
             return value_of(value, tensor)
 
         return WorkerState(
             clock=_whole(document["clock"]),
             script=ScriptState(
                 Settings(
-                    _random_of(read(document["random"])),
-                    list(read(document["stateful"])),
-                    _groups_of(read(document["groups"])),
+                    _random_of(decoded(document["random"])),
+                    list(decoded(document["stateful"])),
+                    _groups_of(decoded(document["groups"])),
                 ),
-                [_loader_of(loader, read) for loader in document["loaders"]],
+                [_loader_of(loader, decoded) for loader in document["loaders"]],
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
@@ -243,44 +201,15 @@ def decode(data: bytes) -> WorkerState:
                 {_whole(index): tensors[f"{FROZEN}{index}"] for index in document["held"]},
                 _residual_of(document.get("residual", []), tensor),
             ),
-            inner=_inner_of(read(document.get("inner"))),  # earlier versions have none
+            inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
         )
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:
     """A state of an earlier version has none."""
     return None if indices is None else {_whole(index): tensor(f"{RESIDUAL}{index}") for index in indices}
-
-
-def description(data: bytes) -> str:
-    """Returns the JSON beside the tensors of a file. Raises ValueError, KeyError or TypeError if there is none."""
-    size = int.from_bytes(data[:8], "little")
-    text = json.loads(data[8 : 8 + size])["__metadata__"][KEY]
-    if not isinstance(text, str):
-        raise ValueError("it has no description")
-    return text
-
-
-def value_of(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
-    """Returns what `plain` made JSON of; `tensor` finds one by its name. Raises ValueError for anything else."""
-    if type(value) in _SCALARS and not isinstance(value, float):
-        return value
-    if not isinstance(value, dict) or len(value) != 1 or depth > MOST_DEPTH:
-        raise ValueError(f"a value is not what was written: {str(value)[:60]}")
-    [(tag, inside)] = value.items()
-    if tag == "f":
-        return float.fromhex(inside)
-    if tag == "t":
-        return tensor(inside)
-    if tag in ("l", "u", "s"):
-        kind = {"l": list, "u": tuple, "s": set}[tag]
-        return kind(value_of(item, tensor, depth + 1) for item in inside)
-    if tag in ("d", "c"):
-        pairs = {value_of(k, tensor, depth + 1): value_of(v, tensor, depth + 1) for k, v in inside}
-        return Counter(pairs) if tag == "c" else pairs
-    raise ValueError(f"a value has the unknown kind {tag[:20]!r}")
 
 
 def _whole(value: Any) -> int:
@@ -295,9 +224,16 @@ def _tensor(value: Any) -> torch.Tensor:
     return value
 
 
+def _kind_of(value: Any) -> str:
+    """Describes what came in place of a list of dicts."""
+    if not isinstance(value, list):
+        return type(value).__name__
+    return "one of " + ", ".join(sorted({type(each).__name__ for each in value}))
+
+
 def _groups_of(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
-        raise ValueError("its groups are no groups")
+        raise ValueError(f"expected its groups as a list of dicts, got {_kind_of(value)}")
     return value
 
 
@@ -305,7 +241,7 @@ def _inner_of(value: Any) -> list[dict[int, dict[str, Any]]] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(states, dict) for states in value):
-        raise ValueError("its optimizers' state is none")
+        raise ValueError(f"expected its optimizers' state as a list of dicts, got {_kind_of(value)}")
     return [
         {_whole(position): {str(key): item for key, item in dict(state).items()} for position, state in states.items()}
         for states in value
@@ -316,19 +252,22 @@ def _random_of(value: Any) -> RandomState:
     cpu, gpu, python, numpy = value
     expected = torch.get_rng_state()
     if _tensor(cpu).dtype != expected.dtype or cpu.shape != expected.shape:
-        raise ValueError("its random state is none of torch's")
+        raise ValueError(
+            f"expected torch's random state as {expected.dtype} {tuple(expected.shape)}, got {cpu.dtype} "
+            f"{tuple(cpu.shape)}"
+        )
     random.Random(0).setstate(python)  # raises for what is none of Python's
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
 
 
-def _loader_of(value: Any, read: Callable[[Any], Any]) -> LoaderState:
+def _loader_of(value: Any, decoded: Callable[[Any], Any]) -> LoaderState:
     position, pass_start = value
-    begun, going, taken, generator = read(position)
+    begun, going, taken, generator = decoded(position)
     start = None
     if pass_start is not None:
-        own, share, epoch = read(pass_start[1])
+        own, share, epoch = decoded(pass_start[1])
         share = None if share is None else (int(share[0]), int(share[1]))
-        start = PassStart(_random_of(read(pass_start[0])), own, share, None if epoch is None else _whole(epoch))
+        start = PassStart(_random_of(decoded(pass_start[0])), own, share, None if epoch is None else _whole(epoch))
     if going and (start is None or begun == 0):
         raise ValueError("a pass is under way that never began")
     return LoaderState(_whole(begun), bool(going), _whole(taken), start, generator)

@@ -17,7 +17,7 @@ import torch
 from ps_protocol.errors import Unsupported
 from ps_protocol.tensors import is_finite
 from ps_runtime.troubles import Troubles
-from ps_worker.state.encoding import copied
+from ps_worker.state.documents import copied
 
 log = logging.getLogger("ps_worker")
 
@@ -25,19 +25,19 @@ MOST_BYTES = 2**20  # of a state that is part of checkpoints
 COPIES = 2  # of the last checkpoint that was asked for, which may fail, and of the one before
 
 # Of each optimizer, by the position of a parameter, its state.
-States = list[dict[int, dict[str, Any]]]
+InnerState = list[dict[int, dict[str, Any]]]
 
 
 class Inner(Protocol):
     """What a worker's part of a checkpoint asks of this state."""
 
-    def captured(self, clock: int) -> States | None:
+    def captured(self, clock: int) -> InnerState | None:
         """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
 
-    def now(self) -> States | None:
+    def now(self) -> InnerState | None:
         """Returns a copy of the state as it is, if it is small."""
 
-    def restore(self, clock: int, saved: States | None) -> None:
+    def restore(self, clock: int, saved: InnerState | None) -> None:
         """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
 
 
@@ -50,7 +50,7 @@ class NoInner:
     def now(self) -> None:
         """Returns nothing."""
 
-    def restore(self, clock: int, saved: States | None) -> None:
+    def restore(self, clock: int, saved: InnerState | None) -> None:
         """Does nothing."""
 
 
@@ -63,10 +63,10 @@ class InnerStates:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], fresh: Callable[[], None]) -> None:
         self._optimizers = optimizers
         self._fresh = fresh
-        self._kept: dict[int, States] = {}  # by round
+        self._kept: dict[int, InnerState] = {}  # by round
         self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
 
-    def captured(self, clock: int) -> States | None:
+    def captured(self, clock: int) -> InnerState | None:
         """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
         try:
             states = self._copied()
@@ -80,7 +80,7 @@ class InnerStates:
             del self._kept[next(iter(self._kept))]
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
-    def now(self) -> States | None:
+    def now(self) -> InnerState | None:
         """Returns a copy of the state as it is, if it is small."""
         try:
             states = self._copied()
@@ -88,7 +88,7 @@ class InnerStates:
             return None
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
-    def restore(self, clock: int, saved: States | None) -> None:
+    def restore(self, clock: int, saved: InnerState | None) -> None:
         """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
         states = self._kept.get(clock, saved)
         if states is None or not self._fits(states):
@@ -96,7 +96,7 @@ class InnerStates:
         else:
             self._put(states)
 
-    def _put(self, states: States) -> None:
+    def _put(self, states: InnerState) -> None:
         for optimizer, parameters, state in zip(self._optimizers, self._parameters(), states, strict=True):
             optimizer.state.clear()
             for position, values in state.items():
@@ -126,7 +126,7 @@ class InnerStates:
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         return all(is_finite(tensor) for tensor in _tensors(states) if tensor.is_floating_point())
 
-    def _copied(self) -> States:
+    def _copied(self) -> InnerState:
         return [
             {
                 position: copied(dict(optimizer.state[parameter]), "the optimizer's state")
@@ -143,7 +143,7 @@ class InnerStates:
             for optimizer in self._optimizers
         ]
 
-    def _fits(self, states: States) -> bool:
+    def _fits(self, states: InnerState) -> bool:
         counts = [len(parameters) for parameters in self._parameters()]
         return len(states) == len(counts) and all(
             position < count for state, count in zip(states, counts, strict=True) for position in state

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ps_worker.state.inner import InnerStates, States
+from ps_worker.state.inner import InnerState, InnerStates
 
 KEY, AT = "weights", "round"
 
@@ -51,25 +51,25 @@ class InnerWithWeights(InnerStates):
         self._weights = weights
         self._is_between, self._rounds = is_between, rounds
 
-    def now(self) -> States | None:
+    def now(self) -> InnerState | None:
         """Returns a copy of the state as it is, if it is small; in the middle of a round without the weights."""
         states = super().now()
         return states if states is None or self._is_between() else [*states[:-1], {}]
 
-    def _copied(self) -> States:
+    def _copied(self) -> InnerState:
         rounds = self._rounds()
         return [*super()._copied(), {index: {KEY: value, AT: rounds} for index, value in self._weights.own().items()}]
 
-    def _put(self, states: States) -> None:
+    def _put(self, states: InnerState) -> None:
         super()._put(states[:-1])
         if all(values.get(AT) == self._rounds() for values in states[-1].values()) and states[-1]:
             self._weights.put(_weights_of(states))
 
-    def _fits(self, states: States) -> bool:
+    def _fits(self, states: InnerState) -> bool:
         if not states or not super()._fits(states[:-1]):
             return False
         return not states[-1] or self._weights.takes(_weights_of(states))
 
 
-def _weights_of(states: States) -> dict[int, Any]:
+def _weights_of(states: InnerState) -> dict[int, Any]:
     return {index: values.get(KEY) for index, values in states[-1].items()}

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import Unsupported
 from ps_worker.data.loaders import ShareSampler, epoch_sampler
-from ps_worker.data.look_ahead import LookAhead, straight
+from ps_worker.data.look_ahead import LookAhead
 from ps_worker.state.encoding import LoaderState, PassStart, RandomState, ScriptState
 
 log = logging.getLogger("ps_worker")
@@ -79,7 +79,7 @@ class LoaderPosition:
     going: whether it is under way
     """
 
-    def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead = straight) -> None:
+    def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead) -> None:
         """look_ahead: may read the batches of a pass ahead"""
         self.index = index
         self.going = False
@@ -249,7 +249,7 @@ class RepeatablePasses:
     look_ahead: may read the batches of a pass ahead
     """
 
-    def __init__(self, loader: DataLoader[Any], look_ahead: LookAhead = straight) -> None:
+    def __init__(self, loader: DataLoader[Any], look_ahead: LookAhead) -> None:
         self._loader, self._look_ahead = loader, look_ahead
         self._sampler = loader.sampler if isinstance(loader.sampler, ShareSampler) else None
         self._epochs = epoch_sampler(loader)

@@ -42,11 +42,11 @@ class Assignments:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def find_weights(self) -> None:
-        """Finds weights that the script has changed. Raises InvalidRequest if the model cannot be trained as it is."""
+        """Finds weights that the script has changed. Raises InvalidRequest or Unsupported, as `changed_weights`."""
         self._weights |= self._model.changed_weights()
 
     def set_all(self) -> None:
-        """Takes all weights that an optimizer steps for changed."""
+        """Counts all weights that an optimizer steps as changed."""
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
 
     def lost_step(self) -> None:

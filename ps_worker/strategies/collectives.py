@@ -2,12 +2,11 @@
 
 All are one exchange: each worker gives some bytes and gets those of all, in the order of ranks. Each worker computes
 the result itself, from the same bytes in the same order, so all have the same result, or the same error. The bytes are
-a safetensors file: tensors by themselves, the rest as JSON; nothing that runs code is written or read.
+a document of ps_worker/state/documents.py.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -15,15 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_protocol.job import MAX_BUCKET_BYTES
-from ps_worker.state.encoding import KEY, description, plain, value_of
+from ps_worker.state.documents import UNREADABLE, plain, read_document, value_of, write_document
 from ps_worker.strategies.strategy import Strategy
 
 FORMAT = 1
-_UNREADABLE = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
 
 
 class Collectives:
@@ -97,8 +94,8 @@ def _packed(call: str, value: Any) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     name = call.split()[0]
     try:
-        document = {"format": FORMAT, "call": call, "value": plain(value, tensors, f"session.{name}: the value")}
-        data = save(tensors, {KEY: json.dumps(document)})
+        document = {"call": call, "value": plain(value, tensors, f"session.{name}: the value")}
+        data = write_document(document, tensors, FORMAT)
     except (SafetensorError, RuntimeError, ValueError) as error:  # sparse, on no device, in itself
         raise Unsupported(f"session.{name}: the value cannot be sent: {error}") from None
     if len(data) > MAX_BUCKET_BYTES:
@@ -109,12 +106,9 @@ def _packed(call: str, value: Any) -> bytes:
 def _unpacked(rank: int, data: bytes, device: torch.device | None) -> tuple[str, Any]:
     """Returns the call and the value that bytes hold. Raises InvalidRequest if they hold none."""
     try:
-        document = json.loads(description(data))
-        if document["format"] != FORMAT:
-            raise ValueError(f"its format is {document['format']!r}, known is {FORMAT}")
-        tensors = load(data)
+        document, tensors = read_document(data, FORMAT)
         return str(document["call"]), value_of(document["value"], lambda name: tensors[name].to(device))
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"what worker {rank} sent cannot be read: {error}") from None
 
 

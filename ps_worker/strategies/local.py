@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.data import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.local import Local
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.local_round import LocalRound
-from ps_worker.model.local_settings import outer_optimizer
 from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.inner import InnerStates
@@ -61,7 +61,7 @@ class LocalSteps(ParameterServer):
         """Joins the job; returns the models with rank 0's weights, and the optimizers as they are, watched."""
         assert options.local is not None
         held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
-        outer = outer_optimizer(options.local, list(held.values()))
+        outer = _outer_optimizer(options.local, list(held.values()))
         training = self._join(models, [outer], options, partial(self._training_class, optimizers=optimizers))
         assert isinstance(training, LocalTraining)
         self._local = training
@@ -90,6 +90,11 @@ class LocalSteps(ParameterServer):
         """Adds samples that the step at hand uses."""
         if self._local is not None:
             self._local.samples(count)
+
+
+def _outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim.SGD:
+    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up."""
+    return torch.optim.SGD(parameters, **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
 
 
 class LocalTraining(JobTraining):

@@ -41,7 +41,7 @@ from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, StepData, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.data.look_ahead import look_ahead
-from ps_worker.metrics import ModelNumbers, WorkerMetrics, added
+from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
 from ps_worker.model.optimizer import ParameterStates, ServerOptimizer
 from ps_worker.model.optimizer_state import StateCollector, States, states_before
@@ -54,7 +54,7 @@ from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.row_reads import RowReads
-from ps_worker.strategies.sent_step import SentStep
+from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
@@ -156,10 +156,10 @@ class ParameterServer:
                 "come and go: give the loader shuffle=True or False instead"
             )
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
-        divides_itself = isinstance(loader.dataset, IterableDataset)
-        if self._job.world_size or divides_itself:
+        is_iterable = isinstance(loader.dataset, IterableDataset)
+        if self._job.world_size or is_iterable:
             begin = training.checkpoint.add_loader(share, training.look_ahead).batches
-            if divides_itself:
+            if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
             return PreparedLoader(share, self._device, timer, begin)
         loader = with_plain_batches(loader)
@@ -460,16 +460,11 @@ class JobTraining:
             self.participation.settle()
         with named(PULL):
             self._model.end_pull()
-        sent = [push.result() for push in pushes]
-        pushed = max([began, *(push.staged for push in sent)])
-        pulled = [pull.result() for pull in pulls]
+        is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        waited = max((pull.waited for pull in pulled), default=0.0)
-        out = added({push.wire: push.size} for push in sent)
-        self._metrics.stepped(out, added(pull.sizes for pull in pulled), pushed, waited, self.clock)
         with undisturbed():
             self._end_sent(counts=True)
-            if any(pull.checkpoint for pull in pulled):
+            if is_wanted:
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
             self.participation.timeline.end_step()

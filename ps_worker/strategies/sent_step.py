@@ -1,4 +1,4 @@
-"""A step that is under way: whether it counts is not known yet."""
+"""A step that is under way, of which it is not known yet whether it counts; and how one that is over is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_protocol.layout import BucketSpec
-from ps_worker.values import JoinResult
+from ps_worker.metrics import WorkerMetrics, added
+from ps_worker.values import JoinResult, PullResult, PushResult
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,23 @@ class SentStep:
         if now is None or now is self.place or now.pushed is None:
             return None
         return now.pushed >= self.clock
+
+
+def count_step(
+    metrics: WorkerMetrics,
+    pushes: Sequence[Future[PushResult]],
+    pulls: Sequence[Future[PullResult]],
+    began: float,
+    clock: int,
+) -> bool:
+    """Counts a step whose pushes and pulls are done; returns whether a checkpoint wants this worker's state after it.
+
+    began: when the worker began to wait for it, on the timer's clock
+    clock: that it leads to
+    """
+    sent, received = [push.result() for push in pushes], [pull.result() for pull in pulls]
+    pushed = max([began, *(push.staged for push in sent)])
+    waited = max((pull.waited for pull in received), default=0.0)
+    out = added({push.wire: push.size} for push in sent)
+    metrics.stepped(out, added(pull.sizes for pull in received), pushed, waited, clock)
+    return any(pull.checkpoint for pull in received)

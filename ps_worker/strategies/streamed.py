@@ -23,15 +23,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
-from ps_worker.metrics import added
 from ps_worker.model.separate_base import SeparateBase
 from ps_worker.model.streamed_round import StreamedRound
-from ps_worker.state.ending import is_cut_short, undisturbed
+from ps_worker.state.ending import undisturbed
 from ps_worker.state.inner import InnerStates
 from ps_worker.state.inner_weights import InnerWithWeights
 from ps_worker.state.sender import LEAVING_SECONDS
 from ps_worker.strategies.local import LocalSteps, LocalTraining
-from ps_worker.strategies.sent_step import SentStep
+from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import JoinResult, PullResult, PushResult, SavedState
 
@@ -131,14 +130,9 @@ class StreamedTraining(LocalTraining):
 
     def _last_state(self) -> SavedState:
         """Returns this worker's state after its last round that is over."""
-        if self._flight is None and self._sent is not None:  # a round of the warm-up
-            return super()._last_state()
-        self._sent = None
-        clock = self.clock
-        place = self.participation.members.place
-        if place is not None and place.restore_count > self._restore_count and place.state is not None:
-            return place.state  # it stops before it has gone on from there
-        return SavedState(clock, self.checkpoint.last_state(clock, False, cut_short=is_cut_short()))
+        if self._flight is not None:  # the round of a fragment is not over
+            self._sent = None
+        return super()._last_state()
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -208,18 +202,13 @@ class StreamedTraining(LocalTraining):
         if flight is None or self._streamed.step < flight.due:
             return False
         self._await_flight()
-        pushed = max([began, *(push.result().staged for push in flight.pushes)])
-        pulled = [pull.result() for pull in flight.pulls]
-        out = added({push.result().wire: push.result().size} for push in flight.pushes)
-        waited = max((pull.waited for pull in pulled), default=0.0)
         with undisturbed():
             with named(PULL):
                 self._streamed.land(flight.fragment)
             self._sent = flight
             self._end_sent(counts=True)
-            self._wanted |= any(pull.checkpoint for pull in pulled)
             is_over, self._flight = self._last_is_under_way, None
-            self._metrics.stepped(out, added(pull.sizes for pull in pulled), pushed, waited, self.steps)
+            self._wanted |= count_step(self._metrics, flight.pushes, flight.pulls, began, self.steps)
             if is_over:
                 self._end_round()
         return True

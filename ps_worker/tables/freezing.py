@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest, Unsupported
-from ps_worker.tables.frozen import FrozenEmbedding, FrozenEmbeddingBag, Places
+from ps_worker.tables.frozen import FrozenEmbedding, FrozenEmbeddingBag, IdMap
 from ps_worker.tables.modules import Embedding, EmbeddingBag
 
 
@@ -43,7 +43,7 @@ def _frozen(name: str, module: Embedding) -> nn.Module:
     weight = torch.empty(len(ids) + 1, handle.shape[1], dtype=torch.float32, device="cpu")
     torch.index_select(rows["weights"], 0, order, out=weight[:-1])
     weight[-1] = settings.scale if settings.initial == "constant" else 0.0
-    places = Places(ids).to(handle.device)
+    places = IdMap(ids).to(handle.device)
     weight = weight.to(handle.device, handle.dtype)
     if isinstance(module, EmbeddingBag):
         return FrozenEmbeddingBag(places, weight, module.mode, module.include_last_offset)

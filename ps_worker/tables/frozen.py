@@ -12,7 +12,7 @@ from torch import Tensor, nn
 LARGEST = torch.iinfo(torch.int64).max
 
 
-class Places(nn.Module):
+class IdMap(nn.Module):
     """The map from ids to places: [...] of int64 or int32, to [...] int64; the last place is that of unknown ids.
 
     ids: [n + 1], ascending. The last one is the largest number that there is: a search ends there at the latest. Where
@@ -41,7 +41,7 @@ class FrozenEmbedding(nn.Module):
     table:  a plain nn.Embedding, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
     """
 
-    def __init__(self, places: Places, weight: Tensor) -> None:
+    def __init__(self, places: IdMap, weight: Tensor) -> None:
         super().__init__()
         self.places = places
         self.table = nn.Embedding.from_pretrained(weight)
@@ -58,7 +58,7 @@ class FrozenEmbeddingBag(nn.Module):
     table:  a plain nn.EmbeddingBag, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
     """
 
-    def __init__(self, places: Places, weight: Tensor, mode: str, include_last_offset: bool) -> None:
+    def __init__(self, places: IdMap, weight: Tensor, mode: str, include_last_offset: bool) -> None:
         super().__init__()
         self.places = places
         self.table = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=include_last_offset)

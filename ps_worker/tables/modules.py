@@ -200,8 +200,11 @@ def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
         for name, module in model.named_modules():
             if isinstance(module, Embedding) and module not in found.values():
                 found[f"{number}.{name}" if len(models) > 1 else name or "table"] = module
-    if len({id(module.weight) for module in found.values()}) < len(found):
-        raise InvalidRequest("two tables share one weight: use one module twice instead")
+    by_weight: dict[int, str] = {}
+    for name, module in found.items():
+        first = by_weight.setdefault(id(module.weight), name)
+        if first != name:
+            raise InvalidRequest(f"the tables {first!r} and {name!r} share one weight: use one module twice instead")
     return found
 
 

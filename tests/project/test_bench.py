@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.__main__ import NAMES, modules
+from bench.__main__ import NAMES, command_line, modules
 from bench.peer_part import Part, owned
 from bench.peer_work import Batches, Rounds, Work, check_weights, save_expected
 from bench.peers import reason
 from bench.report import write_page
-from bench.results import Result, result
+from bench.results import Result, check_loss, result
 from bench.runs import merged
 from bench.scale import predicted
 from bench.training import build
@@ -117,6 +117,13 @@ def test_the_servers_of_the_peers_step_with_the_mean_and_a_sum_is_refused(server
         rounds[0].check()
 
 
+@pytest.mark.parametrize("loss", [2.1, 1.9, float("nan"), float("inf")])
+def test_a_system_that_trains_something_else_is_refused(loss: float) -> None:
+    check_loss("ours", 2.01, 2.0)
+    with pytest.raises(SystemExit, match=r"wrong result: the loss of ours is \S+, expected 2.0000"):
+        check_loss("ours", loss, 2.0)
+
+
 def test_what_dataparallel_brings_together_in_its_backward_pass_is_the_gradient_of_a_round() -> None:
     work = Work("round", 1, mib=1)
     model = work.model()
@@ -140,6 +147,11 @@ def test_a_peer_that_is_not_there_says_how_it_could_be(monkeypatch: pytest.Monke
     assert "2 GPUs" in reason("DataParallel", Work("round", 1, device="cuda"))
     for name in ("ours", "gloo"):
         assert reason(name, Work("round", 2)) == ""
+
+
+def test_a_result_names_no_place_on_the_machine_that_made_it() -> None:
+    words = "rows --cold-rows-dir /mnt/disk --rows 7 --folder-of-files=/mnt/files --exec ssh --json found.jsonl"
+    assert command_line(words.split()) == "python -m bench rows --rows 7 --exec ..."
 
 
 def test_the_page_says_what_was_not_measured_and_shows_what_was_predicted(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.convert import hyper_messages
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.framing import PAYLOAD_FIELD, Parts, split_message, write_message
+from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
@@ -64,7 +64,7 @@ def test_what_is_written_by_hand_is_what_the_generated_class_writes_and_the_reve
     whole = type(head)()
     whole.CopyFrom(head)
     whole.payload = b"x" * size
-    written = write_message(head, whole.payload)
+    written = message_parts(head, whole.payload).whole()
     assert type(head).FromString(written) == whole
     if size or head.DESCRIPTOR.fields_by_name["payload"].containing_oneof:  # otherwise proto3 leaves it out
         assert written == whole.SerializeToString(deterministic=True)
@@ -74,7 +74,7 @@ def test_what_is_written_by_hand_is_what_the_generated_class_writes_and_the_reve
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, lambda b: memoryview(b).cast("B")])
 def test_a_payload_may_be_any_buffer_of_bytes_and_is_a_view_of_the_message(kind: Callable[[bytes], Any]) -> None:
-    data = write_message(HEAD, kind(b"payload"))
+    data = message_parts(HEAD, kind(b"payload")).whole()
     _, payload = split_message(data)
     assert payload == b"payload"
     assert payload.obj is data
@@ -266,7 +266,7 @@ SEGMENT = data_pb2.InSegment()
 
 
 def pushed(header: data_pb2.PushHeader, payload: bytes | None = None, **location: Any) -> bytes:
-    return write_message(data_pb2.PushRequest(header=header, **location), payload)
+    return message_parts(data_pb2.PushRequest(header=header, **location), payload).whole()
 
 
 def exchanged(*kinds: Any, **location: Any) -> bytes:

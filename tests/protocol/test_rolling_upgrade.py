@@ -201,7 +201,7 @@ def test_a_shard_of_version_1_is_refused(player: Player, calls: list[Recorded]) 
         player.send(only(calls, "RegisterShard"))
     error = error_from(refused.value, "the coordinator")
     assert isinstance(error, VersionMismatch)
-    assert error.message == (
+    assert str(error) == (
         f"the coordinator speaks version {VERSION} of the protocol, and the shard speaks version 1: "
         "all servers of a cluster need one version"
     )
@@ -215,7 +215,7 @@ def test_a_shard_of_today_holds_no_job_of_a_coordinator_of_version_1(player: Pla
             player.call("ShardService", name, calls[0].message(f"{name}Request", spec=spec, buckets=[0], **more))
         error = error_from(refused.value, "the shard")
         assert isinstance(error, VersionMismatch)
-        assert "without a run, as in version 1: all servers of a cluster need one version" in error.message
+        assert "without a run, as in version 1: all servers of a cluster need one version" in str(error)
 
 
 @pytest.fixture

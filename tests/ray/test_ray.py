@@ -22,7 +22,7 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_server.ops.dev_certs import write
 from tests.scripts.train_on_ray import ENOUGH, in_ray_train, train
 from tests.tools.launching import ROOT, environment
-from tests.tools.rays import logs, needs_ray, steps, three_nodes, until, until_further
+from tests.tools.rays import logs, needs_ray, node_of, steps, three_nodes, until, until_further
 
 pytestmark = needs_ray
 
@@ -277,11 +277,11 @@ def test_a_shard_goes_on_elsewhere_when_its_node_is_lost(nodes: Any, servers: An
     until(lambda: max(steps(tmp_path).values(), default=0) > 20, "a worker that trains")
 
     index, node = next(
-        (index, node) for index in (0, 1) for node in nodes.worker_nodes if node.node_id == servers.node_of(index)
+        (index, node) for index in (0, 1) for node in nodes.worker_nodes if node.node_id == node_of(servers, index)
     )
     with replaced(nodes, servers, index):
         nodes.remove_node(node, allow_graceful=False)
     until_further(tmp_path, set(steps(tmp_path)))
-    assert servers.node_of(index) != node.node_id
+    assert node_of(servers, index) != node.node_id
     (tmp_path / ENOUGH).touch()
     assert ray.get(running)["steps"] > 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
-from ps_protocol.framing import write_message
+from ps_protocol.framing import message_parts
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pulled_bytes, pushed_bytes
 from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tables import Initializer, JobTable, TableSpec
@@ -245,13 +245,13 @@ def test_what_lies_in_the_segment_is_not_read_from_the_message_too() -> None:
     push = rows_pb2.PushRowsRequest(kind=rows_pb2.ROW_PUSH_KIND_GRADIENT)
     push.in_segment.offset = PAGE_BYTES
     with pytest.raises(InvalidRequest, match="got both"):
-        row_messages.push(write_message(push, b"1234"))
+        row_messages.push(message_parts(push, b"1234").whole())
     pull = rows_pb2.PullRowsRequest(row_count=3)
     with pytest.raises(InvalidRequest, match="got a place or a number for none there"):
-        row_messages.pull(write_message(pull))
+        row_messages.pull(message_parts(pull).whole())
     pull.ids_in_segment.offset = PAGE_BYTES
     with pytest.raises(InvalidRequest, match="both its ids and its rows"):
-        row_messages.pull(write_message(pull))
+        row_messages.pull(message_parts(pull).whole())
 
 
 def test_memory_of_rows_is_a_view() -> None:

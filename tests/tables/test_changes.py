@@ -14,9 +14,9 @@ from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
 from ps_server.core.tables import TableRows
 from ps_tables.changes import Changes
-from ps_tables.contributions import RowGradients
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
+from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
 RULES = {
@@ -75,7 +75,7 @@ def trained(
             random = np.random.default_rng((seed, clock, rank))
             ids = (random.zipf(1.3, 24) % 100 + clock * 2) * 7919 - 300
             gradients = torch.from_numpy(random.standard_normal((24, DIM)).astype(np.float32))
-            contribution = RowGradients.summed(ids.astype(np.int64), gradients)
+            contribution = summed(ids.astype(np.int64), gradients)
             of = shards_of(contribution.ids, len(each))
             for number, shard in enumerate(each):
                 shard.push(rank, clock, contribution.part(of == number))

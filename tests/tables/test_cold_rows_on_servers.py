@@ -19,8 +19,8 @@ from ps_server.core.placement import Place
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
-from ps_tables.contributions import RowGradients
 from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
 IDS, STEPS = 1_500, 40
@@ -100,7 +100,7 @@ def pushed(shards: list[TableShard], clock: int) -> None:
         random = np.random.default_rng((clock, rank))
         ids = random.zipf(1.2, 60) % 500 * 7919 - 300
         gradients = torch.from_numpy(random.standard_normal((60, DIM)).astype(np.float32))
-        step = RowGradients.summed(ids.astype(np.int64), gradients)
+        step = summed(ids.astype(np.int64), gradients)
         of = shards_of(step.ids, len(shards))
         for shard, each in enumerate(shards):
             each.push(rank, clock, step.part(of == shard))

@@ -13,12 +13,12 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_server.storage.row_files import RowFiles
 from ps_tables import entries
-from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
 from ps_tables.increments import in_order, merged
 from ps_tables.removed import LEAST_KEPT
 from ps_tables.table import Beyond, Table, record_bytes
 from tests.tools.one_thread import one_thread
+from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC
 
 RULES = {
@@ -54,7 +54,7 @@ def train(table: Table, seed: int, version: int) -> None:
     random = np.random.default_rng((seed, version))
     ids = (random.zipf(1.3, 30) % 120 + version * 3 % 97) * 7919 - 300
     gradients = torch.from_numpy(random.standard_normal((30, DIM)).astype(np.float32))
-    table.apply(RowGradients.summed(ids.astype(np.int64), gradients), 1, version)
+    table.apply(summed(ids.astype(np.int64), gradients), 1, version)
 
 
 def taken(copy: TableCopy, between: Iterator[object], random: np.random.Generator) -> Tensors:
@@ -79,7 +79,7 @@ def test_a_full_copy_and_increments_are_the_table_to_the_bit(
     rules: dict[str, int], optimizer: str, seed: int, cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is taken in pieces, between which the table goes on, and is of the version at which it began."""
-    monkeypatch.setattr(entries, "_SWEPT", 7)  # what expired is given back some updates later, as in a large table
+    monkeypatch.setattr(entries, "BLOCK", 7)  # what expired is given back some updates later, as in a large table
     random, table = np.random.default_rng((seed, 1)), made(rules, optimizer, tmp_path if cold else None)
 
     def training() -> Iterator[int]:

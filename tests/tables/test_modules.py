@@ -447,7 +447,11 @@ def test_tables_of_one_model_begin_unlike_and_say_what_they_are(session: ps_work
     ("make", "message"),
     [
         (lambda: ps_worker.Embedding(0), "dim must be from 1 to 4096, got 0"),
-        (lambda: ps_worker.Embedding(4, scale=float("nan")), "the scale of initial values must be finite, got nan"),
+        (
+            lambda: ps_worker.Embedding(4, initial="constant", scale=float("nan")),
+            "the scale of initial values must be finite, got nan",
+        ),
+        (lambda: ps_worker.Embedding(4, scale=-1.0), "initial values must be finite, and from 0 on, got -1.0"),
         (
             lambda: ps_worker.Embedding(4, initial="xavier"),
             "rows begin as one of constant, uniform, normal, got 'xavier'",
@@ -480,7 +484,7 @@ def test_what_would_train_something_else_than_it_says_is_refused(session: ps_wor
         session.prepare(model, torch.optim.NAdam(model.parameters()))
     tied = nn.ModuleList([table, ps_worker.Embedding(4)])
     tied[1].weight = table.weight
-    with pytest.raises(InvalidRequest, match="two tables share one weight"):
+    with pytest.raises(InvalidRequest, match="the tables '0' and '1' share one weight"):
         session.prepare(tied, torch.optim.SGD(tied.parameters(), lr=1.0))
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(InvalidRequest, match=r"ids are a tensor of int64 or int32, got torch.float32"):

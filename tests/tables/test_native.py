@@ -27,6 +27,7 @@ from ps_tables.native.loading import load
 from ps_tables.native.loops import ADD, ADD_SCALED, SGD, SGD_FUSED, Loops
 from ps_tables.table import Table
 from tests.tools.cluster import Cluster
+from tests.tools.row_gradients import summed
 from tests.tools.table_model import TableModel, train
 
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]
@@ -176,7 +177,7 @@ def test_sums_have_the_bits_of_both_ways_of_torch(loops: Loops, dim: int) -> Non
     pair = []
     for use in (None, loops):
         in_use.use(use)
-        each = [RowGradients.summed(ids[part], values[part]) for part in (slice(0, 400), slice(300, 900))]
+        each = [summed(ids[part], values[part]) for part in (slice(0, 400), slice(300, 900))]
         pair.append(RowGradients.union(each))
     assert same(pair[0].gradients, pair[1].gradients)
     assert np.array_equal(pair[0].ids, pair[1].ids)
@@ -289,7 +290,7 @@ def test_a_table_that_is_trained_ends_with_the_same_bits(loops: Loops, optimizer
             in_use.use(use(version))
             random = np.random.default_rng(version)
             ids = (random.zipf(1.2, 400) % 3_000 + 10 * version) * 2**40 - 7
-            table.apply(RowGradients.summed(ids, torch.from_numpy(random.standard_normal((400, 6), "f4"))), 2, version)
+            table.apply(summed(ids, torch.from_numpy(random.standard_normal((400, 6), "f4"))), 2, version)
             table.pull(ids, torch.empty(400, 6))
             if version == 30:
                 saved, table = table.snapshot(), Table(spec, optimizer, {"lr": 0.1}, 900, salt=6)

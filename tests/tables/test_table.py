@@ -16,6 +16,7 @@ from ps_tables.distinct import distinct
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.table import Applied, Table
+from tests.tools.row_gradients import summed
 
 SPEC = TableSpec("t", 4, Initializer("uniform", 0.1, 3))
 
@@ -131,11 +132,11 @@ def test_memory_of_rows_that_went_is_used_again() -> None:
 
 def test_many_gradients_of_an_id_are_one_row_of_the_sum() -> None:
     ids, values = np.array([5, -2, 5, 5]), torch.arange(8.0).view(4, 2)
-    summed = RowGradients.summed(ids, values)
-    assert by_id(summed) == {-2: (1, [2.0, 3.0]), 5: (3, [10.0, 13.0])}
-    union = RowGradients.union([summed, RowGradients.summed(np.array([9, 5]), torch.ones(2, 2))])
+    sums = summed(ids, values)
+    assert by_id(sums) == {-2: (1, [2.0, 3.0]), 5: (3, [10.0, 13.0])}
+    union = RowGradients.union([sums, summed(np.array([9, 5]), torch.ones(2, 2))])
     assert by_id(union) == {-2: (1, [2.0, 3.0]), 5: (4, [11.0, 14.0]), 9: (1, [1.0, 1.0])}
-    assert RowGradients.union([summed]) is summed
+    assert RowGradients.union([sums]) is sums
 
 
 def by_id(rows: RowGradients) -> dict[int, tuple[int, list[float]]]:

@@ -15,6 +15,7 @@ from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
+from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
 STEPS = 30
@@ -34,7 +35,7 @@ def pushes(shards: int, seed: int) -> Iterator[tuple[int, int, int, RowGradients
     for clock in range(1, STEPS + 1):
         due = []
         for rank in range(WORKERS):
-            contribution = RowGradients.summed(*batch(rank, clock))
+            contribution = summed(*batch(rank, clock))
             of = shards_of(contribution.ids, shards)
             due += [(shard, rank, clock, contribution.part(of == shard)) for shard in range(shards)]
         due += [push for push in due if random.random() < 0.3]
@@ -73,7 +74,7 @@ def undisturbed(spec: TableSpec, optimizer: str) -> torch.Tensor:
     [alone] = made(spec, 1, optimizer)
     for clock in range(1, STEPS + 1):
         for rank in range(WORKERS):
-            alone.push(rank, clock, RowGradients.summed(*batch(rank, clock)))
+            alone.push(rank, clock, summed(*batch(rank, clock)))
     return weights([alone])
 
 

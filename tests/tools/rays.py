@@ -77,3 +77,11 @@ def until_further(folder: Path, processes: set[tuple[str, int]], by: int = 30) -
         return all(now.get(process, 0) >= before.get(process, 0) + by for process in processes)
 
     until(are_further, f"{by} more steps of {processes}")
+
+
+def node_of(servers: Any, shard: int) -> str:
+    """Returns the id of the node on which a shard's actor is."""
+    import ray
+
+    here = servers._shards[shard].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    return str(ray.get(here))

@@ -14,9 +14,9 @@ from ps_protocol.optimizers import with_defaults
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable, TableSpec
 from ps_server.storage.manifest import Manifest
-from ps_tables.contributions import RowGradients
 from ps_tables.increments import in_order
 from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, messages
 
 Rows = dict[int, list[float]]  # by id, a row with its optimizer's state and its last version
@@ -39,7 +39,7 @@ class TableWorker(DirectWorker):
         """Trains these rows, with gradients that the clock decides."""
         self.clock += 1
         values = np.random.default_rng(self.clock).standard_normal((len(ids), DIM)).astype(np.float32)
-        rows = RowGradients.summed(ids.astype(np.int64), torch.from_numpy(values))
+        rows = summed(ids.astype(np.int64), torch.from_numpy(values))
         of, member = shards_of(rows.ids, len(self.cluster.shards)), self.place.member
         for index, shard in self.cluster.shards.items():
             for message in messages(0, member.incarnation, self.clock, rows.part(of == index), 1):

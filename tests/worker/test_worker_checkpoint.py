@@ -99,7 +99,7 @@ class Worker:
 
     def prepare(self, loader: DataLoader[torch.Tensor]) -> PreparedLoader:
         share = shard_loader(loader, lambda: (0, 1), seed=5)
-        return PreparedLoader(share, CPU, StepTimer(), self.checkpoint.add_loader(share).batches)
+        return PreparedLoader(share, CPU, StepTimer(), self.checkpoint.add_loader(share, iter).batches)
 
     def _save(self, clock: int, state: bytes) -> None:
         assert self.kept is not None

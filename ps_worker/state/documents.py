@@ -1,0 +1,94 @@
+"""Values as bytes, and back: one safetensors file with every tensor by itself, and the rest as JSON in its metadata.
+
+Values are written with their type, so that a tuple comes back as a tuple. Nothing that runs code is ever written or
+read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ps_protocol.errors import Unsupported
+
+# What `read_document` and `value_of` raise for bytes that were not written here.
+UNREADABLE = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
+MOST_DEPTH = 32
+
+_KEY = "ps_worker"
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def write_document(document: Mapping[str, Any], tensors: dict[str, torch.Tensor], number: int) -> bytes:
+    """Returns a document, and the tensors that it names, as bytes. number: of its format"""
+    return save(tensors, {_KEY: json.dumps({"format": number, **document})})
+
+
+def read_document(data: bytes, number: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the document that bytes hold, and its tensors. Raises one of UNREADABLE where there is none.
+
+    number: of its format
+    """
+    size = int.from_bytes(data[:8], "little")
+    text = json.loads(data[8 : 8 + size])["__metadata__"][_KEY]
+    if not isinstance(text, str):
+        raise ValueError("it has no description")
+    document = json.loads(text)
+    if document["format"] != number:
+        raise ValueError(f"its format is {document['format']!r}, known is {number}")
+    return document, load(data)
+
+
+def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
+    """Returns a value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for any but Python's types."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return {"f": float(value).hex()}
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"t": name}
+    for tag, kind in (("l", list), ("u", tuple), ("s", set)):
+        if type(value) is kind:
+            return {tag: [plain(item, tensors, where) for item in value]}
+    if isinstance(value, Mapping):
+        tag = "c" if isinstance(value, Counter) else "d"
+        return {tag: [[plain(k, tensors, where), plain(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return plain(value.item(), tensors, where)
+    if isinstance(value, int | str):
+        return plain(int(value) if isinstance(value, int) else str(value), tensors, where)
+    raise Unsupported(f"{where} holds a {type(value).__name__}, which cannot be saved")
+
+
+def copied(value: Any, where: str = "state") -> Any:
+    """Returns a deep copy, with tensors on the host. Raises Unsupported as `plain` does."""
+    tensors: dict[str, torch.Tensor] = {}
+    return value_of(plain(value, tensors, where), tensors.__getitem__)
+
+
+def value_of(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
+    """Returns what `plain` made JSON of; `tensor` finds one by its name. Raises ValueError for anything else."""
+    if type(value) in _SCALARS and not isinstance(value, float):
+        return value
+    if not isinstance(value, dict) or len(value) != 1 or depth > MOST_DEPTH:
+        raise ValueError(f"a value is not what was written: {str(value)[:60]}")
+    [(tag, inside)] = value.items()
+    if tag == "f":
+        return float.fromhex(inside)
+    if tag == "t":
+        return tensor(inside)
+    if tag in ("l", "u", "s"):
+        kind = {"l": list, "u": tuple, "s": set}[tag]
+        return kind(value_of(item, tensor, depth + 1) for item in inside)
+    if tag in ("d", "c"):
+        pairs = {value_of(k, tensor, depth + 1): value_of(v, tensor, depth + 1) for k, v in inside}
+        return Counter(pairs) if tag == "c" else pairs
+    raise ValueError(f"a value has the unknown kind {tag[:20]!r}")
