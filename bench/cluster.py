@@ -21,6 +21,7 @@ from bench.results import THREADS
 from bench.talk import answer, end, tell
 from bench.training import Task
 from ps_runtime.credentials import is_loopback
+from ps_server.ops.dev_certs import AUTHORITY, SERVER, WORKER, write
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
@@ -51,6 +52,19 @@ class Host:
 
 
 HERE = Host()
+
+
+@contextlib.contextmanager
+def encrypted() -> Iterator[tuple[Host, Host]]:
+    """This machine, for servers and for workers that are encrypted and show each other certificates (mutual TLS)."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        names = ("PS_TLS_CERT", "{}.pem"), ("PS_TLS_KEY", "{}.key"), ("PS_TLS_CA", f"{AUTHORITY}.pem")
+        server, worker = (
+            replace(HERE, variables=tuple(f"{name}={folder}/{file.format(holder)}" for name, file in names))
+            for holder in (SERVER, WORKER)
+        )
+        yield server, worker
 
 
 def host_flags(parser: argparse.ArgumentParser, required: bool) -> None:

@@ -4,11 +4,13 @@ The peers take turns round by round in the same processes: gloo's all-reduce wit
 MiB buckets as DDP does), and bare gRPC and plain sockets that send the same bytes back in 4 MiB messages. A round's
 time is that of the slowest worker. Gradients are filled anew before each round, outside of its time, for every system
 alike. At the end every weight must be exactly the expected number, which depends on its place. `CPU` are seconds of a
-core that all workers and servers use for each GB that is moved; ours have the arithmetic of the round in them, too."""
+core that all workers and servers use for each GB that is moved; ours have the arithmetic of the round in them, too.
+With --tls ours are encrypted, with certificates of both ends; the peers are not."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +25,7 @@ import torch.distributed as dist
 
 import ps_worker
 from bench import options
-from bench.cluster import HERE, Group, servers
+from bench.cluster import HERE, Group, encrypted, servers
 from bench.echo import echo, echo_servers
 from bench.machine import cpu_seconds
 from bench.pictures import Bar, bars
@@ -45,6 +47,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench round`."""
     options.add(parser, mib=256, workers=2, shards=2, rounds=12, transport="shm,tcp,grpc", wire="float32,bfloat16")
     options.add(parser, bucket_kib=None)
+    parser.add_argument("--tls", action="store_true", help="between our workers and servers")
     parser.add_argument("--no-peers", action="store_true", help="only ourselves")
 
 
@@ -56,13 +59,14 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     order: dict[str, Any] = {"mib": arguments.mib, "rounds": arguments.rounds, "systems": systems}
     order["bucket_bytes"] = arguments.bucket_kib and arguments.bucket_kib * 1024
     with (
-        servers([HERE] * arguments.shards) as cluster,
+        encrypted() if arguments.tls else contextlib.nullcontext((HERE, HERE)) as (of_servers, of_workers),
+        servers([of_servers] * arguments.shards) as cluster,
         echo_servers(0 if arguments.no_peers else arguments.shards) as echoes,
         socket_servers(0 if arguments.no_peers else arguments.shards) as sockets,
     ):
         order |= {"server": cluster.address, "echoes": echoes, "sockets": sockets.addresses}
         order["pids"] = {"ours": cluster.pids, "sockets": sockets.pids}
-        with Group([HERE] * arguments.workers, "bench.round", [order] * arguments.workers) as group:
+        with Group([of_workers] * arguments.workers, "bench.round", [order] * arguments.workers) as group:
             times, cpu = group.answers(TIMEOUT)[0]
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
     moved = 2 * arguments.workers * arguments.mib * MIB * arguments.rounds / 1e9

@@ -4,7 +4,10 @@ The processes of all systems run from the beginning and take turns: a few steps 
 so that other load on the machine affects all alike. A turn's first step does not count, because it finds the caches
 full of another system's data. `independent` has as many processes without communication: the upper bound on this
 machine. Every mode has torch's fastest AdamW for CPUs. The ratio is that of the median step times; of local:8, where
-one step of eight exchanges, it is that of mean ones, and `independent` is what its steps are without that."""
+one step of eight exchanges, it is that of mean ones, and `independent` is what its steps are without that.
+
+With --vectors the model is so many parameters of 16 MiB whose step is nothing but memory: their squares are the loss,
+and plain SGD steps them."""
 
 from __future__ import annotations
 
@@ -20,17 +23,21 @@ from bench.results import Result, check_loss, label, mean_step_ms, result, step_
 from bench.training import Task, weight_bytes
 
 LOCAL, ROUND = "local:8", 8  # measured where a turn's counted steps are whole rounds: one step of a round exchanges
+VECTOR = 4 * 2**20  # elements of a vector, 16 MiB
 SHORT = {"layers": 2, "width": 256, "turns": 3, "steps": 4}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench train`."""
     options.add(parser, workers=2, shards=2, layers=8, width=512, batch=8, turns=3, steps=9)
+    parser.add_argument("--vectors", type=int, default=0, help="parameters of a model of vectors (0: the GPT)")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measures; one result for each system."""
     plain = Task("gpt", "single", batch=arguments.batch, layers=arguments.layers, width=arguments.width)
+    if arguments.vectors:
+        plain = Task("vectors", "single", parameters=arguments.vectors * VECTOR, vector=VECTOR)
     with servers([HERE] * arguments.shards) as cluster, contextlib.ExitStack() as stack:
         tasks = _systems(plain, cluster.address, arguments.steps)
         workers = {name: 1 if name == "single" else arguments.workers for name in tasks}
@@ -77,5 +84,5 @@ def _systems(plain: Task, server: str, steps: int) -> dict[str, Task]:
 
 def draw(lines: list[Result], path: Path) -> None:
     """A bar for each system."""
-    title = f"A step of a {lines[0]['bytes'] / 4e6:.1f}M-parameter GPT, {lines[0]['workers']} workers, one thread each"
+    title = f"A step of {lines[0]['bytes'] / 4e6:.1f}M parameters, {lines[0]['workers']} workers, one thread each"
     bars(path, "milliseconds", {title: [Bar(label(line), line["ms"], bool(line["transport"])) for line in lines]})

@@ -23,14 +23,13 @@ from bench.computing import compute
 from bench.machine import memory, traffic
 from bench.talk import own_output
 
-VECTOR = 2**20  # the model "vectors" is made of parameters of at most this many elements
-
 
 @dataclass(frozen=True)
 class Task:
     """What one worker trains, and how.
 
     model:   "gpt", of `layers` and `width`; "vectors", of `parameters` elements and next to no computing; "small"
+    vector:  elements of a parameter of "vectors", at most
     mode:    as ps_worker.connect takes it; in "single" the workers know nothing of each other
     warmup:  steps before the first order
     pauses:  seconds that each step takes longer, one after the other and again from the start
@@ -51,6 +50,7 @@ class Task:
     layers: int = 8
     width: int = 512
     parameters: int = 0
+    vector: int = 2**20
     bucket_bytes: int | None = None
     warmup: int = 4
     pauses: tuple[float, ...] = ()
@@ -88,7 +88,7 @@ def build(task: Task) -> Built:
         return gpt, adamw(gpt.parameters()), Windows(library_text(), task.block), _cross_entropy
     numbers = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
     if task.model == "vectors":
-        vectors = Vectors(torch.randn(task.parameters), VECTOR)
+        vectors = Vectors(torch.randn(task.parameters), task.vector)
         return vectors, torch.optim.SGD(vectors.parameters(), lr=1e-4, fused=True), numbers, lambda loss, _: loss
     small = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     return small, torch.optim.SGD(small.parameters(), lr=1e-3, fused=True), numbers, F.cross_entropy

@@ -25,11 +25,11 @@ from tests.tools.launching import python
 from tests.tools.network import network_of
 
 SMALLEST = {
-    "round": "--mib 1 --rounds 1 --transport shm --wire float32 --no-peers",
+    "round": "--mib 1 --rounds 1 --transport shm,tcp --wire float32 --no-peers --tls",
     "scale": "--mib 1 --workers 1 --shards 1 --rounds 1 --transport shm",
     "peers": "--mib 1 --shards 1 --turns 1 --rounds 2 --layers 1 --width 64 --batch 1 --steps 2 --transport tcp"
     " --only gloo,DataParallel",
-    "train": "--layers 1 --width 64 --batch 1 --turns 1 --steps 2",
+    "train": "--vectors 1 --turns 1 --steps 2",
     "straggler": "--workers 2 --shards 1 --base-ms 5 --seconds 1 --turns 1",
     "memory": "--layers 1 --width 64 --batch 1 --workers 2 --shards 1 --steps 2 --transport grpc --bucket-kib 64",
     "rows": "--rows 1000 --dim 4 --ids 100 --steps 5 --grow 20000 --only sgd, --beyond 80000 --checkpoints 1",
