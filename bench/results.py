@@ -78,7 +78,7 @@ def check_loss(name: str, loss: float, expected: float) -> None:
 
     A system that is fast because it trains something else does not count.
     """
-    if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
+    if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):
         raise SystemExit(f"wrong result: the loss of {name} is {loss:.4f}, expected {expected:.4f}")
 
 
