@@ -13,7 +13,15 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, LimitExceeded, PSError, TryLater, VersionMismatch
+from ps_protocol.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    LimitExceeded,
+    PSError,
+    TryLater,
+    VersionMismatch,
+    anew,
+)
 from ps_runtime.background import note_error
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
@@ -99,7 +107,7 @@ class JobCheckpoints:
             self._changed.wait_for(lambda: not self._running)
         self._job.pool.shutdown(wait=False)
         self._job.remove_unfinished()
-        self._states.rolled_back({})  # gives its room back
+        self._states.close()
 
     def _notify(self) -> None:
         with self._changed:
@@ -121,7 +129,7 @@ class JobCheckpoints:
                     yield MANY_SECONDS
                 continue
             except PSError as failure:
-                error = failure
+                error = anew(failure)  # its frames hold the workers' states
                 self._job.troubles.met("made", "job %s: no checkpoint: %s", self._spec.name, failure)
             except Exception:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
@@ -269,7 +277,7 @@ class JobCheckpoints:
             if self._requests.answered < number:
                 raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {most:g} s")
             if self._requests.error is not None:
-                raise self._requests.error
+                raise anew(self._requests.error)
             assert self._progress.last is not None
             return self._progress.last
 

@@ -40,6 +40,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         """Adds the methods to a server."""
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
 
+    def stop(self) -> None:
+        """Ends the threads that ask shards: no call is answered any more."""
+        self._pool.shutdown()
+
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_shard_version(request.protocol_version)
         self._coordinator.shard_directory.register(

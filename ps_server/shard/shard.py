@@ -123,8 +123,9 @@ class Shard:
         """Finishes what is staged and ends the threads. Calls that wait are told to come back later."""
         self._hosted.stop()
         for job in self.jobs().values():
-            if job.snapshot_task is not None:
-                job.snapshot_task.stop()
+            task = job.snapshot_task  # read once: a job that is dropped meanwhile has none
+            if task is not None:
+                task.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():

@@ -161,10 +161,15 @@ class CheckpointStore:
             return False
 
     def discard(self, job: str, name: str) -> None:
-        """Removes a checkpoint, complete or not."""
+        """Removes a checkpoint, complete or not. One whose manifest cannot be removed stays: it would look whole."""
         path = self.path(job, name)
-        with contextlib.suppress(OSError):
-            self._disk.remove(path / MANIFEST)  # first: half removed, it must not look whole
+        try:
+            self._disk.remove(path / MANIFEST)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # the next `prune` tries again
+        else:
             failpoint("checkpoint-half-removed")
         self._disk.remove_tree(path)
 
