@@ -315,7 +315,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "report":
-        status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed)
+        print(status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed))
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
