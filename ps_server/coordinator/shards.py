@@ -1,7 +1,7 @@
 """The shards as the coordinator knows them: what it asks of one, and which process serves which.
 
 ShardApi   what a coordinator asks of one shard; over gRPC in a cluster (rpc.shard_client), by a call in one process
-Shards     the shards that have called in: calls all of them, and drops jobs that no coordinator knows
+Shards     the shards that have called in: calls all of them
 """
 
 from __future__ import annotations
