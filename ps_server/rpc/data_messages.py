@@ -21,6 +21,7 @@ from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.core.validation import check_once
 from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Answer, Notice, PulledBucket, PulledState
 
@@ -94,8 +95,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None)
         run=worker.run,
         weight=header.weight,
     )
-    if len({bucket.bucket for bucket in call.buckets}) != len(call.buckets):
-        raise InvalidRequest("a push names each bucket at most once")
+    check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
     if in_segment:
         _allow(call, _IN_SEGMENT, "a push by way of a segment")
     return call
@@ -115,7 +115,8 @@ def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
 def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
     for bucket in call.buckets:
         if bucket.kind not in kinds:
-            raise InvalidRequest(f"{what} is not the way of {bucket.kind.value}, which bucket {bucket.bucket} has")
+            expected = ", ".join(sorted(kind.value for kind in kinds))
+            raise InvalidRequest(f"bucket {bucket.bucket}: {what} carries {expected}, got {bucket.kind.value}")
 
 
 def _pull(

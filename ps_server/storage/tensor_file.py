@@ -159,8 +159,9 @@ def _entries(header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
         numel = 1
         for length in shape:
             numel *= length
-        if start != end or stop - start != numel * dtype.itemsize:
-            raise ValueError(f"{name[:80]!r} does not lie where its neighbours leave room for it")
+        expected = end, end + numel * dtype.itemsize
+        if (start, stop) != expected:
+            raise ValueError(f"{name[:80]!r}: expected bytes {expected[0]} to {expected[1]}, found {start} to {stop}")
         entries.append(TensorEntry(name, dtype, shape, stop - start))
         end = stop
     if end != data_bytes:
