@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_signals, stop_on_signals
+from ps_launch.children import CANNOT_START, Children, Program, Stopped, stop_on_signals
 from ps_launch.output import Console, Dropped
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
 from ps_runtime.quantities import counted
+from ps_runtime.signals import on_signals
 
 # Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
 # What the coordinator leaves of its time is theirs too.

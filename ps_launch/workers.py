@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
+from ps_launch.children import Children, Program, Stopped, stop_on_signals
 from ps_launch.output import Console, Dropped, WorkerOutput
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
@@ -35,6 +35,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
 from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
+from ps_runtime.signals import on_signals
 
 STOP_SECONDS = 15.0
 SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down

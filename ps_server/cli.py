@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
@@ -38,7 +37,7 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
-from ps_runtime.signals import await_event
+from ps_runtime.signals import await_event, on_signals
 from ps_runtime.version import version
 from ps_server import failpoints
 from ps_server.config import (
@@ -280,8 +279,7 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 
     stop = threading.Event()
     if arguments.every is not None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+        on_signals(lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
     is_first = True
     while True:
@@ -367,7 +365,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             os._exit(0)
         stop.set()
 
-    _on_signals(end)
+    on_signals(end)
     alone = arguments.command == "coordinator"
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
@@ -399,7 +397,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         _announce(role, server, config, supervised)
     await_event(stop)
     # Told once, it finishes what it has; told again, it ends at once.
-    _on_signals(lambda number, _: os._exit(128 + number))
+    on_signals(lambda number, _: os._exit(128 + number))
     if (
         coordinates or not supervised or arguments.drains
     ):  # otherwise the parent stops the coordinator first, which has seen to it
@@ -425,11 +423,6 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
         print(f"ps-server: health at port {server.health.port.port}", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
-
-
-def _on_signals(action: Callable[[int, FrameType | None], object]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, action)
 
 
 def _tune_interpreter() -> None:

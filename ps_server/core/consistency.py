@@ -124,8 +124,7 @@ class UpdateRule(Generic[T]):
             return True
         if clock != staged + 1:
             raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
-        if rank in self.waiting or any(add.rank == rank for add in self.added):
-            raise Backlogged(f"worker {rank}: the push of clock {staged} is not applied yet")
+        self._check_last_done(rank, staged)
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
@@ -266,6 +265,11 @@ class UpdateRule(Generic[T]):
     def extent(self) -> VersionRange:
         """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
         return VersionRange(*self.versions(), dict(self.applied))
+
+    def _check_last_done(self, rank: int, clock: int) -> None:
+        """Raises Backlogged as long as a worker's last push, of this clock, is in the way of its next one."""
+        if rank in self.waiting or any(add.rank == rank for add in self.added):
+            raise Backlogged(f"worker {rank}: the push of clock {clock} is not applied yet")
 
     def _is_next(self, rank: int) -> bool:
         """Whether what this worker has staged belongs to the open update."""

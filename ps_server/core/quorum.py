@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_protocol.errors import Backlogged, OutOfOrder
+from ps_protocol.errors import Backlogged
 from ps_protocol.modes import Consistency
 from ps_server.core.consistency import (
     ADMITTED,
@@ -60,17 +60,6 @@ class QuorumRule(UpdateRule[T]):
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""
         return max(self.staged.values(), default=0)
-
-    def is_repeat(self, rank: int, clock: int) -> bool:
-        """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
-        staged = self.staged.get(rank, 0)
-        if clock <= staged:
-            return True
-        if clock != staged + 1:
-            raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
-        if rank in self.waiting:
-            raise Backlogged(f"worker {rank}: the push of clock {staged} is in no update yet")
-        return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
         """Whether this contribution, once staged, is the next to be added: what waits here waits for a later update."""
@@ -147,6 +136,10 @@ class QuorumRule(UpdateRule[T]):
             else waits
             for rank, clock in pulls
         ]
+
+    def _check_last_done(self, rank: int, clock: int) -> None:
+        if rank in self.waiting:
+            raise Backlogged(f"worker {rank}: the push of clock {clock} is in no update yet")
 
     def _waits_for_all(self) -> Admission:
         """Returns what a pull waits for whose own push is staged."""

@@ -8,6 +8,12 @@ PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, l
 SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that elements are added in: float32 at least, because half types overflow, and lose the small
+    terms."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Scratch:
     """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
 
@@ -71,9 +77,9 @@ class Sum:
             self._add(self.total, values)
 
     def _add(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        if not self._owns or total.itemsize < 4:  # half types would lose the small terms
-            wide = torch.float32 if total.itemsize < 4 else total.dtype
-            self.total = self._scratch.take(total.numel(), wide)
+        summed = wide(total.dtype)
+        if not self._owns or summed is not total.dtype:
+            self.total = self._scratch.take(total.numel(), summed)
             self._owns = self._is_scratch = True
         assert self.total is not None
         if total.dtype == values.dtype == self.total.dtype:

@@ -16,8 +16,9 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import cluster_pb2
 from ps_runtime.version import version
 from ps_server.coordinator.events import EventLog
+from ps_server.rpc.convert import Sees
 from ps_server.rpc.streams import ResponseStream
-from ps_server.rpc.view_messages import Sees, event_messages, history_message, view_response
+from ps_server.rpc.view_messages import event_messages, history_message, view_response
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
