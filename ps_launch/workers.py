@@ -134,7 +134,10 @@ class _Workers:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
                     return False
-                if self._errands.pop(number, None) is None and self._has_ended(number, code):
+                if self._errands.pop(number, None) is not None:
+                    continue
+                self._left.discard(number)
+                if code and self._failure_ends_launch(number, code):
                     return False
         return True
 
@@ -207,12 +210,9 @@ class _Workers:
         )
         return Program(plan.command, environment, out, err)
 
-    def _has_ended(self, local: int, code: int) -> bool:
-        """Starts a worker that failed again, if it may be. Returns whether the launch is over: the others need it."""
-        self._left.discard(local)
-        return bool(code) and self._has_failed_all(local, code)
-
-    def _has_failed_all(self, local: int, code: int) -> bool:
+    def _failure_ends_launch(self, local: int, code: int) -> bool:
+        """Reports a worker that failed, and starts it again if it may be. Returns whether the launch is over: the others
+        need it."""
         plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
         self._report(local)

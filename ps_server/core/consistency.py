@@ -119,12 +119,10 @@ class UpdateRule(Generic[T]):
 
     def is_repeat(self, rank: int, clock: int) -> bool:
         """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
-        staged = self.staged.get(rank, 0)
-        if clock <= staged:
+        if was_staged(self, rank, clock):
             return True
-        if clock != staged + 1:
-            raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
-        self._check_last_done(rank, staged)
+        if rank in self.waiting or any(add.rank == rank for add in self.added):
+            raise Backlogged(f"worker {rank}: the push of clock {clock - 1} is not applied yet")
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
@@ -266,11 +264,6 @@ class UpdateRule(Generic[T]):
         """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
         return VersionRange(*self.versions(), dict(self.applied))
 
-    def _check_last_done(self, rank: int, clock: int) -> None:
-        """Raises Backlogged as long as a worker's last push, of this clock, is in the way of its next one."""
-        if rank in self.waiting or any(add.rank == rank for add in self.added):
-            raise Backlogged(f"worker {rank}: the push of clock {clock} is not applied yet")
-
     def _is_next(self, rank: int) -> bool:
         """Whether what this worker has staged belongs to the open update."""
         return rank in self.waiting and self.waiting[rank].clock <= self.version + 1
@@ -282,6 +275,14 @@ class UpdateRule(Generic[T]):
 
     def _step(self) -> Step:
         return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
+
+
+def was_staged(rule: UpdateRule[Any], rank: int, clock: int) -> bool:
+    """Whether a push was staged before. Raises OutOfOrder if it is not the one that comes next either."""
+    staged = rule.staged.get(rank, 0)
+    if clock > staged + 1:
+        raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
+    return clock <= staged
 
 
 def _late(rule: UpdateRule[Any], clock: int) -> set[int]:

@@ -41,7 +41,6 @@ class DataLeases:
         self.loader = spec.loader
         self.spec = spec
         self.stale = True
-        self.number = 0
         self._limit = limit
         self._returned = 0
         self._begin(0)

@@ -32,6 +32,7 @@ from ps_server.core.consistency import (
     T,
     UpdateRule,
     own_push_missing,
+    was_staged,
 )
 
 
@@ -60,6 +61,14 @@ class QuorumRule(UpdateRule[T]):
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""
         return max(self.staged.values(), default=0)
+
+    def is_repeat(self, rank: int, clock: int) -> bool:
+        """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
+        if was_staged(self, rank, clock):
+            return True
+        if rank in self.waiting:
+            raise Backlogged(f"worker {rank}: the push of clock {clock - 1} is in no update yet")
+        return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
         """Whether this contribution, once staged, is the next to be added: what waits here waits for a later update."""
@@ -136,10 +145,6 @@ class QuorumRule(UpdateRule[T]):
             else waits
             for rank, clock in pulls
         ]
-
-    def _check_last_done(self, rank: int, clock: int) -> None:
-        if rank in self.waiting:
-            raise Backlogged(f"worker {rank}: the push of clock {clock} is in no update yet")
 
     def _waits_for_all(self) -> Admission:
         """Returns what a pull waits for whose own push is staged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
+KEPT = 4  # tensors of a size; where more are open at a time, their memory is given back
 SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -15,13 +16,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
 
-    keep: tensors of a size that are kept; where more are open at a time, their memory is given back
-    """
-
-    def __init__(self, keep: int = 4) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,7 +31,7 @@ class Scratch:
     def give(self, tensor: torch.Tensor) -> None:
         """Takes a tensor back."""
         free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
-        if len(free) < self._keep:
+        if len(free) < KEPT:
             free.append(tensor)
 
 

@@ -146,7 +146,7 @@ class HostedJobs:
         request = restoring.request
         spec, checkpoint = request.spec, request.checkpoint
         layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
+        specs = [layout[index] for index in request.buckets]
         files = wanted(request.own, specs) if request.own else self._files(store, request, specs)
         restoring.begin(store.bytes_to_read(spec.name, files))
         self._let_go(spec.name, restoring)

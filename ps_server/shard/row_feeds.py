@@ -26,7 +26,6 @@ from ps_server.shard.job import HostedJob, HostedTable
 from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
 from ps_tables.changes import Changes
 
-MESSAGE_BYTES = 4 * 2**20
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
 

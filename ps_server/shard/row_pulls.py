@@ -24,7 +24,6 @@ from ps_server.shard.row_memory import with_ids
 from ps_server.shard.waiting import READER, Lent, Outbox, Pull, PulledRows, PulledTable
 from ps_server.storage.tensor_file import file_chunks
 
-MESSAGE_BYTES = 4 * 2**20
 
 
 def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float, principal: str) -> tuple[Pull, int]:

@@ -274,17 +274,6 @@ class CheckpointStore:
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)
         return state
 
-    def read_buckets(
-        self,
-        job: str,
-        manifest: Manifest,
-        buckets: Sequence[BucketSpec],
-        told: Callable[[int], object] = lambda count: None,
-        weights: Mapping[int, torch.Tensor] | None = None,
-    ) -> dict[int, BucketSnapshot]:
-        """Returns snapshots of buckets, by index, from the files that a manifest names; see `read_files`."""
-        return self.read_files(job, self.files(job, manifest, buckets), told, weights)
-
     def read_files(
         self,
         job: str,

@@ -21,7 +21,7 @@ from ps_server.core.snapshot import BucketSnapshot
 from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
-from tests.tools.checkpoint_files import filled, write_checkpoint
+from tests.tools.checkpoint_files import filled, read_buckets, write_checkpoint
 from tests.tools.raw_worker import vector_job
 
 TENSORS = {
@@ -40,7 +40,7 @@ class FullDisk(Disk):
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         def limited() -> Iterable[Buffer]:
             for chunk in chunks:
                 self.room -= len(chunk)
@@ -48,7 +48,7 @@ class FullDisk(Disk):
                     raise OSError(errno.ENOSPC, "No space left on device")
                 yield chunk
 
-        super().write(path, limited(), mode)
+        super().write(path, limited())
 
 
 def all_but_wide(entry: TensorEntry) -> torch.Tensor | None:
@@ -159,7 +159,7 @@ def test_a_checkpoint_whose_manifest_cannot_be_removed_stays_whole(tmp_path: Pat
         write_checkpoint(store, spec, filled(spec), name)
     store.prune("job", 1)
     for name in ("000001", "000002"):
-        store.read_buckets("job", store.manifest("job", name), layout.buckets)
+        read_buckets(store, store.manifest("job", name), layout.buckets)
     disk.keeps = False
     store.prune("job", 1)
     assert store.names("job") == ["000002"]

@@ -40,12 +40,12 @@ class FailingDisk(Disk):
     def __init__(self) -> None:
         self.held: weakref.ref[Copy] = weakref.ref(Copy())
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         copy = Copy()
         if self.fails:
             self.held = weakref.ref(copy)
             raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(path, chunks, mode)
+        super().write(path, chunks)
 
     def open(self, path: Path) -> BinaryIO:
         copy = Copy()
