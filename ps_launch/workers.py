@@ -211,8 +211,7 @@ class _Workers:
         return Program(plan.command, environment, out, err)
 
     def _failure_ends_launch(self, local: int, code: int) -> bool:
-        """Reports a worker that failed, and starts it again if it may be. Returns whether the launch is over: the others
-        need it."""
+        """Reports a worker's failure, and starts it again if it may be. Returns whether the launch is over for all."""
         plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
         self._report(local)

@@ -56,6 +56,7 @@ from ps_server.config import (
     checkpoints_at,
     config_of,
 )
+from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ def parser() -> CommandLine:
 def _watch_period(text: str) -> float:
     """Returns the seconds between two views. Raises ArgumentTypeError."""
     period = seconds(text)
-    if not 0.5 <= period <= 60.0:
-        raise argparse.ArgumentTypeError(f"expected 0.5 to 60 seconds, got {text!r}")
+    if not SHORTEST_WATCH <= period <= LONGEST_WATCH:
+        expected = f"{SHORTEST_WATCH:g} to {LONGEST_WATCH:g} seconds"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return period
 
 
@@ -413,8 +415,9 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
     page = metrics if config.shows_page() else ""
     if supervised:
-        place = {"address": server.address, "metrics": server.metrics_address, "page": page}
-        print(json.dumps({**place, "process": str(server.process)}), flush=True)
+        from ps_launch.ready import ready_line
+
+        print(ready_line(server.address, server.metrics_address, page, server.process), flush=True)
         return
     number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
     print(f"ps-server: {role} ready at {server.address}{number}", flush=True)

@@ -105,7 +105,7 @@ class JobRounds:
             if not request.number:
                 listener.tell(Standing(self._rounds.following(request.clock)))
                 listener.finish()
-                return _nothing
+                return lambda: None
             given = Given(request.incarnation, request.clock, request.value)
             before = self._rounds.completed
             live, started = self._members.live()
@@ -121,7 +121,7 @@ class JobRounds:
             elif self._unsaved is not None:  # not what was asked for: that may be an earlier one
                 self._publish(self._unsaved)
             listener.tell(Standing(complete.number, complete))
-            return _nothing
+            return lambda: None
 
     def changed(self) -> None:
         """Notes that a worker joined or is gone: a gone one is not waited for, and if it waits itself it is told."""
@@ -207,7 +207,3 @@ class JobRounds:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-
-
-def _nothing() -> None:
-    pass

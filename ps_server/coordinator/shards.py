@@ -171,8 +171,7 @@ class Shards:
         A process that is not known yet is asked for its number: it may have died since it sent this, and another one
         serve at its address.
         """
-        if not 0 <= index < self.count:
-            raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
+        _check_index(index, self.count)
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
@@ -217,8 +216,7 @@ class Shards:
     def report_end(self, index: int, process: int) -> bool:
         """Frees a shard's index at once: its process has ended, as its launcher has seen. Returns whether it was the
         shard. If it lives after all, it stays the shard when it calls in: it is asked then whether it is there."""
-        if not 0 <= index < self.count:
-            raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
+        _check_index(index, self.count)
         with self._lock:
             known = self._known.get(index)
             if known is None or known.process != process:
@@ -301,3 +299,8 @@ def answers_of(futures: Sequence[Future[T]]) -> list[T]:
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+def _check_index(index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise InvalidRequest(f"shard index must be below {count}, got {index}")

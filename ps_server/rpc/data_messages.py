@@ -17,6 +17,7 @@ from ps_protocol.convert import (
 )
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
+from ps_protocol.identity import Identity
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
@@ -69,12 +70,11 @@ def pull_state(data: Request) -> PullCall:
     return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
 
 
-def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str]:
-    """Returns job, rank, incarnation, offer, lease key and run of an AttachSegmentRequest."""
+def attach_request(data: bytes) -> tuple[Identity, SegmentOffer]:
+    """Returns the worker and the offer of an AttachSegmentRequest."""
     request = parse(data_pb2.AttachSegmentRequest, data)
-    worker = request.worker
     offer = SegmentOffer(request.location, request.socket_inode, request.nonce, request.row_bytes)
-    return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
+    return _identity(request.worker), offer
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None) -> PushCall:
@@ -132,10 +132,13 @@ def _pull(
     )
 
 
-def open_request(data: bytes) -> tuple[str, int, int, bytes, str]:
-    """Returns job, rank, incarnation, lease key and run of an OpenDataConnectionRequest."""
-    worker = parse(data_pb2.OpenDataConnectionRequest, data).worker
-    return worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run
+def open_request(data: bytes) -> Identity:
+    """Returns the worker of an OpenDataConnectionRequest."""
+    return _identity(parse(data_pb2.OpenDataConnectionRequest, data).worker)
+
+
+def _identity(worker: types_pb2.WorkerIdentity) -> Identity:
+    return Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run)
 
 
 def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:

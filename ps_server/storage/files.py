@@ -57,7 +57,7 @@ class Files(Protocol):
         """
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file to read it from its begin to its end. What it returns is closed by the caller."""
+        """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
 
     def read(self, path: Path) -> bytes:
         """Returns the content of a file."""

@@ -182,7 +182,7 @@ class Objects:
 
 
 class _Reader(io.RawIOBase):
-    """An object that is read from its begin to its end."""
+    """An object that is read from its beginning to its end."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__()

@@ -4,9 +4,9 @@
     header    JSON: tensor's name -> {dtype, shape, data_offsets}; "__metadata__" -> texts by name
     data      the tensors, one after the other without a gap
 
-A file is read once, from its begin to its end: each tensor goes straight to where it is wanted, and the checksum of all
-is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these files
-with the library of that name.
+A file is read once, from its beginning to its end: each tensor goes straight to where it is wanted, and the checksum
+of all is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these
+files with the library of that name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def file_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 
 
 class TensorReader:
-    """Reads a file of tensors from its begin to its end. Methods raise OSError, and ValueError for other content.
+    """Reads a file of tensors from its beginning to its end. Methods raise OSError, and ValueError for other content.
 
     size: of the file, in bytes
     told: called with the bytes that were read, now and then
