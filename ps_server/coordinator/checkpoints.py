@@ -27,7 +27,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
     CheckpointAttempt,
     CheckpointedJob,
-    Progress,
+    CheckpointProgress,
     Requests,
     Steps,
     Void,
@@ -60,7 +60,7 @@ class JobCheckpoints:
     ) -> None:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
-        self._progress, self._requests = Progress(cluster.clock.now()), Requests()
+        self._progress, self._requests = CheckpointProgress(cluster.clock.now()), Requests()
         self._states = WorkerStates(checkpointing.room)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice

@@ -57,7 +57,7 @@ class ShardApi(Protocol):
     def begin_snapshot(
         self,
         job: str,
-        name: str,
+        checkpoint: str,
         clock: int | None,
         run: str,
         refusal: float,
@@ -73,14 +73,14 @@ class ShardApi(Protocol):
         built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
         """
 
-    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(
         self,
         spec: JobSpec,
         buckets: list[int],
-        name: str,
+        checkpoint: str,
         last_incarnation: int,
         run: str,
         own: Sequence[StoredPart],

@@ -223,7 +223,7 @@ class DenseBucket:
             pieces.run(step, total, last, self._scratch)
         else:
             mean = self._mean(update)
-            for positions in self._rounds(optimizer, update.present):
+            for positions in self._step_sets(optimizer, update.present):
                 for position in positions:
                     part = self.bucket.slices[position]
                     self._slices[position].grad = mean[part.offset : part.offset + part.length]
@@ -265,7 +265,7 @@ class DenseBucket:
             [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
             optimizer.state[tensor] = fresh
 
-    def _rounds(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
+    def _step_sets(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
         """Returns the slices with a gradient, as sets to step one after the other: mostly one.
 
         torch's fused SGD fails where some momentum buffers exist and others do not yet, because a slice's first
