@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,7 +17,7 @@ from ps_protocol.errors import NotFound
 from ps_server.ops import status
 from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import START_SECONDS, Command, Commands, python
+from tests.tools.launching import START_SECONDS, Start, python
 from tests.tools.raw_worker import RawWorker, vector_job
 
 LEASE = "600"
@@ -42,14 +40,6 @@ with ps_worker.connect() as session:
         optimizer.zero_grad()
         (here / f"clock-{session.rank}").write_text(str(session.clock))
 """
-
-Start = Callable[..., Command]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with closing(Commands(tmp_path)) as commands:
-        yield commands.start
 
 
 def clock(directory: Path, rank: int) -> int:
