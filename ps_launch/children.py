@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from ps_launch.output import Output, Stream
+from ps_runtime.signals import on_signals
 
 _PR_SET_PDEATHSIG = 1
 _KILL_SECONDS = 5.0  # for which a killed child is waited for: the kernel may be busy with what it held
@@ -40,12 +41,6 @@ def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Han
         raise Stopped(number)
 
     on_signals(stop)
-
-
-def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Sets what SIGTERM and SIGINT do from now on."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, action)
 
 
 @dataclass(frozen=True)

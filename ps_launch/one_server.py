@@ -10,13 +10,14 @@ when this process is gone, however that ended.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
+
+from ps_launch.ready import place_in
 
 KILL_SECONDS = 5.0  # for which a killed server is waited for
 LAST_LINES = 20  # of its log, for the error of one that cannot start
@@ -88,8 +89,9 @@ class OneServer:
     def _read_out(self, source: IO[str]) -> None:
         with source:
             for line in source:
-                if self._place is None and line.startswith('{"address"'):
-                    self._place = json.loads(line)
+                place = place_in(line) if self._place is None else None
+                if place is not None:
+                    self._place = place
                     self._told.set()
                 else:
                     self._pass_on([line])

@@ -12,7 +12,6 @@ started again, and so is one that is not ready in time; the others go on meanwhi
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -21,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ps_launch.children import CANNOT_START, Children, Program, Stopped, on_signals, stop_on_signals
+from ps_launch.children import CANNOT_START, Children, Program, Stopped, stop_on_signals
 from ps_launch.output import Console, Dropped
+from ps_launch.ready import place_in
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
 from ps_runtime.quantities import counted
+from ps_runtime.signals import on_signals
 
 # Of a stop, beside the time that workers have to come to the last checkpoints: for writing these, and for the shards.
 # What the coordinator leaves of its time is theirs too.
@@ -119,9 +120,10 @@ class _Ready:
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes what came, as whole lines."""
         for line in lines:
-            if not self._told and line.startswith(b'{"address"'):
+            place = place_in(line.decode(errors="replace")) if not self._told else None
+            if place is not None:
                 self._told = True
-                self._tell(json.loads(line))
+                self._tell(place)
             else:
                 self._console.write(sys.stderr.fileno(), line + b"\n")
 

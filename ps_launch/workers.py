@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ps_launch.children import Children, Program, Stopped, on_signals, stop_on_signals
+from ps_launch.children import Children, Program, Stopped, stop_on_signals
 from ps_launch.output import Console, Dropped, WorkerOutput
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
@@ -35,6 +35,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
 from ps_runtime.logs import TEXT
 from ps_runtime.rank import TORCHRUN
+from ps_runtime.signals import on_signals
 
 STOP_SECONDS = 15.0
 SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down
@@ -133,7 +134,10 @@ class _Workers:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
                     return False
-                if self._errands.pop(number, None) is None and self._has_ended(number, code):
+                if self._errands.pop(number, None) is not None:
+                    continue
+                self._left.discard(number)
+                if code and self._failure_ends_launch(number, code):
                     return False
         return True
 
@@ -206,12 +210,8 @@ class _Workers:
         )
         return Program(plan.command, environment, out, err)
 
-    def _has_ended(self, local: int, code: int) -> bool:
-        """Starts a worker that failed again, if it may be. Returns whether the launch is over: the others need it."""
-        self._left.discard(local)
-        return bool(code) and self._has_failed_all(local, code)
-
-    def _has_failed_all(self, local: int, code: int) -> bool:
+    def _failure_ends_launch(self, local: int, code: int) -> bool:
+        """Reports a worker's failure, and starts it again if it may be. Returns whether the launch is over for all."""
         plan, rank = self._plan, self._plan.first_rank + local
         self._console.say(f"worker {rank} ended with code {code}")
         self._report(local)

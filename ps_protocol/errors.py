@@ -32,7 +32,7 @@ the worker (ps_runtime/status.py). Nothing is ever recognised by the text of a m
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 DOMAIN = "ps_protocol"  # of a reason, in an ErrorInfo
 # Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
@@ -68,6 +68,19 @@ class PSError(Exception):
         if len(text) > MAX_TEXT_BYTES:
             text = text[: MAX_TEXT_BYTES - 3] + b"..."
         return text.decode(errors="ignore")
+
+
+Error = TypeVar("Error", bound=PSError)
+
+
+def anew(error: Error) -> Error:
+    """Returns the same error without what it holds on to: the frames that it was raised in, and what it came from.
+
+    An error that is kept, or raised more than once, would keep all that the variables of these frames hold.
+    """
+    same = type(error)(*error.args)
+    vars(same).update(vars(error))
+    return same
 
 
 class InvalidRequest(PSError, ValueError):

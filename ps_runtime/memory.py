@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+_ROOT = Path("/")
 
-def free_bytes(root: Path = Path("/")) -> int | None:
+
+def free_bytes(root: Path = _ROOT) -> int | None:
     """Bytes that the machine has free, or the control group that this process is in, if that is less; None: unknown.
 
     Memory that holds files counts as free, because it is given up when it is needed; not so files of memory alone.
@@ -16,16 +18,16 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     return min(_free(root), default=None)
 
 
-def resident_bytes(root: Path = Path("/")) -> int | None:
+def resident_bytes() -> int | None:
     """Bytes of memory that this process has in use, what it shares with others included; None: unknown."""
-    kilobytes = _numbers(root / "proc/self/status").get("VmRSS:")
+    kilobytes = _numbers(_ROOT / "proc/self/status").get("VmRSS:")
     return None if kilobytes is None else kilobytes * 1024
 
 
-def limit_bytes(root: Path = Path("/")) -> int | None:
+def limit_bytes() -> int | None:
     """Bytes that this process may have at most: those of the machine, or of its control group; None: unknown."""
-    limits = [kilobytes * 1024 for kilobytes in [_numbers(root / "proc/meminfo").get("MemTotal:")] if kilobytes]
-    for group in _groups(root):
+    limits = [kilobytes * 1024 for kilobytes in [_numbers(_ROOT / "proc/meminfo").get("MemTotal:")] if kilobytes]
+    for group in _groups(_ROOT):
         with contextlib.suppress(OSError, ValueError):  # "max" where there is none
             limits.append(int((group / "memory.max").read_text()))
     return min(limits, default=None)

@@ -1,6 +1,8 @@
-"""Quantities as text for a person: sizes in bytes, and how many there are of something."""
+"""Quantities as text for a person: sizes in bytes, how many there are of something, and which ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def size_text(count: int) -> str:
@@ -25,3 +27,13 @@ def ranges(ranks: list[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join("-".join(map(str, ends)) for ends in runs)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Names workers: "worker 3", "workers 0 and 1", "workers 0-63, 70"."""
+    named = sorted(ranks)
+    if len(named) == 1:
+        return f"worker {named[0]}"
+    if len(named) == 2 and named[1] == named[0] + 1:
+        return f"workers {named[0]} and {named[1]}"
+    return f"workers {ranges(named)}"

@@ -1,4 +1,4 @@
-"""How a main thread waits for long and hears signals.
+"""What a main thread does on signals, and how it waits for long and hears them.
 
 Python runs the handler of a signal in the main thread, between two instructions. A signal that comes after the last of
 them, while the thread is about to wait for a lock, is noted and interrupts nothing: a wait without end would not end by
@@ -8,12 +8,20 @@ waits for a second at a time.
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from types import FrameType
 from typing import Any
 
 HEARD_SECONDS = 1.0  # in which a signal is heard
+
+
+def on_signals(action: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Sets what SIGTERM and SIGINT do from now on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
 
 
 def await_event(event: threading.Event) -> None:

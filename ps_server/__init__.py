@@ -3,10 +3,10 @@
 core/          The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments
 shard/         A shard at work: locks and threads around `core`
 coordinator/   Which workers take part in a job, and which shard holds which bucket
-storage/       The files of checkpoints
+storage/       The files of checkpoints, and of rows that memory has no room for
 view/          What people see who watch a cluster, made once a second and kept for 15 minutes
 rpc/           The edge: the only room of the servers that knows gRPC and messages
-ops/           What operators run and read
+ops/           What operators run and read; page/ beside it is what a browser gets
 config.py      What a server process is told: every setting, declared once
 server.py      One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both
 failpoints.py  Places where a server kills itself on request, so that tests can show what a death there does

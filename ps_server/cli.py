@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
@@ -38,7 +37,7 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
-from ps_runtime.signals import await_event
+from ps_runtime.signals import await_event, on_signals
 from ps_runtime.version import version
 from ps_server import failpoints
 from ps_server.config import (
@@ -57,6 +56,7 @@ from ps_server.config import (
     checkpoints_at,
     config_of,
 )
+from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ def parser() -> CommandLine:
 def _watch_period(text: str) -> float:
     """Returns the seconds between two views. Raises ArgumentTypeError."""
     period = seconds(text)
-    if not 0.5 <= period <= 60.0:
-        raise argparse.ArgumentTypeError(f"expected 0.5 to 60 seconds, got {text!r}")
+    if not SHORTEST_WATCH <= period <= LONGEST_WATCH:
+        expected = f"{SHORTEST_WATCH:g} to {LONGEST_WATCH:g} seconds"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return period
 
 
@@ -280,8 +281,7 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 
     stop = threading.Event()
     if arguments.every is not None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+        on_signals(lambda *_: stop.set())
     directory, life, new_ca = Path(arguments.directory), timedelta(days=arguments.days), arguments.new_ca
     is_first = True
     while True:
@@ -314,7 +314,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
     elif arguments.command == "report":
-        status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed)
+        print(status.report_shard_end(arguments.server, arguments.index, arguments.process, allowed))
     elif arguments.command == "page":
         from ps_server.ops.page import serve_page
 
@@ -366,7 +366,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             os._exit(0)
         stop.set()
 
-    _on_signals(end)
+    on_signals(end)
     alone = arguments.command == "coordinator"
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
@@ -398,7 +398,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         _announce(role, server, config, supervised)
     await_event(stop)
     # Told once, it finishes what it has; told again, it ends at once.
-    _on_signals(lambda number, _: os._exit(128 + number))
+    on_signals(lambda number, _: os._exit(128 + number))
     if (
         coordinates or not supervised or arguments.drains
     ):  # otherwise the parent stops the coordinator first, which has seen to it
@@ -414,8 +414,9 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
     metrics = f"{'https' if config.tls is not None else 'http'}://{server.metrics_address}/"
     page = metrics if config.shows_page() else ""
     if supervised:
-        place = {"address": server.address, "metrics": server.metrics_address, "page": page}
-        print(json.dumps({**place, "process": str(server.process)}), flush=True)
+        from ps_launch.ready import ready_line
+
+        print(ready_line(server.address, server.metrics_address, page, server.process), flush=True)
         return
     number = "" if config.index is None else f" (process {server.process})"  # by which a launcher reports its end
     print(f"ps-server: {role} ready at {server.address}{number}", flush=True)
@@ -424,11 +425,6 @@ def _announce(role: str, server: Server, config: ServerConfig, supervised: bool)
         print(f"ps-server: health at port {server.health.port.port}", flush=True)
     if page:
         print(f"ps-server: the page, for a browser on this machine: {page}", flush=True)
-
-
-def _on_signals(action: Callable[[int, FrameType | None], object]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, action)
 
 
 def _tune_interpreter() -> None:

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_protocol.errors import InvalidRequest
@@ -109,23 +109,21 @@ def arm(shard: int | None) -> None:
             )
 
 
-def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
-    """Marks a place with a name. `before`: called before the process dies here, and only then."""
+def failpoint(name: str) -> None:
+    """Marks a place with a name."""
     if name in _delays:
         time.sleep(_delays[name])
     if _left:
-        _pass(name, before)
+        _pass(name)
 
 
-def _pass(name: str, before: Callable[[], object] | None) -> None:
+def _pass(name: str) -> None:
     with _lock:
         if name not in _left:
             return
         _left[name] -= 1
         if _left[name]:
             return
-        if before is not None:
-            before()
         os.write(2, f"failpoint {name}: this process kills itself\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()  # it is dead before another thread gets on, and so is this one

@@ -118,15 +118,16 @@ class Server:
         self._registry = process_registry()
         limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
         self._calls = CallInterceptor(self._registry, limits)
-        self._control_pool = ThreadPoolExecutor(CALL_THREADS, "control")
+        control_pool = ThreadPoolExecutor(CALL_THREADS, "control")
         self._grpc = grpc.server(
-            self._control_pool,
+            control_pool,
             interceptors=[self._calls],
             options=server_options() + grpc_options(config.limits),
         )
         port = _bind(self._grpc, config.host, config.port, config.tls)
         self.address = config.advertise or f"{_reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
+        self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]  # of what calls may be in until they end
         encrypted, asks = config.tls is not None, authenticator.is_required
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:
@@ -206,7 +207,8 @@ class Server:
         for stop in self._stops:
             stop()
         stopped.wait()
-        self._control_pool.shutdown(wait=True)
+        for stop in self._last_stops:
+            stop()
 
     def _make_coordinator(self) -> Coordinator:
         config = self._config
@@ -248,17 +250,19 @@ class Server:
         senders = ThreadPoolExecutor(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
         views.watch.start()
+        cluster = ClusterService(coordinator, views, senders)
         services: list[Service] = [
             JobService(coordinator),
             membership,
             DataLeaseService(coordinator),
             RoundService(coordinator, senders),
-            ClusterService(coordinator, views, senders),
+            cluster,
         ]
         for service in services:
             service.register(self._grpc)
         self._registry.register(coordinator_gauges(coordinator))
         self._stops += [views.watch.stop, coordinator.stop, membership.stop, senders.shutdown]
+        self._last_stops.append(cluster.stop)
         return [service.NAME for service in services]
 
     def _add_shard(self) -> list[str]:
@@ -297,7 +301,11 @@ class Server:
 
     def _row_files(self) -> RowFiles | None:
         directory = self._config.cold_rows_dir
-        return RowFiles(directory, self._config.limits.cold_row_bytes) if directory is not None else None
+        if directory is None:
+            return None
+        files = RowFiles(directory, self._config.limits.cold_row_bytes)
+        self._last_stops.append(files.stop)
+        return files
 
     def _open_checkpoints(self) -> tuple[CheckpointStore | None, Callable[[], None]]:
         """Returns where this shard's files of checkpoints are, if there are any, and what gives that back."""

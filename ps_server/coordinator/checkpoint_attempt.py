@@ -96,7 +96,7 @@ class Requests:
             yield left
 
 
-class Progress:
+class CheckpointProgress:
     """How far the checkpoints of a job are.
 
     last:    the manifest of the last one; at: when it was complete
@@ -165,7 +165,7 @@ class CheckpointedJob:
     names: Iterator[str]
     changed: Callable[[], None]
     requests: Requests
-    progress: Progress
+    progress: CheckpointProgress
     states: WorkerStates
     troubles: Troubles
     began: Mapping[int, int]
@@ -355,10 +355,10 @@ class CheckpointAttempt:
     def _begin_on_shards(self) -> None:
         job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
         pool, shards = self._job.pool, self._shards.all()
-        until, kept = (self._refusal(), self._job.members.last_incarnation()), self._job.kept()
+        refusal, last_incarnation = self._refusal(), self._job.members.last_incarnation()
         parts = self._job.progress.base.shards if self._job.progress.base is not None else {}
         on = {index: part.sha256 for index, part in parts.items()}
-        wanted = job, name, clock, run, *until, kept
+        wanted = job, name, clock, run, refusal, last_incarnation, self._job.kept()
         answers_of([pool.submit(shard.api.begin_snapshot, *wanted, on.get(shard.index, "")) for shard in shards])
 
     def _refusal(self) -> float:

@@ -13,13 +13,21 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, LimitExceeded, PSError, TryLater, VersionMismatch
+from ps_protocol.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    LimitExceeded,
+    PSError,
+    TryLater,
+    VersionMismatch,
+    anew,
+)
 from ps_runtime.background import note_error
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoint_attempt import (
     CheckpointAttempt,
     CheckpointedJob,
-    Progress,
+    CheckpointProgress,
     Requests,
     Steps,
     Void,
@@ -52,7 +60,7 @@ class JobCheckpoints:
     ) -> None:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
-        self._progress, self._requests = Progress(cluster.clock.now()), Requests()
+        self._progress, self._requests = CheckpointProgress(cluster.clock.now()), Requests()
         self._states = WorkerStates(checkpointing.room)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
@@ -99,7 +107,7 @@ class JobCheckpoints:
             self._changed.wait_for(lambda: not self._running)
         self._job.pool.shutdown(wait=False)
         self._job.remove_unfinished()
-        self._states.rolled_back({})  # gives its room back
+        self._states.close()
 
     def _notify(self) -> None:
         with self._changed:
@@ -121,7 +129,7 @@ class JobCheckpoints:
                     yield MANY_SECONDS
                 continue
             except PSError as failure:
-                error = failure
+                error = anew(failure)  # its frames hold the workers' states
                 self._job.troubles.met("made", "job %s: no checkpoint: %s", self._spec.name, failure)
             except Exception:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
@@ -269,7 +277,7 @@ class JobCheckpoints:
             if self._requests.answered < number:
                 raise TryLater(f"job {self._spec.name!r}: the checkpoint is not complete after {most:g} s")
             if self._requests.error is not None:
-                raise self._requests.error
+                raise anew(self._requests.error)
             assert self._progress.last is not None
             return self._progress.last
 

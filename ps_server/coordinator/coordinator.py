@@ -248,8 +248,9 @@ class Coordinator:
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
         assert self._state_file is not None
-        self.ended.resume(self._state_file.finished())
-        for name, left in self._state_file.load().items():
+        jobs, finished = self._state_file.load()
+        self.ended.resume(finished)
+        for name, left in jobs.items():
             try:
                 spec = job_spec_from_data(left.spec)
                 check_job_spec(spec, self._cluster.limits)
@@ -305,6 +306,8 @@ class Coordinator:
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""
         with self._lock:  # at any moment it is here or among those that have ended
+            if self._recovery is not None:
+                self._recovery.forget(name)  # before another job can have the name
             self._jobs.pop(name, None)
             self.ended.ended(name, why, finished)
         self.save()

@@ -12,7 +12,7 @@ from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.refusals import try_soon
 from ps_server.core.data_commits import MAX_LOADERS, Committed
-from ps_server.core.data_leases import DataLeases, Progress, WorkerId
+from ps_server.core.data_leases import DataLeases, LoaderProgress, WorkerId
 from ps_server.core.limits import Limits
 from ps_server.core.placement import PlacedJob
 
@@ -120,7 +120,7 @@ class JobData:
             for leases in self._loaders.values():
                 leases.stale = True
 
-    def progress(self) -> dict[int, Progress]:
+    def progress(self) -> dict[int, LoaderProgress]:
         """Returns how far each loader's data is."""
         with self._lock:
             return {number: leases.progress for number, leases in sorted(self._loaders.items())}

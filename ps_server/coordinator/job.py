@@ -25,6 +25,7 @@ from typing import Any
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
@@ -34,7 +35,6 @@ from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
-from ps_server.coordinator.refusals import ranks_text
 from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
-from ps_protocol.errors import NotFound, TryLater
+from ps_protocol.errors import NotFound, TryLater, anew
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.timing import Clock
 
@@ -88,7 +88,7 @@ class Lifecycle:
     def check_open(self, lost: Sequence[int]) -> None:
         """Raises NotFound or TryLater, saying why, where no worker can join. lost: the shards that lost their part"""
         if self._ended is not None:
-            raise NotFound(str(self._ended))  # a new one: an error that is raised holds on to its frames
+            raise anew(self._ended)
         if self._phase is Phase.ENDING:
             raise try_soon(f"job {self._name!r} ends at this moment")
         if lost or self._phase is Phase.ROLLING_BACK:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,6 +81,7 @@ class Recovery:
         self._store, self._policy, self._shards = checkpointing.store, checkpointing.policy, shards
         self._counts = RecoveryStatistics()
         self._troubles = Troubles(log, None)  # ps_restores_total counts them
+        self._lock = threading.Lock()  # of what jobs have in common that are restored at the same time
         self._last: dict[str, Rollback] = {}  # by job
         self._under_way: dict[str, Rollback] = {}
 
@@ -127,8 +129,8 @@ class Recovery:
 
         any_run: a checkpoint of an earlier job of its name will do, if it is the same job
         Raises JobMismatch if it is not, naming the difference; VersionMismatch if a newer version of this program made
-        the last one; NoCheckpoints if there is none; TryLater if a shard does
-        not answer, or a disk of a shard's own is missing that the last one is on: the same call may be made again.
+        the last one; NoCheckpoints if there is none; TryLater if a shard does not answer, or a disk of a shard's own is
+        missing that the last one is on: the same call may be made again.
         """
         name = job.spec.name
         for manifest in self._candidates(job, any_run):
@@ -143,9 +145,9 @@ class Recovery:
                 self._pass_over(name, manifest.name, error)
                 continue
             for unfinished in self._store.unfinished(name, manifest.name):
-                self._counts = replace(self._counts, unfinished=self._counts.unfinished + 1)
+                self._count(unfinished=1)
                 log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
-            self._counts = replace(self._counts, restored=self._counts.restored + 1)
+            self._count(restored=1)
             return Restored(manifest, reached, rollback.incarnation)
         raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
@@ -154,13 +156,19 @@ class Recovery:
 
         Another one has a higher incarnation: shards tell by it which call is the later one.
         """
-        last = self._last.get(job)
-        if last is not None and last.run == run and last_incarnation <= last.incarnation:
-            if last.checkpoint == checkpoint:
-                return last
-            last_incarnation = last.incarnation + 1
-        self._last[job] = Rollback(job, run, checkpoint, last_incarnation)
-        return self._last[job]
+        with self._lock:
+            last = self._last.get(job)
+            if last is not None and last.run == run and last_incarnation <= last.incarnation:
+                if last.checkpoint == checkpoint:
+                    return last
+                last_incarnation = last.incarnation + 1
+            rollback = self._last[job] = Rollback(job, run, checkpoint, last_incarnation)
+        return rollback
+
+    def forget(self, job: str) -> None:
+        """Drops what is known of a job that has ended."""
+        with self._lock:
+            self._last.pop(job, None)
 
     def _restore_shards(
         self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Sequence[StoredPart]]
@@ -205,8 +213,13 @@ class Recovery:
                 )
             yield manifest
 
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = self._counts
+            self._counts = replace(counts, **{name: getattr(counts, name) + count for name, count in more.items()})
+
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
-        self._counts = replace(self._counts, damaged=self._counts.damaged + 1)
+        self._count(damaged=1)
         what = "job %s: checkpoint %s cannot be used, trying the one before: %s"
         self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)
 
@@ -214,9 +227,8 @@ class Recovery:
 def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:
     """Returns the file that a shard has of a checkpoint on a disk of its own, and before it those that it builds on.
 
-    None where all servers share one place.
-
-    Raises TryLater if other shards' disks have some of its buckets: nothing is lost if their number is put right.
+    Empty where all servers share one place. Raises TryLater if other shards' disks have some of its buckets: nothing is
+    lost if their number is put right.
     """
     part = manifest.shards.get(shard)
     is_own = part is not None and part.disk

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import datetime, timezone
 
 from ps_protocol.errors import JobInUse, PSError, TryLater
+from ps_runtime.quantities import ranks_text
 from ps_server.core.membership import JoinRequest, Member, Rivals
 
 HOSTS_NAMED = 4
@@ -61,18 +61,3 @@ def _pids(members: list[Member]) -> str:
     named = ", ".join(str(member.pid) for member in members[:PIDS_NAMED])
     more = len(members) - PIDS_NAMED
     return f"pid{'s' if len(members) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Names workers, runs of ranks as a span: "worker 3", "workers 0 and 1", "workers 0-63, 70"."""
-    spans: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = spans[-1][0], rank
-        else:
-            spans.append((rank, rank))
-    if len(spans) == 1 and spans[0][0] == spans[0][1]:
-        return f"worker {spans[0][0]}"
-    if len(spans) == 1 and spans[0][0] + 1 == spans[0][1]:
-        return f"workers {spans[0][0]} and {spans[0][1]}"
-    return "workers " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker, anew
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.core.rounds import Given, Round, Rounds
@@ -101,11 +101,11 @@ class JobRounds:
         with self._lock:
             self._members.check(request.rank, request.incarnation, request.key)
             if self._over is not None:
-                raise type(self._over)(str(self._over))  # a new one: an error that is raised holds on to its frames
+                raise anew(self._over)
             if not request.number:
                 listener.tell(Standing(self._rounds.following(request.clock)))
                 listener.finish()
-                return _nothing
+                return lambda: None
             given = Given(request.incarnation, request.clock, request.value)
             before = self._rounds.completed
             live, started = self._members.live()
@@ -116,10 +116,12 @@ class JobRounds:
                 self._waiters.append(waiter)
                 listener.tell(Standing(request.number, waiting_for=self._missing(live)))
                 return lambda: self._drop(waiter)
-            if self._rounds.completed > before or self._unsaved is not None:
+            if self._rounds.completed > before:
                 self._publish(complete)
+            elif self._unsaved is not None:  # not what was asked for: that may be an earlier one
+                self._publish(self._unsaved)
             listener.tell(Standing(complete.number, complete))
-            return _nothing
+            return lambda: None
 
     def changed(self) -> None:
         """Notes that a worker joined or is gone: a gone one is not waited for, and if it waits itself it is told."""
@@ -205,7 +207,3 @@ class JobRounds:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-
-
-def _nothing() -> None:
-    pass

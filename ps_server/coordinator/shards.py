@@ -1,7 +1,7 @@
 """The shards as the coordinator knows them: what it asks of one, and which process serves which.
 
 ShardApi   what a coordinator asks of one shard; over gRPC in a cluster (rpc.shard_client), by a call in one process
-Shards     the shards that have called in: calls all of them, and drops jobs that no coordinator knows
+Shards     the shards that have called in: calls all of them
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ShardApi(Protocol):
     def begin_snapshot(
         self,
         job: str,
-        name: str,
+        checkpoint: str,
         clock: int | None,
         run: str,
         refusal: float,
@@ -73,14 +73,14 @@ class ShardApi(Protocol):
         built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
         """
 
-    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(
         self,
         spec: JobSpec,
         buckets: list[int],
-        name: str,
+        checkpoint: str,
         last_incarnation: int,
         run: str,
         own: Sequence[StoredPart],
@@ -171,8 +171,7 @@ class Shards:
         A process that is not known yet is asked for its number: it may have died since it sent this, and another one
         serve at its address.
         """
-        if not 0 <= index < self.count:
-            raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
+        _check_index(index, self.count)
         check_address(address, "a shard's address")
         if metrics_address:
             check_address(metrics_address, "where metrics are served")
@@ -217,8 +216,7 @@ class Shards:
     def report_end(self, index: int, process: int) -> bool:
         """Frees a shard's index at once: its process has ended, as its launcher has seen. Returns whether it was the
         shard. If it lives after all, it stays the shard when it calls in: it is asked then whether it is there."""
-        if not 0 <= index < self.count:
-            raise InvalidRequest(f"shard index must be below {self.count}, got {index}")
+        _check_index(index, self.count)
         with self._lock:
             known = self._known.get(index)
             if known is None or known.process != process:
@@ -301,3 +299,8 @@ def answers_of(futures: Sequence[Future[T]]) -> list[T]:
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+def _check_index(index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise InvalidRequest(f"shard index must be below {count}, got {index}")

@@ -26,6 +26,7 @@ from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
+_TIMES = ("expires", "heard", "heard_before")  # of workers, by the clock of a process that is gone when they are read
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 
@@ -33,7 +34,8 @@ class StateFile:
     """The file of one coordinator. Methods may be called from any thread.
 
     disk: what it is written with and read from
-    Raises InvalidRequest for a file that a newer version has written: it would be lost.
+    Raises InvalidRequest for a file that a newer version has written: it would be lost; TryLater where an object store
+    does not say whether there is one.
     """
 
     def __init__(self, directory: Path, disk: Files | None = None) -> None:
@@ -45,9 +47,9 @@ class StateFile:
             raise InvalidRequest(f"{self.path} is {newer}, or give this one another directory")
 
     def _content(self) -> Any:
-        """Returns what the file holds; None where it is missing or no JSON."""
+        """Returns what the file holds; None where it is missing or no JSON. Raises TryLater as `load` does."""
         try:
-            return json.loads(self._disk.read(self.path))
+            return json.loads(self._read())
         except (OSError, ValueError, RecursionError):
             return None
 
@@ -70,45 +72,45 @@ class StateFile:
                 raise TryLater(f"{self.path} cannot be written: {error.strerror}") from None
             self.is_behind = False
 
-    def load(self) -> dict[str, SavedJob]:
-        """Returns the jobs that ran; none where there is no file, or, with a warning, one that was not written so.
+    def load(self) -> tuple[dict[str, SavedJob], dict[str, FinishedJob]]:
+        """Returns the jobs that ran, and those that had finished; none where there is no file, or, with a warning, one
+        that was not written so.
 
         Raises TryLater where it is in an object store that does not answer.
         """
         try:
             data = self._sealed()
-            return {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
+            jobs = {name: _job(job, data["format"]) for name, job in data["jobs"].items()}
+            finished = data.get("finished", {})  # earlier releases knew nothing of it
+            return jobs, {name: _finished(job) for name, job in finished.items()}
         except FileNotFoundError:
-            return {}
-        except ConnectionError as error:
-            raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
+            return {}, {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning(
                 "%s cannot be used: %s; jobs resume from their checkpoints when their workers come", self.path, error
             )
-            return {}
-
-    def finished(self) -> dict[str, FinishedJob]:
-        """Returns the jobs that had finished; none where `load` returns none."""
-        try:
-            finished = self._sealed().get("finished", {})  # earlier releases knew nothing of it
-            return {name: FinishedJob(**{**job, "launches": tuple(job["launches"])}) for name, job in finished.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
+            return {}, {}
 
     def _sealed(self) -> dict[str, Any]:
         """Returns the file's content. Raises ValueError and others if it is not what was written."""
-        data: dict[str, Any] = json.loads(self._disk.read(self.path))
+        data: dict[str, Any] = json.loads(self._read())
         if data.pop("seal") != seal(data) or data["format"] not in READABLE:
             raise ValueError("it is not what was written")
         return data
+
+    def _read(self) -> bytes:
+        try:
+            return self._disk.read(self.path)
+        except ConnectionError as error:
+            raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
 
 
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
     data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
     for worker in (*data["workers"], *data["away"]):
-        del worker["expires"], worker["heard"]  # by the clock of a process that is gone when they are read
+        for time in _TIMES:
+            del worker[time]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
 
@@ -136,6 +138,11 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     return SavedJob(**data)
 
 
+def _finished(data: dict[str, Any]) -> FinishedJob:
+    return FinishedJob(**{**data, "launches": tuple(data["launches"])})
+
+
 def _worker(data: dict[str, Any]) -> Member:
     replaced = tuple((launch, incarnation) for launch, incarnation in data.pop("replaced", ()))
+    data.pop("heard_before", None)  # earlier releases wrote it
     return Member(**{**data, "key": bytes.fromhex(data["key"])}, expires=0.0, replaced=replaced)

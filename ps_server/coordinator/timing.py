@@ -16,7 +16,7 @@ class Clock:
         return time.monotonic()
 
     def since_1970(self) -> float:
-        """Returns the date, for people to read, in seconds."""
+        """Returns the date in seconds: for people to read, and for runs and incarnations, which rise with it."""
         return time.time()
 
     def wait(self, changed: threading.Condition, holds: Callable[[], bool], seconds: float) -> bool:

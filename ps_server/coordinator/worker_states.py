@@ -61,18 +61,22 @@ class WorkerStates:
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then
+        self._closed = False
         self._lock = threading.Lock()
 
     def save(self, rank: int, clock: int, state: bytes) -> None:
         """Takes what a live worker sends. Raises LimitExceeded, and keeps what came before, where there is no room."""
         with self._lock:
-            self._room.hold(len(state) - _size(self._sent.get(rank)))
-            self._sent[rank] = clock, state
+            if not self._closed:  # what is kept then would keep its room for good
+                self._room.hold(len(state) - _size(self._sent.get(rank)))
+                self._sent[rank] = clock, state
 
     def leave(self, rank: int, state: tuple[int, bytes] | None) -> None:
         """Takes what a worker leaves behind: its clock and state, or nothing. Raises LimitExceeded where there is no
         room for it: then it has left nothing."""
         with self._lock:
+            if self._closed:
+                return
             self._room.hold(-_size(self._sent.pop(rank, None)) - _size(self._left.get(rank)))
             self._left[rank] = None
             self._room.hold(_size(state))
@@ -95,6 +99,12 @@ class WorkerStates:
         with self._lock:
             self._room.hold(-sum(map(_size, self._left.values())))
             self._left, self.kept = {}, kept
+
+    def close(self) -> None:
+        """Gives its room back, and keeps nothing more: the job ends, and a call may be under way."""
+        with self._lock:
+            self._closed = True
+        self.rolled_back({})
 
     def at(self, clock: int | None) -> States:
         """Returns the states that live workers sent at a clock, or at any."""

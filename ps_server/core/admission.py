@@ -84,7 +84,7 @@ def terms(limits: Limits, is_shard: bool) -> dict[Kind, Terms]:
     }
 
 
-class Admission(Generic[C]):
+class RequestPlaces(Generic[C]):
     """The places of one kind of request. Calls are any values that differ.
 
     Principals take turns, the hosts of each, and the connections of each host. None of them takes the last place while

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ps_server.core.sums import wide
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -35,5 +37,4 @@ class Agreement:
 
 def square(values: torch.Tensor) -> float:
     """Returns the square of the L2 norm of [n] elements."""
-    wide = torch.promote_types(values.dtype, torch.float32)  # torch narrows nothing here
-    return float(torch.linalg.vector_norm(values, dtype=wide)) ** 2
+    return float(torch.linalg.vector_norm(values, dtype=wide(values.dtype))) ** 2

@@ -22,6 +22,7 @@ from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initia
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.requests import Push, PushKind
+from ps_server.core.sums import wide
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
 GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)
@@ -186,8 +187,8 @@ class PushChecker:
 
     def _check_norm(self, push: Push, bucket: BucketSpec, values: torch.Tensor) -> None:
         present = [s for position, s in enumerate(bucket.slices) if position not in push.absent]
-        wide = torch.float32 if values.itemsize < 4 else values.dtype  # half types overflow
-        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=wide).item() for s in present]
+        kind = wide(values.dtype)
+        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=kind).item() for s in present]
         norm = math.hypot(*norms)
         if not norm <= self._norm_limit:  # NaN is past every limit
             raise LimitExceeded(

@@ -113,9 +113,15 @@ class RowChecker:
         self._check_place(table, ids)
         _check_distinct(table, ids)
         if len(last) and not 1 <= last.min() <= last.max() <= version:
-            raise InvalidRequest(f"table {rows.name!r}: rows were trained by updates 1 to {version}, got others")
-        if push.waiting and not 0 < part["waiting.counts"].min() <= part["waiting.counts"].max() < 2**32:
-            raise InvalidRequest(f"table {rows.name!r}: an id that waits has occurred 1 to 2^32 - 1 times, got others")
+            raise InvalidRequest(
+                f"table {rows.name!r}: rows were trained by updates 1 to {version}, got {last.min()} to {last.max()}"
+            )
+        if push.waiting:
+            least, most = int(part["waiting.counts"].min()), int(part["waiting.counts"].max())
+            if not 0 < least <= most < 2**32:
+                raise InvalidRequest(
+                    f"table {rows.name!r}: an id that waits has occurred 1 to 2^32 - 1 times, got {least} to {most}"
+                )
         return part
 
     def wanted(self, pull: RowsPull) -> Ids:
@@ -203,8 +209,9 @@ class RowChecker:
 
 def _check_distinct(table: JobTable, ids: Ids) -> None:
     ordered = np.sort(ids)  # several times as fast as hashing them
-    if bool((ordered[1:] == ordered[:-1]).any()):
-        raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got some twice")
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise InvalidRequest(f"table {table.rows.name!r}: expected each id once, got {twice[0]} twice")
 
 
 def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:

@@ -119,13 +119,10 @@ class UpdateRule(Generic[T]):
 
     def is_repeat(self, rank: int, clock: int) -> bool:
         """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
-        staged = self.staged.get(rank, 0)
-        if clock <= staged:
+        if was_staged(self, rank, clock):
             return True
-        if clock != staged + 1:
-            raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
         if rank in self.waiting or any(add.rank == rank for add in self.added):
-            raise Backlogged(f"worker {rank}: the push of clock {staged} is not applied yet")
+            raise Backlogged(f"worker {rank}: the push of clock {clock - 1} is not applied yet")
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:
@@ -278,6 +275,14 @@ class UpdateRule(Generic[T]):
 
     def _step(self) -> Step:
         return Step(tuple(add.rank for add in self.added), 0, tuple(add.clock for add in self.added))
+
+
+def was_staged(rule: UpdateRule[Any], rank: int, clock: int) -> bool:
+    """Whether a push was staged before. Raises OutOfOrder if it is not the one that comes next either."""
+    staged = rule.staged.get(rank, 0)
+    if clock > staged + 1:
+        raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
+    return clock <= staged
 
 
 def _late(rule: UpdateRule[Any], clock: int) -> set[int]:

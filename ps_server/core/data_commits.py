@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from ps_protocol.data import MAX_PUSH_RANGES, DataRange
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_server.core.intervals import Intervals, Span
+from ps_server.core.validation import check_once
 
 MAX_LOADERS = 64
 MAX_FRAGMENTS = 65_536  # that the committed part of a pass may be in
@@ -167,8 +168,7 @@ def check_ranges(ranges: Sequence[DataRange]) -> None:
             raise InvalidRequest(f"expected a loader below {MAX_LOADERS}, got {used.loader}")
         if used.start >= used.stop:
             raise InvalidRequest(f"a range of data ends after it starts, got [{used.start}, {used.stop})")
-    if len(set(ranges)) != len(ranges):
-        raise InvalidRequest("a push names each range of data at most once")
+    check_once(ranges, "a push names each range of data")
 
 
 def common(shards: Iterable[Committed], loader: int, number: int, samples: int) -> Intervals:

@@ -23,7 +23,7 @@ WorkerId = tuple[int, int]  # rank and incarnation
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoaderProgress:
     """How far a loader's data is, in samples: of the pass, committed and leased of it, and returned since the start."""
 
     pass_number: int
@@ -41,7 +41,6 @@ class DataLeases:
         self.loader = spec.loader
         self.spec = spec
         self.stale = True
-        self.number = 0
         self._limit = limit
         self._returned = 0
         self._begin(0)
@@ -189,9 +188,9 @@ class DataLeases:
         return self._committed.total == self.spec.samples
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> LoaderProgress:
         """How far the pass is."""
         batches = [*self._leased.values(), *self._doubtful.values()]
         leased = sum(stop - start for spans in batches for start, stop in spans)
         done = self._committed.total + self._pushed.without(self._committed).total
-        return Progress(self.number, self.spec.samples, done, leased, self._returned)
+        return LoaderProgress(self.number, self.spec.samples, done, leased, self._returned)

@@ -18,7 +18,7 @@ from ps_server.core.agreement import Agreement, square
 from ps_server.core.pieces import PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, Scratch, Sum
+from ps_server.core.sums import PIECE, Scratch, Sum, wide
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,8 @@ class OpenUpdate:
         self.terms += 1
         if self._squares is not None:
             self._squares += gradient.weight * square(values)
-        if gradient.weight != 1:  # in float32 at least: half types end at 65504, or lose the small terms
-            wide = torch.float32 if values.itemsize < 4 else values.dtype
-            values, own = values.to(wide) * gradient.weight, True
+        if gradient.weight != 1:
+            values, own = values.to(wide(values.dtype)) * gradient.weight, True
         # With a quorum, a worker goes on while what it has contributed is here.
         self.sum.add(values, own, self._quorum and gradient.borrowed, is_last and self._squares is None)
 
@@ -224,7 +223,7 @@ class DenseBucket:
             pieces.run(step, total, last, self._scratch)
         else:
             mean = self._mean(update)
-            for positions in self._rounds(optimizer, update.present):
+            for positions in self._step_sets(optimizer, update.present):
                 for position in positions:
                     part = self.bucket.slices[position]
                     self._slices[position].grad = mean[part.offset : part.offset + part.length]
@@ -266,7 +265,7 @@ class DenseBucket:
             [fresh] = ELEMENTWISE[self._name]([tensor], **hyper_parameters(self._name, group)).state.values()  # type: ignore[arg-type]
             optimizer.state[tensor] = fresh
 
-    def _rounds(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
+    def _step_sets(self, optimizer: torch.optim.Optimizer, present: set[int]) -> list[set[int]]:
         """Returns the slices with a gradient, as sets to step one after the other: mostly one.
 
         torch's fused SGD fails where some momentum buffers exist and others do not yet, because a slice's first

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
 from ps_protocol.modes import Consistency
+from ps_server.core.validation import check_once
 
 TABLES_TOLD = 100  # of a job, each by itself: whoever registers a job chooses how many there are, and their names
 OTHER_TABLES = "(others)"
@@ -112,11 +113,12 @@ def check_worker_figures(figures: WorkerFigures) -> None:
     if ratio is not None and not 0.0 <= ratio < math.inf:
         raise InvalidRequest(f"figures: residual_ratio must be a number of 0 or more, got {ratio:g}")
     names = [value.name for value in figures.values]
-    if len(names) > MAX_VALUES or len(set(names)) < len(names):
-        raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, each name once, got {len(names)}")
+    if len(names) > MAX_VALUES:
+        raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, got {len(names)}")
     for name in names:
         if not is_value_name(name):
             raise InvalidRequest(
                 f"figures: a value's name is a letter of a to z, then letters, digits and '_', {MAX_VALUE_NAME} "
                 f"characters at most, got {name[:80]!r}"
             )
+    check_once(names, "figures: values have each name")

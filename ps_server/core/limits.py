@@ -11,6 +11,7 @@ from typing import Any
 
 from ps_protocol.job import MAX_MESSAGE_BYTES, MAX_NAME_LENGTH, MAX_PARAMETERS
 
+SHORTEST_WATCH, LONGEST_WATCH = 0.5, 60.0  # seconds between two views of a caller that watches
 _LARGEST = 2**31 - 1  # of what gRPC takes as an option
 _LARGEST_SIZE = 2**62
 

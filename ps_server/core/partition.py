@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError
+from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError, anew
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.buckets import Bucket, Buckets
@@ -116,7 +116,7 @@ class JobPartition:
     def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
         """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if a key is given and not its own."""
         if self._closed is not None:
-            raise type(self._closed)(str(self._closed))  # a new one: an error that is raised holds on to this partition
+            raise anew(self._closed)
         live = self.roster.get(rank)
         check_incarnation(rank, incarnation, live.incarnation if live else None)
         if live is not None and key is not None:

@@ -17,7 +17,7 @@ from ps_server.core.sums import PIECE, Scratch, add
 
 
 @dataclass(frozen=True)
-class Part:
+class PiecePart:
     """The elements of one slice that lie in a piece: [start, stop) of the slice, from `offset` of the piece on."""
 
     position: int
@@ -32,7 +32,7 @@ class Piece:
 
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[PiecePart, ...]
 
 
 def pieces_of(bucket: BucketSpec, size: int = PIECE) -> tuple[Piece, ...]:
@@ -44,7 +44,7 @@ def pieces_of(bucket: BucketSpec, size: int = PIECE) -> tuple[Piece, ...]:
         for position, part in enumerate(bucket.slices):
             first, last = max(start, part.offset), min(stop, part.offset + part.length)
             if first < last:
-                parts.append(Part(position, first - part.offset, last - part.offset, first - start))
+                parts.append(PiecePart(position, first - part.offset, last - part.offset, first - start))
         found.append(Piece(start, stop, tuple(parts)))
     return tuple(found)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_protocol.errors import Backlogged, OutOfOrder
+from ps_protocol.errors import Backlogged
 from ps_protocol.modes import Consistency
 from ps_server.core.consistency import (
     ADMITTED,
@@ -32,6 +32,7 @@ from ps_server.core.consistency import (
     T,
     UpdateRule,
     own_push_missing,
+    was_staged,
 )
 
 
@@ -63,13 +64,10 @@ class QuorumRule(UpdateRule[T]):
 
     def is_repeat(self, rank: int, clock: int) -> bool:
         """Whether a push was staged before. Raises OutOfOrder or Backlogged if it cannot be staged now."""
-        staged = self.staged.get(rank, 0)
-        if clock <= staged:
+        if was_staged(self, rank, clock):
             return True
-        if clock != staged + 1:
-            raise OutOfOrder(f"worker {rank} pushed clock {clock} where {staged + 1} comes next")
         if rank in self.waiting:
-            raise Backlogged(f"worker {rank}: the push of clock {staged} is in no update yet")
+            raise Backlogged(f"worker {rank}: the push of clock {clock - 1} is in no update yet")
         return False
 
     def is_awaited(self, rank: int, clock: int) -> bool:

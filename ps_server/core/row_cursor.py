@@ -36,7 +36,8 @@ def row_cursor(data: bytes) -> RowCursor:
     """Returns the cursor that a reader has kept. Raises InvalidRequest for bytes that are none."""
     if len(data) != 1 + sum(_SIZES) or data[0] != _FORMAT:
         raise InvalidRequest(
-            f"expected a cursor as WatchRows gave it, of {1 + sum(_SIZES)} bytes, got {len(data)} others"
+            f"expected a cursor as WatchRows gave it, of {1 + sum(_SIZES)} bytes of format {_FORMAT:02x}, "
+            f"got {len(data)} bytes of format {data[:1].hex() or 'none'}"
         )
     fields, first = [], 1
     for size in _SIZES:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.agreement import Agreement
-from ps_server.core.data_leases import Progress
+from ps_server.core.data_leases import LoaderProgress
 from ps_server.core.figures import ShardFigures, ShardJobFigures, TableFigures
 from ps_server.core.membership import Member
 
@@ -145,7 +145,7 @@ class JobStatistics:
     rejoining: tuple[int, ...]
     workers: tuple[Member, ...]
     now: float
-    loaders: Mapping[int, Progress]
+    loaders: Mapping[int, LoaderProgress]
     checkpoints: CheckpointStatistics | None
     run: str = ""
     figures: Mapping[tuple[int, int], WorkerFigures] = field(default_factory=dict)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 
 PIECE = 2**19  # elements, 2 MiB: smaller ones cost more calls than they save, larger ones leave the cache (measured)
+KEPT = 4  # tensors of a size; where more are open at a time, their memory is given back
 SUMMED_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that elements are added in: float32 at least, because half types overflow, and lose the small
+    terms."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Scratch:
-    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe.
+    """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
 
-    keep: tensors of a size that are kept; where more are open at a time, their memory is given back
-    """
-
-    def __init__(self, keep: int = 4) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,7 +31,7 @@ class Scratch:
     def give(self, tensor: torch.Tensor) -> None:
         """Takes a tensor back."""
         free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
-        if len(free) < self._keep:
+        if len(free) < KEPT:
             free.append(tensor)
 
 
@@ -71,9 +74,9 @@ class Sum:
             self._add(self.total, values)
 
     def _add(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        if not self._owns or total.itemsize < 4:  # half types would lose the small terms
-            wide = torch.float32 if total.itemsize < 4 else total.dtype
-            self.total = self._scratch.take(total.numel(), wide)
+        summed = wide(total.dtype)
+        if not self._owns or summed is not total.dtype:
+            self.total = self._scratch.take(total.numel(), summed)
             self._owns = self._is_scratch = True
         assert self.total is not None
         if total.dtype == values.dtype == self.total.dtype:

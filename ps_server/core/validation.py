@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
 from ps_protocol.addresses import is_host, is_host_port
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.job import JobSpec, validate
@@ -58,6 +61,13 @@ def _check_sizes(spec: JobSpec, limits: Limits) -> None:
             f"a job of {size} bytes may have {allowed} buckets, because each costs a shard 5 KiB; got about "
             f"{buckets}: use larger bucket_bytes"
         )
+
+
+def check_once(values: Sequence[Hashable], what: str) -> None:
+    """Raises InvalidRequest, naming it, if one of these comes twice. what: as in "a push names each bucket"."""
+    if len(set(values)) != len(values):
+        [(twice, _)] = Counter(values).most_common(1)
+        raise InvalidRequest(f"{what} at most once, got {twice!r} twice")
 
 
 def check_address(address: str, what: str) -> None:

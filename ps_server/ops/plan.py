@@ -17,7 +17,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, with_defaults
 from ps_runtime.quantities import size_text
 from ps_server.core.bucket_sizes import sized
-from ps_server.core.limits import DEFAULTS, Limits
+from ps_server.core.limits import DEFAULTS
 from ps_server.core.placement import place_job
 from ps_server.core.room import room_for
 from ps_server.core.validation import check_job_spec
@@ -127,19 +127,19 @@ class Advice:
     why: str
 
 
-def advise(question: Question, limits: Limits = DEFAULTS) -> Advice:
+def advise(question: Question) -> Advice:
     """Returns the plans for a job. Raises InvalidRequest or LimitExceeded for a job that servers would refuse."""
-    spec = job_spec(question, limits)
+    spec = job_spec(question)
     buckets = len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets)
     most = min(max(1, buckets), question.workers)
     chosen = question.shards or (most if question.link is not None else min(2, buckets))
     others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if count <= most} - {chosen}
-    plans = tuple(plan(question, spec, count, limits) for count in (chosen, *sorted(others)))
+    plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
     rates = mode_rates(question, plans[0].round_seconds or 0.0)
     return Advice(plans, rates, *_best_mode(question, rates))
 
 
-def job_spec(question: Question, limits: Limits = DEFAULTS) -> JobSpec:
+def job_spec(question: Question) -> JobSpec:
     """Returns the job as its workers would register it, with the size of buckets that a server would choose."""
     name = next((name for name in ELEMENTWISE if name.lower() == question.optimizer.lower()), None)
     if name is None:
@@ -155,18 +155,18 @@ def job_spec(question: Question, limits: Limits = DEFAULTS) -> JobSpec:
     parameters = tuple(ParameterSpec(str(index), (size,), "float32", 0) for index, size in enumerate(shapes))
     sync, wire = Consistency(0, aggregate=True), question.wire
     spec = JobSpec("plan", parameters, name, (group,), sync, 0, question.workers, gradient_wire=wire, weight_wire=wire)
-    spec = sized(with_defaults(spec), question.link is None, limits.buckets)
-    check_job_spec(spec, limits)
+    spec = sized(with_defaults(spec), question.link is None, DEFAULTS.buckets)
+    check_job_spec(spec, DEFAULTS)
     return spec
 
 
-def plan(question: Question, spec: JobSpec, shards: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
     """Returns what a job takes on so many shards."""
     placed = place_job(spec, shards, "")
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     loads = [sum(layout[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
     fullest = max(range(shards), key=loads.__getitem__)
-    room = room_for(spec, placed.buckets_of(fullest), limits.staged_bytes)
+    room = room_for(spec, placed.buckets_of(fullest), DEFAULTS.staged_bytes)
     under_way = BUCKETS_UNDER_WAY * spec.bucket_bytes * question.workers if question.link is not None else 0
     memory = ShardMemory(
         weights=room.weights,

@@ -30,10 +30,11 @@ def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
         coordinator.end_job(job)
 
 
-def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> bool:
-    """Says that a shard's process has ended; returns whether it was the shard. Raises Unreachable or PSError."""
+def report_shard_end(server: str, index: int, process: int, access: Access = PLAINTEXT) -> str:
+    """Says that a shard's process has ended; returns what came of it. Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
-        return coordinator.report_shard_end(index, process)
+        known = coordinator.report_shard_end(index, process)
+    return f"shard {index}: its end is noted" if known else f"process {process} is not shard {index}: nothing changed"
 
 
 def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:

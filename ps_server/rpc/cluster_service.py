@@ -15,7 +15,7 @@ from ps_protocol.versions import check_shard_version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
-from ps_server.rpc import convert, figure_messages
+from ps_server.rpc import convert
 from ps_server.rpc.call_limits import in_pool, may_see, what_the_caller_sees
 from ps_server.rpc.streams import ResponseStream, Send
 from ps_server.rpc.views import Views, ViewStream
@@ -40,6 +40,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         """Adds the methods to a server."""
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
 
+    def stop(self) -> None:
+        """Ends the threads that ask shards: no call is answered any more."""
+        self._pool.shutdown()
+
     def RegisterShard(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_shard_version(request.protocol_version)
         self._coordinator.shard_directory.register(
@@ -63,7 +67,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
         return cluster_pb2.GetStatusResponse(
             coordinator=self._views.about(),
-            shards=[_shard_status(*answer) for answer in answers],
+            shards=[convert.shard_status(shard, statistics, 0.0, may_see) for shard, statistics in answers],
             jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
         )
 
@@ -77,21 +81,6 @@ def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStati
         return shard, shard.api.statistics()
     except PSError:
         return shard, None
-
-
-def _shard_status(shard: RegisteredShard, statistics: ShardStatistics | None) -> Any:
-    """Returns a shard's status for the caller, which may not see all jobs that the shard tells the coordinator of."""
-    jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
-    return cluster_pb2.ShardStatus(
-        index=shard.index,
-        address=shard.address,
-        metrics_address=shard.metrics_address,
-        pid=shard.pid,
-        reachable=statistics is not None,
-        restart_count=shard.restart_count,
-        figures=figure_messages.shard_message(figures) if figures is not None else None,
-        jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if may_see(name)],
-    )
 
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -29,6 +29,7 @@ from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardSt
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import figure_messages
 
+Sees = Callable[[str], bool]  # whether a caller may be told of a job
 VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
 
 # -- workers: membership, rounds, leases -----------------------------------------------------------------------------
@@ -210,6 +211,27 @@ def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
     """Returns how far a restore is."""
     extent = versions(message.versions) if message.HasField("versions") else None
     return RestoreProgress(message.done_bytes, message.total_bytes, extent)
+
+
+def shard_status(
+    shard: RegisteredShard, statistics: ShardStatistics | None, silent: float, sees: Sees
+) -> cluster_pb2.ShardStatus:
+    """Returns a shard's status for a caller, which may not see all jobs that the shard tells the coordinator of.
+
+    statistics: its last ones; None: it has not answered
+    silent:     for so many seconds it has answered nothing
+    """
+    jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
+    return cluster_pb2.ShardStatus(
+        index=shard.index,
+        address=shard.address,
+        metrics_address=shard.metrics_address,
+        pid=shard.pid,
+        reachable=statistics is not None and not silent,
+        restart_count=shard.restart_count,
+        figures=figure_messages.shard_message(figures) if figures is not None else None,
+        jobs=[shard_job_status(name, job) for name, job in sorted(jobs.items()) if sees(name)],
+    )
 
 
 def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:

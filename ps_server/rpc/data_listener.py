@@ -10,7 +10,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -178,7 +177,7 @@ class DataListener:
                     return
             frames = frames_over(connection)
             self._serve_opened(frames, opener, number)
-        except (OSError, ssl.SSLError, InvalidRequest, PSError):
+        except (OSError, PSError):
             pass  # a stranger, or a worker whose place is lost
         finally:
             with self._lock:

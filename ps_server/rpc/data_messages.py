@@ -17,10 +17,12 @@ from ps_protocol.convert import (
 )
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts, split_head, split_message
+from ps_protocol.identity import Identity
 from ps_protocol.segment_layout import SegmentOffer
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.core.validation import check_once
 from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import Answer, Notice, PulledBucket, PulledState
 
@@ -68,12 +70,11 @@ def pull_state(data: Request) -> PullCall:
     return PullCall(*identity, 0, tuple(request.buckets), worker.lease_key, run=worker.run)
 
 
-def attach_request(data: bytes) -> tuple[str, int, int, SegmentOffer, bytes, str]:
-    """Returns job, rank, incarnation, offer, lease key and run of an AttachSegmentRequest."""
+def attach_request(data: bytes) -> tuple[Identity, SegmentOffer]:
+    """Returns the worker and the offer of an AttachSegmentRequest."""
     request = parse(data_pb2.AttachSegmentRequest, data)
-    worker = request.worker
     offer = SegmentOffer(request.location, request.socket_inode, request.nonce, request.row_bytes)
-    return worker.job, worker.rank, worker.incarnation, offer, worker.lease_key, worker.run
+    return _identity(request.worker), offer
 
 
 def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None) -> PushCall:
@@ -94,8 +95,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None)
         run=worker.run,
         weight=header.weight,
     )
-    if len({bucket.bucket for bucket in call.buckets}) != len(call.buckets):
-        raise InvalidRequest("a push names each bucket at most once")
+    check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
     if in_segment:
         _allow(call, _IN_SEGMENT, "a push by way of a segment")
     return call
@@ -115,7 +115,8 @@ def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
 def _allow(call: PushCall, kinds: frozenset[PushKind], what: str) -> None:
     for bucket in call.buckets:
         if bucket.kind not in kinds:
-            raise InvalidRequest(f"{what} is not the way of {bucket.kind.value}, which bucket {bucket.bucket} has")
+            expected = ", ".join(sorted(kind.value for kind in kinds))
+            raise InvalidRequest(f"bucket {bucket.bucket}: {what} carries {expected}, got {bucket.kind.value}")
 
 
 def _pull(
@@ -131,10 +132,13 @@ def _pull(
     )
 
 
-def open_request(data: bytes) -> tuple[str, int, int, bytes, str]:
-    """Returns job, rank, incarnation, lease key and run of an OpenDataConnectionRequest."""
-    worker = parse(data_pb2.OpenDataConnectionRequest, data).worker
-    return worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run
+def open_request(data: bytes) -> Identity:
+    """Returns the worker of an OpenDataConnectionRequest."""
+    return _identity(parse(data_pb2.OpenDataConnectionRequest, data).worker)
+
+
+def _identity(worker: types_pb2.WorkerIdentity) -> Identity:
+    return Identity(worker.job, worker.rank, worker.incarnation, worker.lease_key, worker.run)
 
 
 def read(kind: type[M], data: Request) -> tuple[M, Buffer | None]:

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from ps_protocol.frames import KINDS
-from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
 from ps_server.core.limits import Limits
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
@@ -117,22 +116,21 @@ class DataService:
         return row_messages.begun(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        attached = data_messages.attach_request(request)
-        check_job(attached[0])
-        self._shard.attach(*attached)
-        return self._answers.of(attached[-1]).attached()
+        worker, offer = data_messages.attach_request(request)
+        check_job(worker.job)
+        self._shard.attach(worker.job, worker.rank, worker.incarnation, offer, worker.key, worker.run)
+        return self._answers.of(worker.run).attached()
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        job, rank, incarnation, key, run = data_messages.open_request(request)
-        check_job(job)
-        self._shard.check_worker(job, rank, incarnation, key, run)
-        worker = Identity(job, rank, incarnation, key, run)
+        worker = data_messages.open_request(request)
+        check_job(worker.job)
+        self._shard.check_worker(worker.job, worker.rank, worker.incarnation, worker.key, worker.run)
         shown = tuple((name, value) for name, value in context.invocation_metadata() or () if name == "authorization")
         ticket = self._tickets.issue(Opener(worker, context.peer(), shown, context.auth_context()))
         if self._listener is None:
-            return self._answers.of(run).opened(ticket, 0, "", 0)
+            return self._answers.of(worker.run).opened(ticket, 0, "", 0)
         places = self._listener.places
-        return self._answers.of(run).opened(ticket, places.port, places.location, places.inode)
+        return self._answers.of(worker.run).opened(ticket, places.port, places.location, places.inode)
 
     def _admit(self, opener: Opener, end: Any) -> Any:
         worker = opener.worker

@@ -18,7 +18,7 @@ from functools import partial
 
 from ps_protocol.framing import Buffer
 from ps_runtime.background import note_error
-from ps_runtime.frame_socket import FrameSocket
+from ps_runtime.frame_socket import FrameSocket, nothing
 from ps_server.shard.loans import Loan
 
 Frame = Sequence[Buffer]
@@ -29,10 +29,6 @@ Then = Callable[[], None]
 
 _TOGETHER_BYTES = 2**16  # of frames that leave in one piece, behind the first of them
 _TOGETHER_PARTS = 128  # the kernel takes 1024 parts
-
-
-def _nothing() -> None:
-    pass
 
 
 def _each(thens: Sequence[Then]) -> None:
@@ -58,14 +54,14 @@ class FrameSender:
         self._is_busy = False  # a thread sends
         self._is_over = False
 
-    def put(self, frame: Frame, then: Then = _nothing) -> None:
+    def put(self, frame: Frame, then: Then = nothing) -> None:
         """Sends a frame, in this thread if it can be sent at once. then: is called when the kernel has it"""
         if self._begins(frame, then) and not self._drain(waits=False):
             self._submit()
 
     def lend(self, lender: Lender) -> None:
         """Sends a frame that is made when its turn has come, and whose memory may be read until it is given back."""
-        if self._begins(lender, _nothing):
+        if self._begins(lender, nothing):
             self._submit()
 
     @contextmanager

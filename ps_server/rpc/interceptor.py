@@ -65,14 +65,11 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
             handler = continuation(handler_call_details)
             if handler is None:
                 return None  # an unknown method: not remembered, for its name is the caller's choice
-            self._wrapped[method] = self._wrap(method, handler)
+            self._wrapped[method] = self.guarded(method, handler)
         return self._wrapped[method]
 
     def guarded(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns a handler behind what is in the way of each call: for calls that come by another way than gRPC's."""
-        return self._wrap(method, handler)
-
-    def _wrap(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Returns a handler behind what is in the way of each call: also for calls that come by another way."""
         _, service, name = method.split("/")
         reader = _Reader(self.limits, method, handler.request_deserializer)
         if handler.unary_unary:

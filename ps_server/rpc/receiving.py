@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import Admission, Changes, Kind, Origin, Terms
+from ps_server.core.admission import Changes, Kind, Origin, RequestPlaces, Terms
 
 # Of methods by name; all others are quick.
 KINDS = {
@@ -59,7 +59,7 @@ class Receiving:
 
     def __init__(self, kinds: Mapping[Kind, Terms]) -> None:
         self._lock = threading.Lock()
-        self._kinds = {kind: Admission[_Call](terms) for kind, terms in kinds.items()}
+        self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
         self._was_broken_off = False
 
     def waits(self) -> int:

@@ -65,10 +65,13 @@ def _pull(request: rows_pb2.PullRowsRequest, payload: Buffer | None) -> RowsPull
     places = None
     if request.HasField("ids_in_segment"):
         if payload is not None or not request.HasField("rows_in_segment"):
-            raise InvalidRequest("a pull names places in the segment for both its ids and its rows, and has no payload")
+            got = "no place for its rows" if payload is None else f"a payload of {len(payload)} bytes"
+            raise InvalidRequest(
+                f"a pull names places in the segment for both its ids and its rows, and has no payload, got {got}"
+            )
         places = PullPlaces(request.ids_in_segment.offset, request.row_count, request.rows_in_segment.offset)
     elif request.HasField("rows_in_segment") or request.row_count:
-        raise InvalidRequest("a pull has ids in the segment or in the message, got a place or a number for none there")
+        raise InvalidRequest("expected rows_in_segment and row_count only with ids_in_segment, got one without")
     return RowsPull(*identity, request.table, request.clock, payload or b"", worker.lease_key, worker.run, places)
 
 

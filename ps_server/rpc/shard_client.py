@@ -69,7 +69,7 @@ class ShardClient:
     def begin_snapshot(
         self,
         job: str,
-        name: str,
+        checkpoint: str,
         clock: int | None,
         run: str,
         refusal: float,
@@ -80,7 +80,7 @@ class ShardClient:
         """Has the shard take its part of a checkpoint."""
         request = shard_pb2.BeginSnapshotRequest(
             job=job,
-            checkpoint=name,
+            checkpoint=checkpoint,
             clock=clock,
             run=run,
             last_incarnation=last_incarnation,
@@ -91,16 +91,16 @@ class ShardClient:
             request.refusal_duration.CopyFrom(duration(refusal))
         self._call(self._stub.BeginSnapshot, request)
 
-    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+    def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
-        request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=name, run=run)
+        request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=checkpoint, run=run)
         return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
     def restore_job(
         self,
         spec: JobSpec,
         buckets: list[int],
-        name: str,
+        checkpoint: str,
         last_incarnation: int,
         run: str,
         own: Sequence[StoredPart],
@@ -110,7 +110,7 @@ class ShardClient:
         request = shard_pb2.RestoreJobRequest(
             spec=job_spec_message(spec),
             buckets=buckets,
-            checkpoint=name,
+            checkpoint=checkpoint,
             last_incarnation=last_incarnation,
             run=run,
             own_file=convert.file_message(own[-1]) if own else None,

@@ -20,6 +20,7 @@ import grpc
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
+from ps_runtime.frame_socket import nothing
 from ps_runtime.status import STATUS_KEY, code_of, status_of
 from ps_server.shard.waiting import Answer, Lent, Outbox
 
@@ -43,7 +44,7 @@ class ResponseStream:
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], Any]] = deque()
         self._draining = False
-        self._on_close: Callable[[], None] = _nothing
+        self._on_close: Callable[[], None] = nothing
         self.closed = False
         if not context.add_callback(self._closed):  # it may be called, by another thread, before this returns
             self.closed = True
@@ -102,7 +103,7 @@ class ResponseStream:
             first, self.closed = not self.closed, True
             self._queue.clear()
             # Dropped: it refers to this outbox, and a cycle is only freed when the collector comes by.
-            callback, self._on_close = self._on_close, _nothing
+            callback, self._on_close = self._on_close, nothing
         if first:
             # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
             self._submit(callback)
@@ -140,7 +141,3 @@ class PullStream(ResponseStream, Outbox):
                 return self._write(answer).whole()
 
         self.put(make)
-
-
-def _nothing() -> None:
-    pass

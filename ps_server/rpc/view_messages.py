@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -10,11 +10,10 @@ from ps_protocol.convert import duration
 from ps_protocol.figures import PHASES
 from ps_protocol.v1 import cluster_pb2
 from ps_server.coordinator.events import Event
-from ps_server.rpc import convert, figure_messages
+from ps_server.rpc import convert
+from ps_server.rpc.convert import Sees
 from ps_server.view.history import Samples
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
-
-Sees = Callable[[str], bool]  # whether the caller may be told of a job
 
 
 def view_response(
@@ -25,7 +24,7 @@ def view_response(
     return cluster_pb2.WatchStatusResponse(
         status=cluster_pb2.GetStatusResponse(
             coordinator=coordinator,
-            shards=[_shard_status(shard, sees) for shard in view.shards],
+            shards=[convert.shard_status(shard.shard, shard.statistics, shard.silent, sees) for shard in view.shards],
             jobs=[convert.job_status(job.statistics) for job in jobs.values()],
         ),
         view_time=_timestamp(view.time),
@@ -93,22 +92,6 @@ def _worker(worker: WorkerView) -> cluster_pb2.WorkerView:
         steps_per_second=worker.steps_per_second,
         phase_fractions=[worker.fractions[phase] for phase in PHASES] if worker.fractions else [],
         awaited_fraction=worker.awaited_fraction,
-    )
-
-
-def _shard_status(shard: ShardView, sees: Sees) -> cluster_pb2.ShardStatus:
-    known, held = shard.shard, shard.statistics
-    figures = held.figures if held is not None else None
-    jobs = held.jobs if held is not None else {}
-    return cluster_pb2.ShardStatus(
-        index=known.index,
-        address=known.address,
-        metrics_address=known.metrics_address,
-        pid=known.pid,
-        reachable=held is not None and not shard.silent,
-        restart_count=known.restart_count,
-        figures=figure_messages.shard_message(figures) if figures is not None else None,
-        jobs=[convert.shard_job_status(name, job) for name, job in sorted(jobs.items()) if sees(name)],
     )
 
 

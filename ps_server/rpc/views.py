@@ -16,12 +16,13 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import cluster_pb2
 from ps_runtime.version import version
 from ps_server.coordinator.events import EventLog
+from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
+from ps_server.rpc.convert import Sees
 from ps_server.rpc.streams import ResponseStream
-from ps_server.rpc.view_messages import Sees, event_messages, history_message, view_response
+from ps_server.rpc.view_messages import event_messages, history_message, view_response
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
-SHORTEST_PERIOD, LONGEST_PERIOD = 0.5, 60.0
 EARLY_SECONDS = 0.25  # a view that comes so much early is taken: looks come a little more often than once a second
 
 
@@ -44,9 +45,9 @@ def period(request: cluster_pb2.WatchStatusRequest) -> float:
     if not request.HasField("period_duration"):
         return LOOK_SECONDS
     wanted = seconds(request.period_duration)
-    if not SHORTEST_PERIOD <= wanted <= LONGEST_PERIOD:
+    if not SHORTEST_WATCH <= wanted <= LONGEST_WATCH:
         raise InvalidRequest(
-            f"WatchStatus: the period must be {SHORTEST_PERIOD:g} to {LONGEST_PERIOD:g} s, got {wanted:g}"
+            f"WatchStatus: the period must be {SHORTEST_WATCH:g} to {LONGEST_WATCH:g} s, got {wanted:g}"
         )
     return wanted
 

@@ -18,6 +18,7 @@ from ps_protocol.errors import (
     RunEnded,
     TryLater,
     UnknownWorker,
+    anew,
 )
 from ps_protocol.job import JobSpec, difference
 from ps_protocol.layout import BucketSpec, bucket_layout
@@ -145,7 +146,7 @@ class HostedJobs:
         request = restoring.request
         spec, checkpoint = request.spec, request.checkpoint
         layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-        specs = [layout[index] for index in request.buckets if 0 <= index < len(layout)]
+        specs = [layout[index] for index in request.buckets]
         files = wanted(request.own, specs) if request.own else self._files(store, request, specs)
         restoring.begin(store.bytes_to_read(spec.name, files))
         self._let_go(spec.name, restoring)
@@ -235,7 +236,7 @@ class HostedJobs:
             raise NotFound(f"this shard knows no job {name!r}")
         job.check_run(run)
         if job.failure is not None:
-            raise PSError(str(job.failure))  # a new one: an error that is raised holds on to its frames
+            raise anew(job.failure)
         return job
 
     def _make(self, spec: JobSpec, buckets: Sequence[int], run: str, shards: int) -> HostedJob:

@@ -6,6 +6,7 @@ bounded: job, rank, mode, result, kind, method; never an address, a tensor's nam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,28 @@ STALENESS_BUCKETS = (*range(10), 12, 16, 17, 32, 33, 64, 65)
 
 def _samples(metric: Counter | Histogram) -> Iterable[Any]:
     return [sample for family in metric.collect() for sample in family.samples]
+
+
+class Series:
+    """Every series that was touched, by job: to find it fast, and to drop it when the job ends. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._of_jobs: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
+        self._changing = threading.Lock()  # held where one comes or goes; what is there is found without it
+
+    def of(self, metric: Any, job: str, *labels: str) -> Any:
+        """Returns one series of a metric, new or known."""
+        known = self._of_jobs.get(job, {}).get((metric, labels))
+        if known is None:
+            with self._changing:
+                known = self._of_jobs.setdefault(job, {})[metric, labels] = metric.labels(job, *labels)
+        return known
+
+    def forget(self, job: str) -> None:
+        """Drops all of a job."""
+        with self._changing:
+            for metric, labels in self._of_jobs.pop(job, {}):
+                metric.remove(job, *labels)
 
 
 class ShardMetrics:
@@ -65,54 +88,46 @@ class ShardMetrics:
             "ps_data_spent_total", "Pushes left out because the bucket has had their samples from another.", "job"
         )
         self._lost = counter("ps_data_lost_samples_total", "Samples left out with those of such a push.", "job")
-        # By job, every series that was touched: to find it fast, and to drop it when the job ends.
-        self._series: dict[str, dict[tuple[Any, tuple[str, ...]], Any]] = {}
-
-    def _of(self, metric: Any, job: str, *labels: str) -> Any:
-        series = self._series.setdefault(job, {})
-        known = series.get((metric, labels))
-        if known is None:
-            known = series[metric, labels] = metric.labels(job, *labels)
-        return known
+        self._series = Series()
 
     def pushed(self, job: str, size: int, staged: Staged) -> None:
         """Counts a push that was acknowledged."""
         what = {"kept": staged.kept, "duplicate": staged.duplicate, "skipped": staged.skipped}
         result = next((name for name, holds in what.items() if holds), "staged")
-        self._of(self._push, job, result).inc()
-        self._of(self._push_bytes, job).inc(size)
+        self._series.of(self._push, job, result).inc()
+        self._series.of(self._push_bytes, job).inc(size)
         if staged.use.spent:
-            self._of(self._spent, job).inc()
-            self._of(self._lost, job).inc(staged.use.lost)
+            self._series.of(self._spent, job).inc()
+            self._series.of(self._lost, job).inc(staged.use.lost)
 
     def refused(self, job: str, error: PSError) -> None:
         """Counts a push that was refused."""
-        self._of(self._push, job, "refused").inc()
-        self._of(self._refused, job, error.reason).inc()
+        self._series.of(self._push, job, "refused").inc()
+        self._series.of(self._refused, job, error.reason).inc()
 
     def pulled(self, job: str, size: int) -> None:
         """Counts a bucket that was sent."""
-        self._of(self._pull, job).inc()
-        self._of(self._pull_bytes, job).inc(size)
+        self._series.of(self._pull, job).inc()
+        self._series.of(self._pull_bytes, job).inc(size)
 
     def applied(self, job: str, work: Add[Gradient] | Step, seconds: float) -> None:
         """Counts a contribution that was added, or a step of the optimizer."""
         if isinstance(work, Add):
-            self._of(self._accumulate, job).observe(seconds)
+            self._series.of(self._accumulate, job).observe(seconds)
         else:
-            self._of(self._apply, job).observe(seconds)
-            self._of(self._staleness, job).observe(work.staleness)
+            self._series.of(self._apply, job).observe(seconds)
+            self._series.of(self._staleness, job).observe(work.staleness)
             for rank in work.late:
-                self._of(self._late, job, str(rank)).inc()
+                self._series.of(self._late, job, str(rank)).inc()
 
     def waited(self, job: str, mode: str, seconds: float) -> None:
         """Counts the wait of a pull for other workers, once it is admitted."""
-        self._of(self._wait, job, mode).observe(seconds)
+        self._series.of(self._wait, job, mode).observe(seconds)
 
     def waited_for(self, job: str, seconds: float, ranks: Iterable[int]) -> None:
         """Counts the time that a pull has waited for these ranks."""
         for rank in ranks:
-            self._of(self._waited_for, job, str(rank)).inc(seconds)
+            self._series.of(self._waited_for, job, str(rank)).inc(seconds)
 
     def figures(self) -> dict[str, ShardJobFigures]:
         """Returns what was measured of each job so far."""
@@ -154,5 +169,4 @@ class ShardMetrics:
 
     def forget(self, job: str) -> None:
         """Drops the series of an ended job, so that a cluster that runs many jobs does not grow."""
-        for metric, labels in self._series.pop(job, {}):
-            metric.remove(job, *labels)
+        self._series.forget(job)

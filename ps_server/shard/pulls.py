@@ -14,6 +14,7 @@ from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullCall, RowsPull, TablePull
+from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard import row_pulls
 from ps_server.shard.budgets import PulledBuckets
@@ -68,8 +69,7 @@ class Pulls:
         segment = job.segment(rank, incarnation, call.key) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
-        if len(set(indices)) != len(indices):
-            raise InvalidRequest("a pull names each bucket at most once")
+        check_once(indices, "a pull names each bucket")
         for index in indices:
             (job.state.checker.trained if shared else job.state.checker.bucket)(index)
         stray = call.whole.difference(indices)
@@ -232,8 +232,7 @@ class Pulls:
         """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
         with job.lock:
             job.state.check_worker(call.rank, call.incarnation, call.key)
-        if len(set(call.buckets)) != len(call.buckets):
-            raise InvalidRequest("a pull names each bucket at most once")
+        check_once(call.buckets, "a pull names each bucket")
         buckets = [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]
         outbox.on_close(self._under_way.take(principal, len(buckets), waits=False))
         for bucket in buckets:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ps_protocol.errors import OutOfOrder, PSError, RunEnded, TryLater
+from ps_protocol.errors import OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.job import JobSpec
 from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 
@@ -68,7 +68,7 @@ class Restoring:
         """Ends it, unless it has ended: what reads stops soon, and calls that wait are told why."""
         with self._changed:
             if self._extent is None and self._error is None:
-                self._error = error
+                self._error = anew(error)  # its frames hold what was read
                 self._changed.notify_all()
 
     @property
@@ -86,7 +86,7 @@ class Restoring:
         with self._changed:
             self._changed.wait_for(lambda: self.complete_or_failed, seconds)
             if self._error is not None:
-                raise type(self._error)(str(self._error))
+                raise anew(self._error)
             return RestoreProgress(self._done, self._total, self._extent)
 
     def __str__(self) -> str:

@@ -23,10 +23,10 @@ from ps_server.core.requests import RowsWatch
 from ps_server.core.row_cursor import RowCursor, row_cursor
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
+from ps_server.shard.row_pulls import MESSAGE_BYTES, wire_format_of
 from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
 from ps_tables.changes import Changes
 
-MESSAGE_BYTES = 4 * 2**20
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
 
@@ -114,8 +114,8 @@ class RowFeed:
             self._since, self._walk, self._waits = walk.version, None, True
         else:
             self.outbox.lend(self._next)
-        wire_format = "" if codec.dtype == "float32" else codec.dtype
-        return FeedPart(table.index, self._told, begin, len(removed), rows, wire_format, cursor, payload or None)
+        content = len(removed), rows, wire_format_of(codec), cursor, payload or None
+        return FeedPart(table.index, self._told, begin, *content)
 
     def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
         now = self._clock()

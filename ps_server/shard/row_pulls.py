@@ -24,7 +24,7 @@ from ps_server.shard.row_memory import with_ids
 from ps_server.shard.waiting import READER, Lent, Outbox, Pull, PulledRows, PulledTable
 from ps_server.storage.tensor_file import file_chunks
 
-MESSAGE_BYTES = 4 * 2**20
+MESSAGE_BYTES = 4 * 2**20  # of rows, a feed's too
 
 
 def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float, principal: str) -> tuple[Pull, int]:
@@ -59,7 +59,7 @@ def send(job: HostedJob, table: HostedTable, pull: Pull, waited: float, metrics:
         pull.outbox.tell_last(_put(job, table, pull, pull.rows, waited, metrics))
     elif pull.wanted is not None and not len(pull.wanted):
         save_state = job.saves_state(pull, table.rule.version)
-        wire_format = _wire_format(row_codec(job.state.spec.weight_wire))
+        wire_format = wire_format_of(row_codec(job.state.spec.weight_wire))
         pull.outbox.tell_last(
             PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
         )
@@ -94,13 +94,14 @@ def _lend_rows(
         save_state = job.saves_state(pull, version)
     codec = row_codec(job.state.spec.weight_wire)
     payload = bytes_of(codec.encode(rows.view(-1)))
-    wire_format = _wire_format(codec)
+    wire_format = wire_format_of(codec)
     answer = PulledRows(table.index, version, first, len(ids), trained, waited, None, save_state, payload, wire_format)
     yield Lent(answer, None)
     metrics.pulled(job.name, len(payload))
 
 
-def _wire_format(codec: Cast) -> str:
+def wire_format_of(codec: Cast) -> str:
+    """Returns how messages name a codec of rows: float32 has no name there."""
     return "" if codec.dtype == "float32" else codec.dtype
 
 

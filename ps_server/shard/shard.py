@@ -123,8 +123,9 @@ class Shard:
         """Finishes what is staged and ends the threads. Calls that wait are told to come back later."""
         self._hosted.stop()
         for job in self.jobs().values():
-            if job.snapshot_task is not None:
-                job.snapshot_task.stop()
+            task = job.snapshot_task  # read once: a job that is dropped meanwhile has none
+            if task is not None:
+                task.stop()
         self._updates.stop()
         self._threads.stop()
         for job in self.jobs().values():
@@ -276,7 +277,7 @@ class Shard:
 
     def begin_snapshot(
         self,
-        name: str,
+        job: str,
         checkpoint: str,
         clock: int | None,
         run: str = "",
@@ -292,43 +293,43 @@ class Shard:
         kept: the checkpoints that stay, if this shard's parts are on a disk of its own
         built_on: the SHA-256 of this shard's part of the last checkpoint, which this one may build on; empty: none
         """
-        job, store = self._hosted.get(name, run), self._store()
-        store.path(name, checkpoint)
+        hosted, store = self._hosted.get(job, run), self._store()
+        store.path(job, checkpoint)
 
         saved: dict[int, Saved] = {}  # by table, what the part has of it
 
         def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
-                part = store.write_shard(name, checkpoint, self._index, snapshots, kept)
+                part = store.write_shard(job, checkpoint, self._index, snapshots, kept)
             except PSError as error:
                 # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
-                level = logging.DEBUG if store.is_given_up(name, checkpoint) else logging.WARNING
-                self._troubles.met(name, "job %s: checkpoint %s: %s", name, checkpoint, error, level=level)
+                level = logging.DEBUG if store.is_given_up(job, checkpoint) else logging.WARNING
+                self._troubles.met(job, "job %s: checkpoint %s: %s", job, checkpoint, error, level=level)
                 raise
-            self._troubles.over(name)
-            for index, table in job.tables.items():
+            self._troubles.over(job)
+            for index, table in hosted.tables.items():
                 table.saved.written(part.sha256, saved[index])
             return part
 
         def copy(index: int) -> Snapshot | TableCopying:
-            snapshot = job.snapshot(index, self._clock)
+            snapshot = hosted.snapshot(index, self._clock)
             if isinstance(snapshot, TableCopying):
                 saved[index] = snapshot.saved
             return snapshot
 
-        trained = {index: index in job.state.rules for index in job.parts}
+        trained = {index: index in hosted.state.rules for index in hosted.parts}
         task = SnapshotTask(checkpoint, clock, trained, copy, write, self._threads, self._clock)
-        seconds = max(refusal, job.refusals.seconds)
-        newest = None if job.refusals.seconds else last_incarnation
+        seconds = max(refusal, hosted.refusals.seconds)
+        newest = None if hosted.refusals.seconds else last_incarnation
         until = self._clock() + seconds
-        job.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
-        self._updates.schedule(job, job.parts)  # with a quorum, what waited for more pushes
+        hosted.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
+        self._updates.schedule(hosted, hosted.parts)  # with a quorum, what waited for more pushes
 
-    def await_snapshot(self, name: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
+    def await_snapshot(self, job: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""
-        task = self._hosted.get(name, run).snapshot_task
+        task = self._hosted.get(job, run).snapshot_task
         if task is None or task.name != checkpoint:
-            raise NotFound(f"no checkpoint {checkpoint} of job {name!r} was begun here, or another took its place")
+            raise NotFound(f"no checkpoint {checkpoint} of job {job!r} was begun here, or another took its place")
         return task.wait(seconds)
 
     def _store(self) -> CheckpointStore:

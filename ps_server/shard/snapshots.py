@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater, anew
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, VersionRange, union
@@ -182,7 +182,7 @@ class SnapshotTask:
 
     def _end(self, complete: ShardSnapshot | None = None, error: PSError | None = None) -> None:
         with self._changed:
-            self._complete, self._error = complete, error
+            self._complete, self._error = complete, None if error is None else anew(error)  # its frames hold a copy
             self._changed.notify_all()
         self._drop_copies()
 
@@ -215,7 +215,7 @@ class SnapshotTask:
         with self._changed:
             self._changed.wait_for(lambda: self._complete or self._error, seconds)
             if self._error is not None:
-                raise self._error
+                raise anew(self._error)
             if self._complete is None:
                 raise TryLater(f"checkpoint {self.name}: {len(self._wanted)} buckets are not at clock {self.clock} yet")
             return self._complete

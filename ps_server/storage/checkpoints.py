@@ -161,10 +161,15 @@ class CheckpointStore:
             return False
 
     def discard(self, job: str, name: str) -> None:
-        """Removes a checkpoint, complete or not."""
+        """Removes a checkpoint, complete or not. One whose manifest cannot be removed stays: it would look whole."""
         path = self.path(job, name)
-        with contextlib.suppress(OSError):
-            self._disk.remove(path / MANIFEST)  # first: half removed, it must not look whole
+        try:
+            self._disk.remove(path / MANIFEST)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # the next `prune` tries again
+        else:
             failpoint("checkpoint-half-removed")
         self._disk.remove_tree(path)
 
@@ -268,17 +273,6 @@ class CheckpointStore:
             raise _unreadable(path, error) from None
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)
         return state
-
-    def read_buckets(
-        self,
-        job: str,
-        manifest: Manifest,
-        buckets: Sequence[BucketSpec],
-        told: Callable[[int], object] = lambda count: None,
-        weights: Mapping[int, torch.Tensor] | None = None,
-    ) -> dict[int, BucketSnapshot]:
-        """Returns snapshots of buckets, by index, from the files that a manifest names; see `read_files`."""
-        return self.read_files(job, self.files(job, manifest, buckets), told, weights)
 
     def read_files(
         self,

@@ -105,12 +105,12 @@ class Disk:
         with self.open(path) as file:
             return file.read()
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         """Writes a file, in place of one that is there, and flushes it and its name to disk.
 
         Each chunk is written before the next one is asked for. Where it raises, part of the file may be there.
         """
-        file = self._create(path, mode)
+        file = self._create(path)
         try:
             for piece in pieces(chunks):
                 while piece:
@@ -120,7 +120,7 @@ class Disk:
             file.close()
         self._flush_directory(path.parent)
 
-    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
+    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
         """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
 
         failpoint: called with "half-written" and "unnamed" where these hold of the new content
@@ -132,7 +132,7 @@ class Disk:
             failpoint("half-written")
             yield data[half:]
 
-        self.write(partial, halves(), mode)
+        self.write(partial, halves())
         failpoint("unnamed")
         self.rename(partial, path)
 
@@ -154,8 +154,8 @@ class Disk:
     def _make_directory(self, path: Path, exist_ok: bool) -> None:
         path.mkdir(mode=0o700, exist_ok=exist_ok)
 
-    def _create(self, path: Path, mode: int) -> BinaryIO:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    def _create(self, path: Path) -> BinaryIO:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         return open(handle, "wb", buffering=0)
 
     def _flush(self, file: BinaryIO) -> None:

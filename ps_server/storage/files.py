@@ -57,15 +57,15 @@ class Files(Protocol):
         """
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file to read it from its begin to its end. What it returns is closed by the caller."""
+        """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
 
     def read(self, path: Path) -> bytes:
         """Returns the content of a file."""
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         """Writes a file, in place of one that is there. Each chunk is written before the next one is asked for."""
 
-    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
+    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
         """Gives a file new content, so that it has the old or the new one whatever happens.
 
         failpoint: called with "half-written" and "unnamed" where these hold of the new content

@@ -123,7 +123,7 @@ class Objects:
         with _told(path):
             return bytes(self._fs.cat_file(_key(path)))
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         """Writes a file, in place of one that is there: it is there when all of it has arrived, or not at all.
 
         Raises FileNotFoundError if nothing has claimed its directory, or that was removed since.
@@ -144,7 +144,7 @@ class Objects:
                 file.discard()
             raise
 
-    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object], mode: int = 0o600) -> None:
+    def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
         """Gives a file new content; see storage.files.Files.replace."""
         self._check_lease()
         failpoint("half-written")
@@ -182,7 +182,7 @@ class Objects:
 
 
 class _Reader(io.RawIOBase):
-    """An object that is read from its begin to its end."""
+    """An object that is read from its beginning to its end."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__()

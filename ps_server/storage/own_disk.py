@@ -38,22 +38,34 @@ def own_path(directory: Path, path: Path, shard: int) -> Path:
 
 
 def disk_name(path: Path, files: Files) -> str | None:
-    """Returns the name of the disk that a shard's directory is on; None if there is none, or no such directory."""
+    """Returns the name of the disk that a shard's directory is on; None if there is none, or no such directory.
+
+    Raises InvalidRequest where it cannot be read: under another name, no checkpoint's part here would be found again.
+    """
     try:
         name = json.loads(files.read(path / FILE))["disk"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except FileNotFoundError:
         return None
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
+    except OSError as error:
+        raise InvalidRequest(f"{path / FILE} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        name = None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{path / FILE} cannot be read: it does not hold the name of a disk")
+    return name
 
 
 def check_disk(directory: Path, shard: int, part: Part, checkpoint: str, files: Files) -> None:
     """Raises TryLater, saying which disk is missing where, if a shard's directory is not on the disk of a part."""
     path = own_directory(directory, shard)
-    present = disk_name(path, files)
+    try:
+        present = disk_name(path, files)
+        found = f"{path} is {f'on disk {present}' if present else 'not there'}"
+    except InvalidRequest as error:
+        present, found = None, str(error)
     if present != part.disk:
-        found = f"is on disk {present}" if present else "is not there"
         raise TryLater(
-            f"{part.file} of checkpoint {checkpoint} is on disk {part.disk[:80]}, and {path} {found}: "
+            f"{part.file} of checkpoint {checkpoint} is on disk {part.disk[:80]}, and {found}: "
             f"start shard {shard} where that disk is, or bring its directory"
         )
 
@@ -72,7 +84,8 @@ def take_own_disk(
     """Takes a shard's directory for this process; returns the disk's name, and what gives the directory back.
 
     address, since: of this shard, for others to read; since in seconds since 1970
-    Raises InvalidRequest if another process has it, if it cannot be written, and where an object store is no disk.
+    Raises InvalidRequest if another process has it, if it cannot be written, if its name cannot be read, and where an
+    object store is no disk.
     """
     if isinstance(directory, RemotePath):
         raise InvalidRequest(
@@ -84,12 +97,17 @@ def take_own_disk(
     except OSError as error:
         raise InvalidRequest(f"the checkpoint directory {path} cannot be made: {error.strerror}") from None
     release = lock_directory(path, address, files, since, holder=f"shard {shard}")
-    name = disk_name(path, files)
-    if name is None:
-        name = secrets.token_hex(8)
-        try:
-            files.replace(path / FILE, json.dumps({"disk": name}).encode(), lambda place: None)
-        except OSError as error:
-            release()
-            raise InvalidRequest(f"{path / FILE} cannot be written: {error.strerror}") from None
-    return name, release
+    try:
+        return disk_name(path, files) or _new_name(path, files), release
+    except InvalidRequest:
+        release()
+        raise
+
+
+def _new_name(path: Path, files: Files) -> str:
+    name = secrets.token_hex(8)
+    try:
+        files.replace(path / FILE, json.dumps({"disk": name}).encode(), lambda place: None)
+    except OSError as error:
+        raise InvalidRequest(f"{path / FILE} cannot be written: {error.strerror}") from None
+    return name

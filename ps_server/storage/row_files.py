@@ -49,6 +49,10 @@ class RowFiles:
         except OSError as error:
             raise InvalidRequest(f"no files of rows can be made in {directory}: {error.strerror}") from None
 
+    def stop(self) -> None:
+        """Ends the threads that read: no row is read any more."""
+        self._readers.shutdown()
+
     def free_bytes(self) -> int:
         """Bytes that files to come may have, all together."""
         with self._lock:

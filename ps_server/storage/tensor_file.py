@@ -4,9 +4,9 @@
     header    JSON: tensor's name -> {dtype, shape, data_offsets}; "__metadata__" -> texts by name
     data      the tensors, one after the other without a gap
 
-A file is read once, from its begin to its end: each tensor goes straight to where it is wanted, and the checksum of all
-is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these files
-with the library of that name.
+A file is read once, from its beginning to its end: each tensor goes straight to where it is wanted, and the checksum
+of all is there at the end. So a shard of many gigabytes needs no second copy of any of them. Other programs read these
+files with the library of that name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def file_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 
 
 class TensorReader:
-    """Reads a file of tensors from its begin to its end. Methods raise OSError, and ValueError for other content.
+    """Reads a file of tensors from its beginning to its end. Methods raise OSError, and ValueError for other content.
 
     size: of the file, in bytes
     told: called with the bytes that were read, now and then
@@ -159,8 +159,9 @@ def _entries(header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
         numel = 1
         for length in shape:
             numel *= length
-        if start != end or stop - start != numel * dtype.itemsize:
-            raise ValueError(f"{name[:80]!r} does not lie where its neighbours leave room for it")
+        expected = end, end + numel * dtype.itemsize
+        if (start, stop) != expected:
+            raise ValueError(f"{name[:80]!r}: expected bytes {expected[0]} to {expected[1]}, found {start} to {stop}")
         entries.append(TensorEntry(name, dtype, shape, stop - start))
         end = stop
     if end != data_bytes:

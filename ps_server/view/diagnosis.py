@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_server.coordinator.refusals import ranks_text
+from ps_runtime.quantities import ranks_text
 
 MOST = 0.5  # of a whole, above which one thing is called most of it
 CLEARLY = 2.0  # times as long as for the next one the others wait for a worker that is named as the slow one

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ps_protocol.figures import PHASES, WorkerFigures
-from ps_server.coordinator.refusals import ranks_text
+from ps_runtime.quantities import ranks_text
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.figures import ShardJobFigures
 from ps_server.core.membership import Member

@@ -37,7 +37,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
 from tests.tools.cases import cases
-from tests.tools.checkpoint_files import write_checkpoint
+from tests.tools.checkpoint_files import read_buckets, write_checkpoint
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.forkserver import Nursery, address_in
 from tests.tools.launching import END_SECONDS, Command
@@ -107,7 +107,7 @@ def test_a_bucket_goes_on_from_its_file_as_if_it_had_never_stopped(optimizer: st
     train(there, 3)
     store = CheckpointStore(tmp_path)
     manifest = write(store, [bucket.snapshot() for bucket in there], spec)
-    images = store.read_buckets("job", manifest, [bucket.spec for bucket in there])
+    images = read_buckets(store, manifest, [bucket.spec for bucket in there])
     back = buckets_of(spec)
     for bucket in back:
         bucket.restore(images[bucket.spec.index])
@@ -221,7 +221,7 @@ def test_what_is_not_what_was_written_is_not_read(damage: str, tmp_path: Path) -
     write(store, [bucket.snapshot() for bucket in there], spec)
     DAMAGES[damage](tmp_path / "job" / "000001")
     with pytest.raises(CheckpointDamaged, match=str(tmp_path)):
-        store.read_buckets("job", store.manifest("job", "000001"), [bucket.spec for bucket in there])
+        read_buckets(store, store.manifest("job", "000001"), [bucket.spec for bucket in there])
 
 
 def test_a_part_of_another_name_is_refused_even_if_the_manifest_says_so(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_other_shapes_is_damaged(tmp_path: Path) -> None:
     other = JobSpec(**{**spec.__dict__, "bucket_bytes": 64})
     layout = bucket_layout(other.parameters, other.bucket_bytes)
     with pytest.raises(CheckpointDamaged, match=r"expected 16 x float32, found \(32,\)"):
-        store.read_buckets("job", manifest, [layout.buckets[0]])
+        read_buckets(store, manifest, [layout.buckets[0]])
 
 
 def test_a_full_disk_leaves_nothing_behind_and_the_one_before_as_it_was(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_checkpoint_beside_training_is_of_one_version_in_sync_and_whole_in_eve
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
     for name in store.names("job"):
         manifest = store.manifest("job", name)
-        images = store.read_buckets("job", manifest, layout.buckets)
+        images = read_buckets(store, manifest, layout.buckets)
         for image in images.values():
             assert torch.equal(image.weights, torch.full_like(image.weights, float(image.version)))
             assert image.version == (max if mode == "sync" else sum)(image.clocks.values())

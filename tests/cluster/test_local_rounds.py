@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ps_worker
 from ps_server.ops import status
@@ -22,7 +21,8 @@ from tests.tools.counted_rounds import MODE, Use, train, wrong
 from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
 from tests.tools.forkserver import Nursery
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
-from tests.tools.small_models import drawn, filled, same, step, weights_of
+from tests.tools.small_models import drawn, same, step, weights_of
+from tests.tools.small_steps import adamw, make_net
 
 MakeCluster = Callable[..., Cluster]
 
@@ -163,14 +163,6 @@ def test_with_calls_lost_unheard_and_repeated_every_round_counts_once(
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
-
-
-def make_net() -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def test_a_newcomer_begins_at_a_round_with_the_steps_of_the_job(

@@ -220,7 +220,7 @@ def test_what_a_set_back_has_cost_is_still_known_after_the_coordinator_died(tmp_
         pending_removals=((0, 1, 4), (1, 1, 4)),
     )
     StateFile(tmp_path).save(lambda: {"job": kept})
-    assert StateFile(tmp_path).load() == {"job": kept}
+    assert StateFile(tmp_path).load() == ({"job": kept}, {})
 
 
 def test_who_joins_when_a_shard_has_just_been_started_anew_is_told_to_try_again(cluster: Cluster) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import ps_worker
@@ -23,7 +22,8 @@ from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, unti
 from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
 from tests.tools.rollbacks import QUICK
 from tests.tools.rpc_faults import KINDS, RpcFaults, break_calls
-from tests.tools.small_models import drawn, filled, same, step, weights_of
+from tests.tools.small_models import drawn, same, step, weights_of
+from tests.tools.small_steps import adamw, make_net
 
 MakeCluster = Callable[..., Cluster]
 Found = list[list[torch.Tensor]]  # of each worker the servers' weights, and its own
@@ -34,14 +34,6 @@ MODE = (
 OUTER: dict[str, Any] = {"warm_up": 2}
 STEPS = 62
 INT4 = {"gradient_wire": "int4", "weight_wire": "int4"}
-
-
-def make_net() -> Any:
-    return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def run(session: Session, each: Callable[[int], object] = lambda number: None, **more: Any) -> list[torch.Tensor]:

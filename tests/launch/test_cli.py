@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,12 @@ from ps_runtime.quantities import counted, size_text
 from ps_server.ops import status
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
-from tests.tools.launching import END_SECONDS, ROOT, Command, Commands, python, run, run_here, script
+from tests.tools.launching import END_SECONDS, ROOT, Command, Start, python, run, run_here, script
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
 
-Start = Callable[..., Command]
 WORKERS = ("-m", "ps_worker", "run", "--server", "h:1")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts commands that end with the test: start("-m", "ps_server", "up", PS_SHARDS="1")."""
-    with closing(Commands(tmp_path)) as commands:
-        yield commands.start
 
 
 def start_up(start: Start, shards: int = 1) -> tuple[Command, str]:

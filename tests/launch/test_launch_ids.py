@@ -365,7 +365,7 @@ def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) ->
     worker = Member(0, 1, 0.0, 5, 12, "host", "", b"key", 7, "a", 3.0, replaced=(("b", 1),))
     job = SavedJob({}, "run", (0,), {0: 1}, 1, 0, True, (worker,), rejoining=(2,), pending_removals=((0, 3, 1),))
     StateFile(tmp_path).save(lambda: {"job": job})
-    assert StateFile(tmp_path).load()["job"].workers == (worker,)
+    assert StateFile(tmp_path).load()[0]["job"].workers == (worker,)
     kept = {**json.loads((tmp_path / state_file.FILE).read_text()), "format": 1}
     known = kept["jobs"]["job"]
     for name, former in (("shard_processes", "held_by"), ("rejoining", "awaited"), ("pending_removals", "ghosts")):
@@ -374,7 +374,7 @@ def test_files_of_coordinators_that_knew_no_launches_are_read(tmp_path: Path) ->
         del known["workers"][0][name]
     del kept["seal"]
     (tmp_path / state_file.FILE).write_text(json.dumps({**kept, "seal": seal(kept)}))
-    found = StateFile(tmp_path).load()["job"]
+    found = StateFile(tmp_path).load()[0]["job"]
     assert found == replace(job, workers=(replace(worker, launch="", since=0.0, replaced=()),))
 
 

@@ -6,8 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,7 @@ import pytest
 
 from ps_runtime.logs import JSON_LINE, JsonLines, Speaker, formatter
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import Command, Commands, environment, python, run, script
-
-Start = Callable[..., Command]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with closing(Commands(tmp_path)) as commands:
-        yield commands.start
+from tests.tools.launching import Start, environment, python, run, script
 
 
 def record(message: str, *arguments: object, trace: bool = False) -> logging.LogRecord:

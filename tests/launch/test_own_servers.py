@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 
 from ps_server.ops import status
 from tests.tools.cluster import until
-from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Commands, run, script
+from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Commands, Start, run, script
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_everything.py"
 FOR_EVER = "1000000000"
 READY = r"ps-server: ready at (\S+) \("
-
-Start = Callable[..., Command]
 
 
 @pytest.fixture

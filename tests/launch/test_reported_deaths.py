@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,7 +17,7 @@ from ps_protocol.errors import NotFound
 from ps_server.ops import status
 from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster, until
-from tests.tools.launching import START_SECONDS, Command, Commands, python
+from tests.tools.launching import START_SECONDS, Start, python
 from tests.tools.raw_worker import RawWorker, vector_job
 
 LEASE = "600"
@@ -42,14 +40,6 @@ with ps_worker.connect() as session:
         optimizer.zero_grad()
         (here / f"clock-{session.rank}").write_text(str(session.clock))
 """
-
-Start = Callable[..., Command]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with closing(Commands(tmp_path)) as commands:
-        yield commands.start
 
 
 def clock(directory: Path, rank: int) -> int:
@@ -93,7 +83,13 @@ def test_a_shard_at_another_address_takes_over_when_its_end_is_reported(start: S
     second.process.kill()
     second.process.wait()
     assert not report_shard_end(address, 1, process + 1), "another process than the shard's"
-    assert report_shard_end(address, 1, process)
+    report = ("-m", "ps_server", "report", "--server", address, "--index", "1", "--process")
+    for reported, said in (
+        (process + 1, f"process {process + 1} is not shard 1: nothing changed"),
+        (process, "shard 1: its end is noted"),
+    ):
+        done = python(*report, str(reported))
+        assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
     third = start(*words)
     [place] = third.says(r"shard 1 ready at (\S+)")
     assert "already served" not in third.err

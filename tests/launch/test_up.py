@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,12 @@ from ps_server.ops import status
 from tests.chaos.cluster import free_ports
 from tests.tools.cases import cases
 from tests.tools.cluster import scrape, until
-from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands, environment
+from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands, Start, environment
 
 # A start in vain may come before the one that brings a shard back.
 RETURN_SECONDS = 2 * START_SECONDS
 # For an end at once; less than the grace of a cluster that served.
 PROMPT_SECONDS = 15.0
-
-Start = Callable[..., Command]
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_a_push_to_the_wrong_shard_is_refused(shared: Cluster, worker: RawWorker
 
 @pytest.mark.parametrize(
     ("buckets", "error", "text"),
-    [([0, 0], InvalidRequest, "each bucket at most once"), ([0, 77], NotFound, "holds no bucket 77")],
+    [([0, 0], InvalidRequest, "each bucket at most once, got 0 twice"), ([0, 77], NotFound, "holds no bucket 77")],
 )
 def test_a_bad_pull_is_refused(
     shared: Cluster, worker: RawWorker, buckets: list[int], error: type[PSError], text: str

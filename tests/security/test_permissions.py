@@ -24,8 +24,10 @@ from ps_runtime.credentials import Access, Tls, access
 from ps_runtime.status import error_from
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
+from ps_server.rpc.call_limits import HEARTBEAT
 from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
+from ps_server.rpc.receiving import KINDS
 from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import joined, vector_job
@@ -72,6 +74,11 @@ def services(cluster: Cluster) -> Iterator[tuple[str, Any]]:
 
 def test_every_method_of_every_service_is_in_the_table(guarded: Cluster) -> None:
     assert {path for path, _ in services(guarded)} == set(METHODS)
+
+
+def test_methods_that_are_named_for_how_they_are_received_are_there() -> None:
+    """One that is misspelt would be received as any other."""
+    assert KINDS.keys() | {HEARTBEAT} <= METHODS.keys()
 
 
 def _call(cluster: Cluster, path: str, method: Any, how: Access) -> PSError | None:

@@ -7,25 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import InvalidRequest
-from ps_server.core.admission import ACTIVE_SECONDS, WINDOW_BYTES, Admission, Kind, Terms, terms
+from ps_server.core.admission import ACTIVE_SECONDS, WINDOW_BYTES, Kind, RequestPlaces, Terms, terms
 from ps_server.core.limits import Limits
 
 PLACES, WAITING = 3, 8
 GIVEN = Terms(PLACES, WAITING, seconds=30.0, patience=10.0)
 
 
-def ask(admission: Admission[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def ask(admission: RequestPlaces[str], call: str, now: float = 0.0) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Asks for a call such as "a.host.1.x", whose principal, host and connection stand in its name."""
     changes = admission.ask(call, tuple(call.split(".")[:3]), now)
     return changes.admitted, changes.refused
 
 
-def leave(admission: Admission[str], call: str, now: float = 0.0) -> tuple[str, ...]:
+def leave(admission: RequestPlaces[str], call: str, now: float = 0.0) -> tuple[str, ...]:
     return admission.leave(call, now).admitted
 
 
 def test_places_are_given_out_until_there_are_none() -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     assert [ask(admission, f"a.h.1.{n}") for n in range(4)] == [((f"a.h.1.{n}",), ()) for n in range(3)] + [((), ())]
     assert (admission.received, admission.waiting) == (3, 1)
     assert leave(admission, "a.h.1.1") == ("a.h.1.3",)
@@ -34,7 +34,7 @@ def test_places_are_given_out_until_there_are_none() -> None:
 
 @pytest.mark.parametrize("other", ["b.h.1.x", "a.other.1.x", "a.h.2.x"])
 def test_another_principal_host_or_connection_comes_next_however_many_wait(other: str) -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     for n in range(PLACES + 5):
         ask(admission, f"a.h.1.{n}")
     ask(admission, other)
@@ -43,7 +43,7 @@ def test_another_principal_host_or_connection_comes_next_however_many_wait(other
 
 
 def test_many_hosts_of_one_principal_have_one_turn() -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     for n in range(PLACES + 4):
         ask(admission, f"a.h{n}.1.x")
     for n in range(2):
@@ -53,7 +53,7 @@ def test_many_hosts_of_one_principal_have_one_turn() -> None:
 
 
 def test_the_last_place_is_for_another_while_there_is_another() -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     ask(admission, "b.h.1.x")
     leave(admission, "b.h.1.x")
     assert [bool(ask(admission, f"a.h.1.{n}", 1.0)[0]) for n in range(3)] == [True, True, False]
@@ -64,7 +64,7 @@ def test_the_last_place_is_for_another_while_there_is_another() -> None:
 
 
 def test_where_too_many_wait_the_last_of_the_most_is_refused() -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     for n in range(PLACES + WAITING):
         assert not ask(admission, f"a.h.1.{n}")[1]
     assert ask(admission, "b.h.1.x")[1] == (f"a.h.1.{PLACES + WAITING - 1}",)
@@ -73,7 +73,7 @@ def test_where_too_many_wait_the_last_of_the_most_is_refused() -> None:
 
 
 def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     for n in range(PLACES):
         ask(admission, f"a.h.1.{n}", float(n))
     assert admission.overdue(29.0) == []
@@ -84,7 +84,7 @@ def test_a_place_is_given_back_when_its_time_is_over_or_another_has_waited() -> 
 
 
 def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
-    admission: Admission[str] = Admission(Terms(PLACES, WAITING, seconds=1.0, patience=10.0))
+    admission: RequestPlaces[str] = RequestPlaces(Terms(PLACES, WAITING, seconds=1.0, patience=10.0))
     ask(admission, "a.h.1.x")
     assert admission.overdue(0.9) == []
     assert admission.overdue(1.0) == ["a.h.1.x"]
@@ -92,7 +92,7 @@ def test_a_time_shorter_than_the_patience_with_others_holds_too() -> None:
 
 @pytest.mark.parametrize("flood", ["a.h.1.", "a.other.1."])
 def test_no_flood_of_one_principal_has_the_request_of_another_broken_off(flood: str) -> None:
-    admission: Admission[str] = Admission(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    admission: RequestPlaces[str] = RequestPlaces(Terms(2, WAITING, seconds=30.0, patience=1.0))
     ask(admission, "b.h.1.x")
     ask(admission, "a.h.1.first")
     for n in range(WAITING):
@@ -106,7 +106,7 @@ CALLS = st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.sampled_fro
 
 @given(CALLS)
 def test_every_call_is_received_waits_or_was_refused(events: list[tuple[bool, str, str, str]]) -> None:
-    admission: Admission[str] = Admission(GIVEN)
+    admission: RequestPlaces[str] = RequestPlaces(GIVEN)
     received: list[str] = []
     waiting: list[str] = []
     for number, (leaves, *origin) in enumerate(events):

@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import PSError, TryLater
 from ps_runtime import background
 from ps_server.core.requests import PushCall, PushedBucket, PushKind
+from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
-from ps_server.shard.threads import ApplyThreads, OwnThreads
+from ps_server.shard.threads import ApplyThreads, NoThreads, OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import until
 from tests.tools.raw_worker import vector_job
@@ -110,3 +111,17 @@ def test_a_checkpoint_that_a_stopped_shard_is_asked_for_fails_in_words(tmp_path:
     with pytest.raises(TryLater, match="the shard is stopping"):
         shard.await_snapshot("job", "000001", SECONDS, "1")
     assert background.errors() == before
+
+
+def test_a_job_that_ends_while_the_shard_stops_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task is there at one look, and gone at the next one."""
+    store = CheckpointStore(tmp_path)
+    assert store.begin("job", "000001")
+    shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=store)
+    shard.create_job(vector_job("job", "async", 16, 1), [0], "1")
+    shard.add_worker("job", 0, 1, None, run="1")
+    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run="1"))
+    shard.begin_snapshot("job", "000001", None, "1")
+    looks = iter([shard.jobs()["job"].snapshot_task])
+    monkeypatch.setattr(HostedJob, "snapshot_task", property(lambda job: next(looks, None)), raising=False)
+    shard.stop()

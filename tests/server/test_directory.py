@@ -197,7 +197,7 @@ def test_a_nested_file_is_damaged_and_ends_nothing(tmp_path: Path, content: str)
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
         store.manifest("job", "000001")
     (tmp_path / FILE).write_text(content)
-    assert StateFile(tmp_path).load() == {}
+    assert StateFile(tmp_path).load() == ({}, {})
 
 
 @pytest.mark.parametrize("job", [{}, {"name": "job"}, [], None, {"parameters": "x"}], ids=str)

@@ -15,11 +15,14 @@ import torch
 
 from ps_protocol.errors import CheckpointFailed, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.layout import bucket_layout
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.tensor_file import TensorEntry, TensorReader, file_chunks
+from tests.tools.checkpoint_files import filled, read_buckets, write_checkpoint
+from tests.tools.raw_worker import vector_job
 
 TENSORS = {
     "weights": torch.arange(7, dtype=torch.float32),
@@ -37,7 +40,7 @@ class FullDisk(Disk):
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def write(self, path: Path, chunks: Iterable[Buffer], mode: int = 0o600) -> None:
+    def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         def limited() -> Iterable[Buffer]:
             for chunk in chunks:
                 self.room -= len(chunk)
@@ -45,7 +48,7 @@ class FullDisk(Disk):
                     raise OSError(errno.ENOSPC, "No space left on device")
                 yield chunk
 
-        super().write(path, limited(), mode)
+        super().write(path, limited())
 
 
 def all_but_wide(entry: TensorEntry) -> torch.Tensor | None:
@@ -134,3 +137,30 @@ def test_a_coordinator_on_a_full_disk_keeps_the_file_that_it_has(tmp_path: Path)
     with pytest.raises(TryLater, match="No space left on device"):
         StateFile(tmp_path, disk).save(dict)
     assert (tmp_path / FILE).read_bytes() == before
+
+
+class KeepsManifests(Disk):
+    """Removes no manifest while `keeps` is set."""
+
+    keeps = True
+
+    def remove(self, path: Path) -> None:
+        if self.keeps and path.name == MANIFEST:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        super().remove(path)
+
+
+def test_a_checkpoint_whose_manifest_cannot_be_removed_stays_whole(tmp_path: Path) -> None:
+    disk = KeepsManifests()
+    store = CheckpointStore(tmp_path, disk)
+    spec = vector_job("job", "sync", 64, 1)
+    layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+    for name in ("000001", "000002"):
+        write_checkpoint(store, spec, filled(spec), name)
+    store.prune("job", 1)
+    for name in ("000001", "000002"):
+        read_buckets(store, store.manifest("job", name), layout.buckets)
+    disk.keeps = False
+    store.prune("job", 1)
+    assert store.names("job") == ["000002"]
+    assert not (tmp_path / "job" / "000001").exists()

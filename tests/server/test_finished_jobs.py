@@ -193,11 +193,11 @@ def test_a_coordinator_that_comes_back_knows_it_and_one_that_begins_anew_does_no
 
 def test_a_file_of_an_earlier_release_names_no_finished_job(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
-    assert file.finished() == {}
+    assert file.load() == ({}, {})
     file.save(dict, lambda: {"job": FinishedJob("1", ("a",), 5.0)})
-    assert StateFile(tmp_path).finished() == {"job": FinishedJob("1", ("a",), 5.0)}
+    assert StateFile(tmp_path).load() == ({}, {"job": FinishedJob("1", ("a",), 5.0)})
     file.path.write_text("{}")
-    assert file.finished() == {}
+    assert StateFile(tmp_path).load() == ({}, {})
 
 
 def test_what_is_kept_of_jobs_that_are_over_is_bounded() -> None:

@@ -30,9 +30,9 @@ def test_workers_join_train_and_leave(cluster: OneProcess) -> None:
     assert all(shard.jobs() == {} for shard in cluster.shards.values())
     with pytest.raises(NotFound):
         cluster.coordinator.join("job", 0, JoinRequest())
-    ours = {"leases", "recovery", "rounds", "held-jobs", "checkpoints", "shards"}
-    started = {thread.name for thread in threading.enumerate()} - before
-    assert not {name for name in started if name.partition("_")[0] in ours}
+    ours = {"leases", "recovery", "rounds", "held-jobs", "state", "checkpoints", "deserted"}
+    started = {thread.name.partition("_")[0] for thread in threading.enumerate() if thread.name not in before}
+    assert not {name for name in started if name in ours or name.startswith("shard-")}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

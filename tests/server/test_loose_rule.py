@@ -14,7 +14,7 @@ from ps_server.core.snapshot import VersionRange
 from tests.tools.modes import consistency
 from tests.tools.rules import admits
 
-SYNC, ASYNC = consistency("sync"), consistency("async")
+SYNC = consistency("sync")
 
 
 def rule_of(own: str = "async", ranks: int = 2, clock: int = 0) -> tuple[UpdateRule[str], dict[int, Live]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -35,27 +34,14 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_server.storage.disk import Disk
 from tests.tools.checkpoint_files import RUN, filled, write_checkpoint
+from tests.tools.held_disk import HeldDisk
 from tests.tools.one_process import AtOnce, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
 SPEC = with_defaults(vector_job("job", "sync", 64, 1))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 BUCKETS = range(len(LAYOUT))
-
-
-class SlowDisk(Disk):
-    """Files of shards are read when `go` is set; `reached` says that one is waited for."""
-
-    def __init__(self) -> None:
-        self.go, self.reached = threading.Event(), threading.Event()
-
-    def open(self, path: Path) -> BinaryIO:
-        if path.suffix == ".safetensors":
-            self.reached.set()
-            assert self.go.wait(30)
-        return super().open(path)
 
 
 def write_two(store: CheckpointStore) -> None:
@@ -65,12 +51,12 @@ def write_two(store: CheckpointStore) -> None:
 
 
 @pytest.fixture
-def disk() -> SlowDisk:
-    return SlowDisk()
+def disk() -> HeldDisk:
+    return HeldDisk()
 
 
 @pytest.fixture
-def shard(tmp_path: Path, disk: SlowDisk) -> Iterator[Shard]:
+def shard(tmp_path: Path, disk: HeldDisk) -> Iterator[Shard]:
     store = CheckpointStore(tmp_path, disk)
     write_two(store)
     shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads(), checkpoints=store)
@@ -90,7 +76,7 @@ def weights(shard: Shard) -> float:
 
 
 def test_a_call_is_answered_with_how_far_it_is_and_repeated_until_the_job_is_there(
-    shard: Shard, disk: SlowDisk, tmp_path: Path
+    shard: Shard, disk: HeldDisk, tmp_path: Path
 ) -> None:
     begun = restore(shard, "000002", 5, seconds=0.0)
     assert begun.extent is None
@@ -104,7 +90,7 @@ def test_a_call_is_answered_with_how_far_it_is_and_repeated_until_the_job_is_the
     assert weights(shard) == 2.0
 
 
-def test_what_it_held_is_let_go_before_it_reads_and_workers_are_told_to_join(shard: Shard, disk: SlowDisk) -> None:
+def test_what_it_held_is_let_go_before_it_reads_and_workers_are_told_to_join(shard: Shard, disk: HeldDisk) -> None:
     disk.go.set()
     restore(shard, "000001", 5)
     shard.add_worker("job", 0, 6, None, run=RUN)
@@ -120,7 +106,7 @@ def test_what_it_held_is_let_go_before_it_reads_and_workers_are_told_to_join(sha
         shard.committed("another")
 
 
-def test_a_late_or_doubled_call_changes_nothing(shard: Shard, disk: SlowDisk) -> None:
+def test_a_late_or_doubled_call_changes_nothing(shard: Shard, disk: HeldDisk) -> None:
     disk.go.set()
     restore(shard, "000002", 5)
     shard.add_worker("job", 0, 6, None, run=RUN)
@@ -138,7 +124,7 @@ def test_a_late_or_doubled_call_changes_nothing(shard: Shard, disk: SlowDisk) ->
     assert weights(shard) == 1.0
 
 
-def test_a_call_of_before_a_worker_of_this_shard_changes_nothing(shard: Shard, disk: SlowDisk) -> None:
+def test_a_call_of_before_a_worker_of_this_shard_changes_nothing(shard: Shard, disk: HeldDisk) -> None:
     disk.go.set()
     shard.create_job(SPEC, list(BUCKETS), RUN)
     shard.add_worker("job", 0, 3, None, run=RUN)
@@ -148,7 +134,7 @@ def test_a_call_of_before_a_worker_of_this_shard_changes_nothing(shard: Shard, d
     assert restore(shard, "000001", 3).extent is not None
 
 
-def test_a_later_call_takes_the_place_of_one_that_reads(shard: Shard, disk: SlowDisk) -> None:
+def test_a_later_call_takes_the_place_of_one_that_reads(shard: Shard, disk: HeldDisk) -> None:
     restore(shard, "000002", 5, seconds=0.0)
     assert disk.reached.wait(30)
     restore(shard, "000001", 6, seconds=0.0)
@@ -159,7 +145,7 @@ def test_a_later_call_takes_the_place_of_one_that_reads(shard: Shard, disk: Slow
     assert weights(shard) == 1.0
 
 
-def test_a_job_that_is_dropped_meanwhile_does_not_come_back(shard: Shard, disk: SlowDisk) -> None:
+def test_a_job_that_is_dropped_meanwhile_does_not_come_back(shard: Shard, disk: HeldDisk) -> None:
     restore(shard, "000002", 5, seconds=0.0)
     assert disk.reached.wait(30)
     shard.drop_job("job", RUN)
@@ -169,7 +155,7 @@ def test_a_job_that_is_dropped_meanwhile_does_not_come_back(shard: Shard, disk: 
 
 
 def test_a_damaged_checkpoint_leaves_the_shard_without_the_job_and_the_one_before_is_restored(
-    shard: Shard, disk: SlowDisk, tmp_path: Path
+    shard: Shard, disk: HeldDisk, tmp_path: Path
 ) -> None:
     disk.go.set()
     path = tmp_path / "job" / "000002" / "shard-0.safetensors"
@@ -285,7 +271,7 @@ def test_a_worker_that_joins_meanwhile_is_told_how_far_it_is(tmp_path: Path, mon
 
 @pytest.mark.parametrize(("buckets", "got"), [((0, 99), 99), ((1, 0, 1), 1)])
 def test_a_call_with_buckets_that_cannot_be_leaves_the_job_as_it_is(
-    shard: Shard, disk: SlowDisk, buckets: tuple[int, ...], got: int
+    shard: Shard, disk: HeldDisk, buckets: tuple[int, ...], got: int
 ) -> None:
     """A fuzzer found that the job was given up before it was looked at what was asked for."""
     disk.go.set()

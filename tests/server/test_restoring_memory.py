@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -23,8 +21,8 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
-from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest
+from tests.tools.held_disk import HeldDisk
 from tests.tools.launching import python
 from tests.tools.raw_worker import vector_job
 
@@ -33,19 +31,6 @@ PEAK = 2.0  # times weights and optimizer state
 SPEC = with_defaults(replace(vector_job("job", "sync", 2**16, 2), optimizer="Adam", groups=({"lr": 0.1},)))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 NAME, RUN = "000001", "1"
-
-
-class HeldDisk(Disk):
-    """Files of shards are read when `go` is set; `reached` says that one is waited for."""
-
-    def __init__(self) -> None:
-        self.go, self.reached = threading.Event(), threading.Event()
-
-    def open(self, path: Path) -> BinaryIO:
-        if path.suffix == ".safetensors":
-            self.reached.set()
-            assert self.go.wait(SECONDS)
-        return super().open(path)
 
 
 def write_checkpoint(store: CheckpointStore) -> None:

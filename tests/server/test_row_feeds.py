@@ -21,7 +21,8 @@ from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.requests import RowPushKind, RowsPush, RowsWatch
 from ps_server.core.row_cursor import RowCursor, row_cursor
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.row_feeds import MESSAGE_BYTES, SIGN_OF_LIFE_SECONDS
+from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS
+from ps_server.shard.row_pulls import MESSAGE_BYTES
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import FeedPart, Lent
@@ -211,9 +212,10 @@ def test_a_cursor_that_is_none_is_refused_with_one_error(feeding: Feeding) -> No
     good = row_cursor(cursor)
     before = feeding.shard.statistics()
     for wrong, said in (
-        (b"nonsense", "expected a cursor as WatchRows gave it, of 21 bytes, got 8 others"),
-        (cursor + b"x", "of 21 bytes, got 22"),
-        (b"\2" + cursor[1:], "expected a cursor"),
+        (b"nonsense", "expected a cursor as WatchRows gave it, of 21 bytes of format 01, got 8 bytes of format 6e"),
+        (cursor + b"x", "of format 01, got 22 bytes of format 01"),
+        (b"\2" + cursor[1:], "of format 01, got 21 bytes of format 02"),
+        (b"x", "got 1 bytes of format 78"),
         (good._replace(version=2).to_bytes(), "of table 0 up to version 1, got one of table 0 and version 2"),
         (good._replace(table=1).to_bytes(), "got one of table 1"),
     ):

@@ -247,10 +247,10 @@ def test_what_lies_in_the_segment_is_not_read_from_the_message_too() -> None:
     with pytest.raises(InvalidRequest, match="got both"):
         row_messages.push(message_parts(push, b"1234").whole())
     pull = rows_pb2.PullRowsRequest(row_count=3)
-    with pytest.raises(InvalidRequest, match="got a place or a number for none there"):
+    with pytest.raises(InvalidRequest, match="row_count only with ids_in_segment, got one without"):
         row_messages.pull(message_parts(pull).whole())
     pull.ids_in_segment.offset = PAGE_BYTES
-    with pytest.raises(InvalidRequest, match="both its ids and its rows"):
+    with pytest.raises(InvalidRequest, match="has no payload, got no place for its rows"):
         row_messages.pull(message_parts(pull).whole())
 
 

@@ -176,7 +176,7 @@ def broken() -> dict[str, tuple[RowsPush, type[PSError], str]]:
     """Pushes that no shard takes."""
     ids, more = HERE[:3], HERE[:4]
     return {
-        "twice": (push(np.array([HERE[0]] * 2)), InvalidRequest, "each id once"),
+        "twice": (push(np.array([HERE[0]] * 2)), InvalidRequest, f"each id once, got {HERE[0]} twice"),
         "of another shard": (push(ELSEWHERE[:2]), InvalidRequest, "is on shard 1, and came to shard 0 of 2"),
         "too short": (push(payload=payload(ids)[:-1]), InvalidRequest, f"expected {3 * ROW_BYTES} bytes"),
         "too long": (push(payload=payload(more)), InvalidRequest, f"got {4 * ROW_BYTES}"),

@@ -17,7 +17,7 @@ from ps_server.core.dense import Assignment, DenseBucket, Gradient
 from ps_server.core.room import room_for
 from ps_server.core.sums import Scratch
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.tools.checkpoint_files import write_checkpoint
+from tests.tools.checkpoint_files import read_buckets, write_checkpoint
 
 NUMEL = 96
 SYNC = Consistency(0, aggregate=True)
@@ -80,7 +80,7 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path) -> None:
     made.rule.version = 5
     store = CheckpointStore(tmp_path)
     manifest = write_checkpoint(store, spec("int4"), [made.snapshot()])
-    [snapshot] = store.read_buckets("job", manifest, [made.spec]).values()
+    [snapshot] = read_buckets(store, manifest, [made.spec]).values()
     again = bucket("int4")
     again.restore(snapshot)
     assert again.weights.sent is not None

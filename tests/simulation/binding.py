@@ -66,7 +66,7 @@ def simulated_time(world: World) -> SimpleNamespace:
 def simulated_failpoint(world: World, pace: dict[str, float]) -> Callable[..., None]:
     """Returns what stands for `failpoint`: it takes the mean seconds that `pace` has by its name."""
 
-    def failpoint(name: str, before: Callable[[], object] | None = None) -> None:
+    def failpoint(name: str) -> None:
         task = world.current
         if task is None:
             return
@@ -74,8 +74,6 @@ def simulated_failpoint(world: World, pace: dict[str, float]) -> Callable[..., N
         if name in host.dies_at:
             host.dies_at[name] -= 1
             if not host.dies_at[name]:
-                if before is not None:
-                    before()
                 host.kill(f" at {name}")
                 raise Killed
         seconds = pace.get(name, 0.0)

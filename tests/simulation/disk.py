@@ -188,7 +188,7 @@ class SimulatedDisk(Disk):
 
             self._changed(path.parent, undo)
 
-    def _create(self, path: Path, mode: int) -> BinaryIO:
+    def _create(self, path: Path) -> BinaryIO:
         self._pass(path)
         folder, file = self.storage.folder(path.parent), File(written=self._world.now)
         before = folder.get(path.name)

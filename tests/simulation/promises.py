@@ -248,7 +248,7 @@ class Promises:
 
     def in_state_file(self) -> dict[str, str]:
         """Returns the run of each job that the coordinator's file has now, by name."""
-        jobs = StateFile(DIRECTORY, self._cluster.servers.disks[0]).load()
+        jobs, _ = StateFile(DIRECTORY, self._cluster.servers.disks[0]).load()
         return {name: job.run for name, job in jobs.items()}
 
     def was_set_back(self, run: Run) -> None:

@@ -193,9 +193,9 @@ class ShardProcess:
         """Returns the jobs that the shard holds, by name, as they are at this moment: no lock is taken."""
         return self.shard._hosted._jobs if self.shard is not None else {}
 
-    def _await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
+    def _await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         assert self.shard is not None
-        return self.shard.await_snapshot(job, name, AWAIT_SECONDS, run)
+        return self.shard.await_snapshot(job, checkpoint, AWAIT_SECONDS, run)
 
     def _committed(self, *arguments: Any) -> Committed | None:
         assert self.shard is not None

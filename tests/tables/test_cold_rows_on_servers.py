@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,23 @@ def test_servers_with_files_train_and_restore_to_the_same_bits(
         assert same(trained(session, STEPS, STEPS // 2), expected)
         assert rows_in_files(cluster) > 100
     assert list((tmp_path / "rows").iterdir()) == []
+
+
+def threads() -> set[str]:
+    return {thread.name.partition("_")[0] for thread in threading.enumerate()}
+
+
+def test_servers_that_stop_end_the_threads_that_read_files_and_ask_for_statuses(
+    make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    until(lambda: not {"status", "cold-rows"} & threads(), "clusters of other tests have ended")
+    cluster = make_cluster(cold_rows_dir=tmp_path, limits=Limits(table_bytes=MEMORY))
+    with cluster.connect("sync") as session:
+        trained(session, STEPS // 2)
+        assert rows_in_files(cluster) > 100
+    assert {"status", "cold-rows"} <= threads()
+    cluster.stop()
+    assert not {"status", "cold-rows"} & threads()
 
 
 def test_a_directory_that_takes_no_files_is_refused_before_anything_begins(tmp_path: Path) -> None:

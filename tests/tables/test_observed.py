@@ -19,6 +19,7 @@ from ps_server.ops import screen, status
 from ps_server.rpc import convert
 from ps_server.rpc.figure_messages import table_figures, table_message
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
+from tests.tools.table_model import LookUps
 
 DIM = 3
 PUSHED, PULLED = 8 + 4 + 4 * DIM, 4 * DIM  # bytes of a row: id, count and gradient; weights
@@ -39,17 +40,12 @@ class Tables(nn.Module):
         return sum(table(ids).sum() for table in (self.plain, self.choosy, self.small))  # type: ignore[return-value]
 
 
-class Training:
+class Training(LookUps):
     """Steps of a worker that trains Tables with SGD."""
 
     def __init__(self, session: ps_worker.Session) -> None:
         self.own = Tables()
         self.model, self.optimizer = session.prepare(self.own, torch.optim.SGD(self.own.parameters(), lr=0.1))
-
-    def step(self, ids: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(ids).backward()
-        self.optimizer.step()
 
     def known(self) -> None:
         """Twenty ids in two steps, ten of them distinct in each; then one id until the others have expired."""

@@ -21,6 +21,7 @@ from tests.chaos.worker import incarnation_of
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.rollbacks import QUICK
+from tests.tools.table_model import LookUps
 
 IDS = torch.tensor([-1, 0, 7, 2**62, -(2**63)])
 RATE = 0.5
@@ -50,17 +51,12 @@ class Both(nn.Module):
         return count
 
 
-class Worker:
+class Worker(LookUps):
     """A worker that trains Both."""
 
     def __init__(self, session: ps_worker.Session, own: Both | None = None) -> None:
         self.own = own or Both()
         self.model, self.optimizer = session.prepare(self.own, torch.optim.SGD(self.own.parameters(), lr=RATE))
-
-    def step(self, ids: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(ids).backward()
-        self.optimizer.step()
 
 
 def await_applied(cluster: Cluster, job: str) -> None:

@@ -24,7 +24,7 @@ from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.forkserver import ROOT, Nursery
 from tests.tools.rollbacks import QUICK
-from tests.tools.table_model import STEPS, TableModel, batches, train
+from tests.tools.table_model import STEPS, LookUps, TableModel, batches, train
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_tables.py"
 IDS = torch.tensor([-1, 0, 7, 2**62, -(2**63)])
@@ -42,7 +42,7 @@ class Sums(nn.Module):
         return self.rows(ids).sum()  # type: ignore[no-any-return]
 
 
-class Worker:
+class Worker(LookUps):
     """A worker that trains Sums."""
 
     def __init__(self, session: ps_worker.Session, **options: object) -> None:
@@ -50,11 +50,6 @@ class Worker:
         self.model, self.optimizer = session.prepare(
             self.own, torch.optim.SGD(self.own.parameters(), lr=RATE), **options
         )
-
-    def step(self, ids: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(ids).backward()
-        self.optimizer.step()
 
     def counted(self, ids: torch.Tensor) -> list[float]:
         """How often ids were looked up in steps that count, over the workers of an update."""

@@ -17,6 +17,7 @@ sharing_worker.py       The same, with a segment that it shares with the shard
 partitions.py           One job on one shard, without threads
 outbox.py               What comes of a pull there
 checkpoint_files.py     Checkpoints that a test writes itself, without a cluster
+held_disk.py            A disk that holds back what is read of checkpoints until a test lets it go
 object_store.py         A server of this machine that speaks S3, with one bucket
 rollbacks.py            A job whose workers train, have checkpoints made, and join again after a rollback
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults

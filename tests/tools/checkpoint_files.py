@@ -8,7 +8,7 @@ import torch
 
 from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import bucket_layout
+from ps_protocol.layout import BucketSpec, bucket_layout
 from ps_server.core.snapshot import BucketSnapshot, Part
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest, WorkerPart
@@ -43,6 +43,14 @@ def manifest_of(
         last_incarnation=1,
         restore_count=0,
     )
+
+
+def read_buckets(
+    store: CheckpointStore, manifest: Manifest, buckets: Sequence[BucketSpec]
+) -> dict[int, BucketSnapshot]:
+    """Returns snapshots of buckets, by index, from the files that a manifest names."""
+    job = manifest.job["name"]
+    return store.read_files(job, store.files(job, manifest, buckets))
 
 
 def write_checkpoint(

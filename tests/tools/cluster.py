@@ -145,8 +145,13 @@ def in_parallel(count: int, work: Callable[[int], T]) -> list[T]:
     return [results[index] for index in range(count)]
 
 
-def until(condition: Callable[[], T], what: str = "the condition", seconds: float = CONDITION_SECONDS) -> T:
-    """Looks at a condition until it holds and returns it. For what has no event to wait on."""
+def until(
+    condition: Callable[[], T], what: str = "the condition", seconds: float = CONDITION_SECONDS, every: float = 0.005
+) -> T:
+    """Looks at a condition until it holds and returns it. For what has no event to wait on.
+
+    every: so many seconds it looks
+    """
     deadline = time.monotonic() + seconds
     pause = threading.Event()
     while True:
@@ -154,7 +159,7 @@ def until(condition: Callable[[], T], what: str = "the condition", seconds: floa
         if value:
             return value
         assert time.monotonic() < deadline, f"{what} did not come true"
-        pause.wait(0.005)
+        pause.wait(every)
 
 
 def scrape(address: str) -> dict[str, float]:

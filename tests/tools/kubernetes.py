@@ -19,8 +19,6 @@ from tests.tools.launching import ROOT
 FILES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("demo", "gpu")
 NAMESPACE = "ps"
-# In the components that the overlays are made of, and in a copy of them: what kubectl is told to render.
-DEV_CERTS = Path("components/dev-certs/certs")
 
 Object = dict[str, Any]
 

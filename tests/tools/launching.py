@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,6 @@ class Commands:
     def close(self) -> None:
         for command in reversed(self._started):
             command.clean_up()
+
+
+Start = Callable[..., Command]  # as Commands.start

@@ -88,8 +88,8 @@ class DirectShard:
         committed, has_say = self._shard.committed(job, run)
         return committed if has_say else None
 
-    def await_snapshot(self, job: str, name: str, run: str) -> ShardSnapshot:
-        return self._shard.await_snapshot(job, name, 0.0, run)
+    def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
+        return self._shard.await_snapshot(job, checkpoint, 0.0, run)
 
     def process(self) -> int:
         return self._process

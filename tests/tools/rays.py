@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.tools import cluster as clusters
+from tests.tools.cluster import CONDITION_SECONDS
 
 LOOK_SECONDS = 0.1
 NODES, CPUS = 3, 4
@@ -50,12 +51,9 @@ def logs(cluster: Any) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.glob("worker-*.err"))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = CONDITION_SECONDS) -> None:
     """Looks at a condition now and then until it holds."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds:g} s"
-        pause.wait(LOOK_SECONDS)
+    clusters.until(condition, what, seconds, LOOK_SECONDS)
 
 
 def steps(folder: Path) -> dict[tuple[str, int], int]:

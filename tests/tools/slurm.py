@@ -12,11 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.tools import cluster
 from tests.tools.launching import ROOT, environment
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue", "scancel", "srun", "unshare")
@@ -60,10 +59,7 @@ def missing() -> str | None:
 
 def until(condition: Callable[[], object], what: str, seconds: float = JOB_SECONDS) -> None:
     """Looks at a condition now and then until it holds."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds:g} s"
-        pause.wait(LOOK_SECONDS)
+    cluster.until(condition, what, seconds, LOOK_SECONDS)
 
 
 class Slurm:

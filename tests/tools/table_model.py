@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -11,6 +11,19 @@ import ps_worker
 
 STEPS, BATCH = 12, 40
 ITEMS, TAGS = torch.arange(50) * 2**40, torch.arange(-100, 100)
+
+
+class LookUps:
+    """A worker that trains the sum of what a model looks up. Its class has `model` and `optimizer`."""
+
+    model: Callable[[torch.Tensor], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def step(self, ids: torch.Tensor) -> None:
+        """Makes a step with these ids."""
+        self.optimizer.zero_grad()
+        self.model(ids).backward()
+        self.optimizer.step()
 
 
 class TableModel(nn.Module):

@@ -326,7 +326,7 @@ def test_a_worker_whose_prepare_failed_has_left_and_may_prepare_again(
 def test_a_session_says_what_it_is(shared: Cluster, job: str) -> None:
     with shared.connect("ssp:3", 0, 1, job=job) as session:
         assert (session.rank, session.world_size, session.mode, session.clock) == (0, 1, "ssp:3", 0)
-        assert session.device == torch.device("cpu") or torch.cuda.is_available()
+        assert session.device == torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         assert scrape(session.metrics_address)["ps_worker_steps_total"] == 0
         train(*one_weight(session), steps=2)
         where = f"job='{job}' server='{shared.address}'"

@@ -1,0 +1,21 @@
+"""The states of workers that a coordinator has in memory, and the room that all jobs share for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ps_protocol.errors import LimitExceeded
+from ps_server.coordinator.worker_states import StatesRoom, WorkerStates
+
+
+def test_a_state_that_comes_after_the_jobs_end_takes_no_room() -> None:
+    """Its call had the job before it ended."""
+    room = StatesRoom(10)
+    ended, next_job = WorkerStates(room), WorkerStates(room)
+    ended.save(0, 1, bytes(10))
+    ended.close()
+    ended.save(0, 2, bytes(6))
+    ended.leave(1, (2, bytes(6)))
+    next_job.save(0, 1, bytes(10))
+    with pytest.raises(LimitExceeded):
+        next_job.save(1, 1, bytes(1))
