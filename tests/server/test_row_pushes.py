@@ -311,7 +311,7 @@ def test_how_far_a_job_is_counts_its_tables() -> None:
         ({"rows": TableSpec("a\nb", 2)}, "printable characters only"),
         ({"rows": TableSpec("items", 0)}, "dim must be from 1 to 4096, got 0"),
         ({"rows": TableSpec("items", 2, Initializer("cauchy"))}, "rows begin as one of constant, uniform, normal"),
-        ({"rows": TableSpec("items", 2, Initializer("normal", math.nan))}, "must be finite, got nan"),
+        ({"rows": TableSpec("items", 2, Initializer("normal", math.nan))}, "must be finite, and from 0 on, got nan"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(change: dict[str, Any], said: str) -> None:
