@@ -8,10 +8,12 @@ ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
 # What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens. TABLES=1: all
-# jobs have tables. LOOSE=1: of sync and ssp, with two tables, of which one is looser than the mode.
+# jobs have tables. LOOSE=1: of sync and ssp, with two tables, of which one is looser than the mode. TURN=1: one mode a
+# seed, in turn, not all modes with each seed.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
+TURN ?=
 TRACE ?=
 
 IN_VENV := .venv/bin
