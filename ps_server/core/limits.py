@@ -51,7 +51,7 @@ class Limits:
     pulled_buckets: int = _limit(
         2**19,
         "buckets that one caller has asked for, as any workers, and that wait; as many that are not read yet; "
-        "640 bytes of ids, or of a whole table, count as one",
+        "640 bytes of ids count as one, and there may be as many copies of 640 bytes of whole tables",
     )
     state_bytes: int = _limit(16 * 2**20, "bytes of a worker's own part of a checkpoint", _LARGEST_SIZE)
     all_state_bytes: int = _limit(2**30, "bytes of such parts that the coordinator has in memory", _LARGEST_SIZE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 
 from ps_protocol.errors import Backlogged
 from ps_server.core.budget import PrincipalBudget
@@ -32,31 +31,47 @@ WAITING_BYTES = 640  # that a bucket takes while its pull waits (measured)
 class PulledBuckets:
     """The buckets that principals have asked for and that are not sent. Thread-safe.
 
-    A bucket costs some hundred bytes while its pull waits or is not read, and a call may ask for all of a job. What is
-    kept for a pull of rows counts as so many buckets as take the same memory. Pulls that wait for other workers and
-    pulls that can be sent are counted apart: the others may be waiting for the very worker that is to get on by a pull
-    of the second kind.
+    A bucket costs some hundred bytes while its pull waits or is not read, and a call may ask for all of a job. The ids
+    of a pull of rows count as so many buckets as take the same memory. Pulls that wait for other workers and pulls that
+    can be sent are counted apart: the others may be waiting for the very worker that is to get on by a pull of the
+    second kind. So are copies of whole tables, which may be large: they keep no other pull waiting.
 
     limit: buckets of one principal, of either kind; its first pull of a kind may ask for any number
     """
 
     def __init__(self, limit: float) -> None:
         self._waiting, self._ready = SharedBudget(limit), SharedBudget(limit)
+        self._copies = SharedBudget(limit * WAITING_BYTES)
 
-    def take(self, principal: str, count: int, waits: bool, kept_bytes: int = 0) -> Callable[[], None]:
+    def take(
+        self, principal: str, count: int, waits: bool, id_bytes: int = 0, copy_bytes: int = 0
+    ) -> Callable[[], None]:
         """Notes that a pull of so many buckets begins; returns what notes that it is over.
 
         waits:      for other workers
-        kept_bytes: for it, of ids or rows
+        id_bytes:   of the rows that it asks for
+        copy_bytes: of the whole table that it asks for
 
         Raises Backlogged, and notes nothing, where they are too many.
         """
         budget = self._waiting if waits else self._ready
-        count += kept_bytes // WAITING_BYTES
+        count += id_bytes // WAITING_BYTES
         if not budget.reserve(principal, count):
             kind = "wait for other workers" if waits else "are not sent yet"
             raise Backlogged(
                 f"the caller has asked for {budget.bytes_of(principal)} buckets, as all its workers, that {kind}, and "
                 f"now for {count}: max-pulled-buckets is {budget.limit}"
             )
-        return partial(budget.release, principal, count)
+        if copy_bytes and not self._copies.reserve(principal, copy_bytes):
+            budget.release(principal, count)
+            raise Backlogged(
+                f"the caller has asked for {self._copies.bytes_of(principal)} bytes of whole tables, as all its "
+                f"workers, that are not sent yet, and now for {copy_bytes}: max-pulled-buckets allows "
+                f"{self._copies.limit}"
+            )
+
+        def over() -> None:
+            budget.release(principal, count)
+            self._copies.release(principal, copy_bytes)
+
+        return over

@@ -120,7 +120,7 @@ class Pulls:
             admissions = {index: job.state.admit_all(index, [(pull.rank, pull.clock)])[0] for index in indices}
             waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
             times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
-            over = self._under_way.take(pull.principal, len(indices), bool(waiting), pull.kept_bytes)
+            over = self._under_way.take(pull.principal, len(indices), bool(waiting), pull.id_bytes, pull.copy_bytes)
             for index, admission in waiting:
                 job.parts[index].waiters[pull.number] = Waiter(pull, admission, now)
         if pull.with_pushes:

@@ -42,11 +42,11 @@ def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float
         raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
     pull = Pull(call.rank, call.incarnation, call.clock, outbox, 1, now, principal=principal, wanted=wanted, rows=rows)
     index = checker.first + call.table
-    if isinstance(wanted, TablePull):
+    if not isinstance(wanted, TablePull):
+        pull.id_bytes = wanted.nbytes
+    elif not wanted.count_only:
         weights = job.state.tables[index].rows
-        pull.kept_bytes = 0 if wanted.count_only else weights.nbytes + weights.in_file.nbytes
-    else:
-        pull.kept_bytes = wanted.nbytes
+        pull.copy_bytes = weights.nbytes + weights.in_file.nbytes
     return pull, index
 
 

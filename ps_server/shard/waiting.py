@@ -188,7 +188,7 @@ class Pull:
     times_wanted, whole: see PullCall
     wanted:       what it asks for of a table; None: it asks for buckets
     rows:         where its rows are written; None: they go over the network
-    kept_bytes:   that are kept for it until it has been sent: ids that it asks for, or the copy of a whole table
+    id_bytes:     of the rows that it asks for; copy_bytes: of the whole table. They are kept until it has been sent
     """
 
     rank: int
@@ -208,7 +208,8 @@ class Pull:
     whole: frozenset[int] = frozenset()
     wanted: Ids | TablePull | None = None
     rows: torch.Tensor | None = None
-    kept_bytes: int = 0
+    id_bytes: int = 0
+    copy_bytes: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
     def landed(self, bucket: PulledBucket, size: int) -> tuple[PulledBucket, ...]:

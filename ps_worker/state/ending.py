@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 
 
 class Ending:
@@ -53,12 +54,22 @@ class Ending:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Has SIGINT wait for the end of the block, and then be handled as it would have been. For the main thread."""
-    handler, came = signal.getsignal(signal.SIGINT), []
+    """Has SIGINT wait for the end of the block, and then be handled as it would have been. A second one is handled at
+    once: the block may be longer than was thought. For the main thread."""
+    handler = signal.getsignal(signal.SIGINT)
+    came: list[tuple[int, FrameType | None]] = []
     if not callable(handler):  # ignored, or it ends the process at once
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            came.clear()
+            handler(number, frame)
+        else:
+            came.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

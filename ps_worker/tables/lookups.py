@@ -116,8 +116,8 @@ class Lookups:
 
     def give_back(self, handle: nn.Parameter, gradients: RowGradients) -> None:
         """Takes back what `take` has returned: the step was refused, and the script may repair it and step again."""
-        leaf = empty_rows(len(gradients), handle.shape[1]).requires_grad_()
-        leaf.grad = gradients.gradients
+        leaf = empty_rows(len(gradients), handle.shape[1]).to(handle.device).requires_grad_()
+        leaf.grad = gradients.gradients.to(handle.device)
         self._join(leaf, handle, gradients.ids, gradients.counts)
 
     def leave_groups(self) -> Callable[[], None]:
@@ -133,8 +133,13 @@ class Lookups:
         return back
 
     def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
+        if not handle.requires_grad:  # frozen since the lookup
+            leaf.grad = None
+            return
         if handle.grad is None:  # nothing before counts any more
+            gradient = leaf.grad  # of this backward, maybe through a graph that was kept
             self._forget()
+            leaf.grad = gradient
             # Now: backward may break off before autograd comes to the handle.
             handle.grad = torch.zeros_like(handle)
         if any(other.rows is leaf for other in self._leaves):

@@ -268,9 +268,10 @@ class ServerTables:
         self._taken = []
 
     def give_back(self) -> None:
-        """Gives the modules back the gradients that were taken and not sent, as the other parameters have theirs: the
-        step was refused, and the script may repair it and step again."""
-        for module, push in zip(self._modules.values(), self._taken, strict=False):
+        """Gives the modules back the gradients that were not sent, as the other parameters have theirs: the step was
+        refused, before or after they were taken, and the script may repair it and step again."""
+        pushes = self._taken or [rows.take() for rows in self._rows]
+        for module, push in zip(self._modules.values(), pushes, strict=True):
             if push.rows is not None:
                 module.lookups.give_back(module.weight, push.rows)
         self.sent()

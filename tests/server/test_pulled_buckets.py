@@ -228,9 +228,11 @@ def test_ids_of_rows_that_wait_and_copies_of_tables_that_nobody_reads_count_by_t
         shard.push_rows(replace(message, job="job", run="1"), "them")
     whole = TablePull("job", 0, 1, 0, 1, count_only=False, run="1")
     shard.pull(whole, Unread().stream(), "reader")  # the first may be of any size
-    with pytest.raises(Backlogged, match="that are not sent yet"):
+    with pytest.raises(Backlogged, match="bytes of whole tables, as all its workers, that are not sent yet"):
         shard.pull(whole, Unread().stream(), "reader")
-    shard.pull(replace(whole, count_only=True), Unread().stream(), "reader of its size")
+    for _ in range(3):  # other pulls go on
+        shard.pull(replace(whole, count_only=True), Unread().stream(), "reader")
+        shard.pull(replace(waiting, clock=1, payload=ids[:10].tobytes()), Stream(), "reader")
     shard.stop()
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import ps_worker
-from ps_protocol.errors import LimitExceeded, NonFiniteGradient
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient
 from ps_server.core.limits import Limits
 from ps_worker.cluster.rows import RowTransport
+from ps_worker.state.ending import undisturbed
 from tests.tools.cluster import Cluster
 
 TRANSPORTS = ["shm", "tcp", "grpc"]
@@ -175,6 +176,57 @@ def test_a_refused_step_may_be_forgotten(shared: Cluster, job: str, zeroed: str)
         training.model(torch.arange(3, 4)).backward()
         training.optimizer.step()
         assert (training.rows(4), training.weight) == ([0.0, 0.0, 0.0, -1.0], -1.0)
+
+
+def test_a_step_that_is_refused_before_its_rows_are_looked_at_may_be_made_again(shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        training = Training(session)
+        training.model(torch.arange(2)).backward()
+        weight = training.net.layer.weight
+        values, weight.data = weight.data, weight.data.double()
+        with pytest.raises(InvalidRequest, match="float64"):
+            training.optimizer.step()
+        weight.data = values
+        training.optimizer.step()
+        assert (training.rows(3), training.weight) == ([-1.0, -1.0, 0.0], -1.0)
+
+
+def test_what_is_frozen_between_forward_and_backward_stays(training: Training) -> None:
+    loss = training.model(torch.arange(2))
+    training.net.table.requires_grad_(False)
+    loss.backward()
+    training.net.table.requires_grad_(True)
+    training.optimizer.step()
+    assert (training.rows(2), training.weight) == ([0.0, 0.0], -1.0)
+
+
+def test_a_graph_that_is_kept_gives_its_gradient_again_after_zero_grad(training: Training) -> None:
+    loss = training.model(torch.arange(2))
+    loss.backward(retain_graph=True)
+    training.optimizer.zero_grad()
+    loss.backward()
+    training.optimizer.step()
+    assert (training.rows(2), training.weight) == ([-1.0, -1.0], -1.0)
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupts = 0
+
+        def interrupt_twice() -> None:
+            nonlocal interrupts
+            with undisturbed():
+                while interrupts < 3:
+                    interrupts += 1
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_twice()
+        assert interrupts == 2
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Breaks(torch.autograd.Function):
