@@ -301,14 +301,19 @@ class Cluster:
         until = self.world.now + SETTLE_SECONDS
         for run in [self.beside] if self.beside is not None and not self.beside.over else []:
             self._has_finished(run, until)
-        while not self._has_finished(self.this_run, until):
-            run = self.this_run
-            if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
-                return  # there were as many runs as there can be
-        while self._all_agree() and not self._all_hold():  # a shard that was lost has called in late
-            for run in self.running():
-                self._holds(run, until)
-        self._let_pass(1.0)
+        finished = None
+        while (
+            not self.violations and finished is not self.this_run
+        ):  # it may be lost, and the next one begun, till then
+            while not self._has_finished(self.this_run, until):
+                run = self.this_run
+                if self.violations or not self._waits(lambda run=run: self.this_run is not run, until):  # type: ignore[misc]
+                    return  # there were as many runs as there can be
+            finished = self.this_run
+            while self._all_agree() and not self._all_hold():  # a shard that was lost has called in late
+                for run in self.running():
+                    self._holds(run, until)
+            self._let_pass(1.0)
         for run in self.running() if not self.violations else []:
             if self._has_tables(run, until):
                 self.promises.check_finished(run)
