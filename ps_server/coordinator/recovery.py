@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, JobMismatch, NoCheckpoints, TryLater, VersionMismatch
@@ -145,9 +145,9 @@ class Recovery:
                 self._pass_over(name, manifest.name, error)
                 continue
             for unfinished in self._store.unfinished(name, manifest.name):
-                self._count(unfinished=1)
+                self._count(RecoveryStatistics(unfinished=1))
                 log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
-            self._count(restored=1)
+            self._count(RecoveryStatistics(restored=1))
             return Restored(manifest, reached, rollback.incarnation)
         raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
 
@@ -213,13 +213,12 @@ class Recovery:
                 )
             yield manifest
 
-    def _count(self, **more: int) -> None:
+    def _count(self, more: RecoveryStatistics) -> None:
         with self._lock:
-            counts = self._counts
-            self._counts = replace(counts, **{name: getattr(counts, name) + count for name, count in more.items()})
+            self._counts += more
 
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
-        self._count(damaged=1)
+        self._count(RecoveryStatistics(damaged=1))
         what = "job %s: checkpoint %s cannot be used, trying the one before: %s"
         self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)
 

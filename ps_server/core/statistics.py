@@ -164,6 +164,10 @@ class RecoveryStatistics:
     damaged: int = 0
     unfinished: int = 0
 
+    def __add__(self, more: RecoveryStatistics) -> RecoveryStatistics:
+        restored, damaged = self.restored + more.restored, self.damaged + more.damaged
+        return RecoveryStatistics(restored, damaged, self.unfinished + more.unfinished)
+
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:

@@ -90,21 +90,22 @@ def test_servers_with_files_train_and_restore_to_the_same_bits(
     assert list((tmp_path / "rows").iterdir()) == []
 
 
-def threads() -> set[str]:
-    return {thread.name.partition("_")[0] for thread in threading.enumerate()}
+def begun_since(before: set[threading.Thread]) -> set[str]:
+    """The names of pools that have threads now which were not there before."""
+    return {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
 
 
 def test_servers_that_stop_end_the_threads_that_read_files_and_ask_for_statuses(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    until(lambda: not {"status", "cold-rows"} & threads(), "clusters of other tests have ended")
+    before = set(threading.enumerate())  # of clusters of other tests, too
     cluster = make_cluster(cold_rows_dir=tmp_path, limits=Limits(table_bytes=MEMORY))
     with cluster.connect("sync") as session:
         trained(session, STEPS // 2)
         assert rows_in_files(cluster) > 100
-    assert {"status", "cold-rows"} <= threads()
+    assert {"status", "cold-rows"} <= begun_since(before)
     cluster.stop()
-    assert not {"status", "cold-rows"} & threads()
+    assert not {"status", "cold-rows"} & begun_since(before)
 
 
 def test_a_directory_that_takes_no_files_is_refused_before_anything_begins(tmp_path: Path) -> None:
