@@ -6,19 +6,18 @@ import gc
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ps_protocol.errors import UnknownWorker
 from ps_protocol.optimizers import with_defaults
-from ps_server.coordinator import recovery
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery, Rollback
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.placement import place_job
+from ps_server.core.statistics import RecoveryStatistics
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.checkpoint_files import RUN, filled, write_checkpoint
 from tests.tools.one_process import AtOnce, OneProcess, join_all, train
@@ -38,15 +37,15 @@ def test_jobs_that_are_restored_at_the_same_time_are_all_counted(
     first, second = (
         threading.Thread(target=restores.restore, args=(place_job(spec, 1, RUN), [], 0, True)) for spec in specs
     )
-    count = recovery.replace
+    count = RecoveryStatistics.__add__
 
-    def count_while_the_other_counts(*arguments: Any, **changes: Any) -> Any:
+    def count_while_the_other_counts(counts: RecoveryStatistics, more: RecoveryStatistics) -> RecoveryStatistics:
         if not second.ident:
             second.start()
             second.join(LONG_ENOUGH)
-        return count(*arguments, **changes)
+        return count(counts, more)
 
-    monkeypatch.setattr(recovery, "replace", count_while_the_other_counts)
+    monkeypatch.setattr(RecoveryStatistics, "__add__", count_while_the_other_counts)
     first.start()
     for thread in (first, second):
         thread.join()
