@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 def _here(arguments: argparse.Namespace) -> list[Result]:
     found: list[Result] = []
-    plain = {**vars(arguments), "wire": "float32", "bucket_kib": None, "no_peers": True}
+    plain = {**vars(arguments), "wire": "float32", "bucket_kib": None, "tls": False, "no_peers": True}
     for shards in map(int, arguments.shards.split(",")):
         for workers in map(int, arguments.workers.split(",")):
             found += one_round.run(argparse.Namespace(**{**plain, "workers": workers, "shards": shards}))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_server.storage.checkpoints import MANIFEST
 from tests.tools.launching import run, script
 
 BATCHES, PASSES = 16, 3
@@ -19,7 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import ps_worker
 
-is_back = pathlib.Path(sys.argv[1])
+is_back, checkpoints = map(pathlib.Path, sys.argv[1:])
+
+def is_saved():  # a checkpoint that is complete has the state of this worker
+    return any((state.parent / {MANIFEST!r}).exists() for state in checkpoints.glob("**/worker-1.state"))
+
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(torch.randn({2 * 4 * BATCHES}, 4)), batch_size=4, shuffle=True)
@@ -30,9 +35,11 @@ for epoch in range({PASSES}):
     for (x,) in loader:
         if is_second:
             is_back.touch()
-        if session.rank == 1 and not is_second and session.clock == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while session.rank == 0 and session.clock == 27 and not is_back.exists():
+        if session.rank == 1 and not is_second and session.clock >= 12:
+            if is_saved():
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait(0.05)  # steps go on until it is: a checkpoint waits for their clocks
+        while session.rank == 0 and session.clock == 40 and not is_back.exists():
             threading.Event().wait(0.01)
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -46,7 +53,8 @@ def test_a_worker_that_is_started_again_trains_no_pass_a_second_time(tmp_path: P
     """The others make checkpoints while it is not there."""
     servers = ("--shards", "2", "--checkpoint-every", "5steps", "--checkpoint-dir", str(tmp_path / "checkpoints"))
     workers = ("--workers", "2", "--mode", "sync", "--max-restarts", "1")
-    done = run(*servers, *workers, script(tmp_path, TRAINS), str(tmp_path / "is-back"))
+    marks = str(tmp_path / "is-back"), str(tmp_path / "checkpoints")
+    done = run(*servers, *workers, script(tmp_path, TRAINS), *marks)
     assert done.returncode == 0, done.stderr
     ends = {f"[{rank}] rank {rank} ends at clock {BATCHES * PASSES}" for rank in range(2)}
     assert ends <= set(done.stdout.splitlines()), done.stdout + done.stderr
