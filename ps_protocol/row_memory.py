@@ -33,7 +33,7 @@ def pulled_bytes(rows: int, dim: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """Returns a size rounded up, so that what comes behind it is aligned."""
+    """Returns a size rounded up to the alignment, so that the next array can begin right behind it."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -148,14 +148,18 @@ def test_a_step_of_rows_in_several_messages_of_which_one_is_refused_is_left_out(
         assert rows[-1] == 0.0
 
 
+def make_refused_step(training: Training) -> None:
+    training.model(torch.arange(2)).backward()
+    training.net.layer.weight.grad.fill_(float("nan"))
+    with pytest.raises(NonFiniteGradient, match="not finite"):
+        training.optimizer.step()
+
+
 def test_a_refused_step_may_be_repaired_and_made_again(shared: Cluster, job: str) -> None:
     """Rows keep their gradients for that, as other parameters do, where `zero_grad` and clipping find them."""
     with shared.connect("sync", job=job) as session:
         training = Training(session)
-        training.model(torch.arange(2)).backward()
-        training.net.layer.weight.grad.fill_(float("nan"))
-        with pytest.raises(NonFiniteGradient, match="not finite"):
-            training.optimizer.step()
+        make_refused_step(training)
         training.net.layer.weight.grad.fill_(1.0)
         nn.utils.clip_grad_value_([p for g in training.optimizer.param_groups for p in g["params"]], 0.5)
         training.optimizer.step()
@@ -168,10 +172,7 @@ def test_a_refused_step_may_be_repaired_and_made_again(shared: Cluster, job: str
 def test_a_refused_step_may_be_forgotten(shared: Cluster, job: str, zeroed: str) -> None:
     with shared.connect("sync", job=job) as session:
         training = Training(session)
-        training.model(torch.arange(2)).backward()
-        training.net.layer.weight.grad.fill_(float("nan"))
-        with pytest.raises(NonFiniteGradient, match="not finite"):
-            training.optimizer.step()
+        make_refused_step(training)
         getattr(training, zeroed).zero_grad()
         training.model(torch.arange(3, 4)).backward()
         training.optimizer.step()
