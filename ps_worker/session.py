@@ -17,23 +17,21 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.job import WIRES, NonFinite
 from ps_protocol.modes import local_rounds
 from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
+from ps_worker.given import non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
@@ -239,15 +237,15 @@ class Session:
         Raises NotShared where `transport` is "shm" and a shard cannot see this worker's memory, and other PSErrors with
         which servers refuse a worker.
         """
-        given = _sorted(things)
+        given = sort_given(things)
         _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models:
             options = PrepareOptions(
                 bucket_bytes=bucket_bytes,
-                non_finite=_non_finite(non_finite),
-                gradient_wire=_wire_format(gradient_wire or self._config.wire[0]),
-                weight_wire=_wire_format(weight_wire or self._config.wire[1]),
+                non_finite=non_finite_named(non_finite),
+                gradient_wire=wire_named(gradient_wire or self._config.wire[0]),
+                weight_wire=wire_named(weight_wire or self._config.wire[1]),
                 overlap=overlap,
                 ddp=ddp_options or {},
                 local=local_settings(self.mode, outer or {}),
@@ -463,74 +461,6 @@ STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Ti
     "async": _on_servers,
     "local": _local,
 }
-
-# -- what prepare takes ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The arguments of `prepare`, sorted; `others` have a state."""
-
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    loaders: list[DataLoader[Any]]
-    others: list[Any]
-
-
-def _sorted(things: Sequence[Any]) -> _Given:
-    """Returns the arguments of `prepare`, sorted. Raises InvalidRequest for one that it cannot take."""
-    given = _Given([], [], [], [])
-    for thing in things:
-        _refuse_framework_optimizer(thing)
-        if isinstance(thing, nn.Module):
-            given.models.append(thing)
-        elif isinstance(thing, torch.optim.Optimizer):
-            given.optimizers.append(thing)
-        elif isinstance(thing, DataLoader):
-            given.loaders.append(thing)
-        elif _has_state(thing):
-            given.others.append(thing)
-        else:
-            raise InvalidRequest(
-                "prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got "
-                f"{type(thing).__name__}"
-            )
-    if bool(given.models) != bool(given.optimizers):
-        raise InvalidRequest(
-            "prepare takes models together with their optimizers, all in one call, got "
-            f"{len(given.models)} models and {len(given.optimizers)} optimizers"
-        )
-    return given
-
-
-def _refuse_framework_optimizer(thing: Any) -> None:
-    """Raises InvalidRequest for the optimizer that Accelerate or Lightning made of the user's own."""
-    inner = getattr(thing, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(thing, "param_groups"):  # a scheduler has no groups
-        return
-    if "_optimizer_step_pre_hooks" not in getattr(thing, "__dict__", {}):  # Optimizer.__init__ makes them
-        raise InvalidRequest(
-            f"{type(thing).__name__} is a framework's wrapper of the optimizer {type(inner).__name__}: hand the plain "
-            "optimizer to prepare, before accelerator.prepare or its like"
-        )
-
-
-def _has_state(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-def _non_finite(name: str) -> NonFinite:
-    try:
-        return NonFinite(name)
-    except ValueError:
-        raise InvalidRequest(f"non_finite must be 'refuse', 'skip' or 'allow', got {name!r}") from None
-
-
-def _wire_format(name: str) -> str:
-    if name not in WIRES:
-        raise InvalidRequest(f"a wire format is one of {', '.join(WIRES)}, got {name!r}")
-    return name
-
 
 # -- where and when ----------------------------------------------------------------------------------------------------
 

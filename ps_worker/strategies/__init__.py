@@ -4,8 +4,9 @@ added.py             Parameters that an optimizer is given after `prepare`: `opt
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
+job_training.py      The training of models in one job: the step loop
 local.py             Local steps: the mode `local:H`, with the script's own optimizers and a push each round
-parameter_server.py  Training on parameter servers
+parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it
 row_reads.py         Reads the rows of a job's tables from its shards, in whichever place the worker has
 sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with

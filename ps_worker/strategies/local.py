@@ -7,7 +7,7 @@ step     `optimizer.step()` steps on this worker. The last step of a round then 
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
 early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
          round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in parameter_server.py, in rounds. All batches that the worker had leased are leased anew.
+lost     As in job_training.py, in rounds. All batches that the worker had leased are leased anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ps_worker.model.local_round import LocalRound
 from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.inner import InnerStates
-from ps_worker.strategies.parameter_server import JobTraining, ParameterServer
+from ps_worker.strategies.job_training import JobTraining
+from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.values import PrepareOptions, SavedState
 

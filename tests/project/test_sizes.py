@@ -1,4 +1,4 @@
-"""Nothing grows until only its author can read it: how large a class, a function and a file of the packages may be."""
+"""Nothing grows until only its author can read it: how large a function and a file of the packages may be."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ import pytest
 
 from tests.tools.imports import ROOT, modules
 
-MOST_METHODS = 25
-MOST_ATTRIBUTES = 14  # set on `self`, by whatever method
 MOST_FUNCTION_LINES = 50  # without the docstring
 MOST_FILE_LINES = 600
-
-
-def attributes(cls: ast.ClassDef) -> set[str]:
-    """The attributes that a class sets on `self`."""
-    return {
-        node.attr
-        for node in ast.walk(cls)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
 
 
 def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -37,17 +26,12 @@ def too_large(place: str, text: str) -> Iterator[tuple[str, str]]:
     if height > MOST_FILE_LINES:
         yield place, f"has {height} lines of {MOST_FILE_LINES}: give each of its ideas a file"
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-            if methods > MOST_METHODS or len(attributes(node)) > MOST_ATTRIBUTES:
-                counts = f"{methods} methods of {MOST_METHODS}, {len(attributes(node))} attributes of {MOST_ATTRIBUTES}"
-                yield f"{place}: class {node.name}", f"has {counts}: give what belongs together to an object of its own"
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines(node) > MOST_FUNCTION_LINES:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines(node) > MOST_FUNCTION_LINES:
             counts = f"{lines(node)} lines of {MOST_FUNCTION_LINES}"
             yield f"{place}: def {node.name}", f"has {counts} without its docstring: give each of its steps a name"
 
 
-def test_no_class_function_or_file_is_too_large() -> None:
+def test_no_function_or_file_is_too_large() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in modules().values()}
     found = dict(pair for place, text in files.items() for pair in too_large(place, text))
     assert found == {}
@@ -56,13 +40,11 @@ def test_no_class_function_or_file_is_too_large() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("class A:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(26)), ["x.py: class A"]),
-        ("class A:\n  def m(self):\n" + "".join(f"    self.a{i} = 0\n" for i in range(15)), ["x.py: class A"]),
         ("def f():\n    'a\\\n b'\n" + "    pass\n" * 50, ["x.py: def f"]),
         ("def f():\n    'a\\\n b'\n" + "    pass\n" * 49, []),
         ("\n" * 601, ["x.py"]),
     ],
-    ids=["methods", "attributes", "function", "no function", "file"],
+    ids=["function", "no function", "file"],
 )
 def test_what_is_too_large_is_found(text: str, what: list[str]) -> None:
     assert [place for place, _ in too_large("x.py", text)] == what

@@ -20,7 +20,7 @@ from ps_server.ops import status
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export
-from ps_worker.strategies.parameter_server import JobTraining
+from ps_worker.strategies.job_training import JobTraining
 from tests.tools.cluster import Cluster, in_parallel, until
 
 BEFORE, STEPS = 8, 16

@@ -1,0 +1,380 @@
+"""The training of models in one job, from joining it to its end: the step loop.
+
+backward   Gradients become ready, and full buckets leave as drafts (ps_worker/model/step.py).
+step       `optimizer.step()` checks the gradients; a step that must not be pushed raises here and changes nothing.
+           Weights and optimizer state that the script has set since the last step are sent first (assignments.py).
+           Then every bucket that trains is pushed, and its weights at the next clock are pulled. Pushes never wait for
+           other workers, pulls wait as long as the mode says. The step is over when all pushes are staged and all
+           weights have landed.
+lost       A worker loses its place by a pause, a partition, or a rollback of the job. That ends the step: the worker
+           takes another place and goes on from its weights (ps_worker/cluster/participation.py). The gradient counts
+           if all of it was staged. After a rollback the worker's own state is rolled back too, and the batch's other
+           steps are left out.
+between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
+           sets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.errors import UnknownWorker
+from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
+from ps_worker.data.leased import StepData
+from ps_worker.data.look_ahead import look_ahead
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.optimizer import ParameterStates
+from ps_worker.model.optimizer_state import StateCollector, States
+from ps_worker.model.step import EndedStep, StepMaker
+from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
+from ps_worker.state.ending import is_cut_short, undisturbed
+from ps_worker.state.model_state import ModelState
+from ps_worker.state.sender import LEAVING_SECONDS, StateSender
+from ps_worker.strategies.added import AddedGroups
+from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.row_reads import RowReads
+from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
+from ps_worker.values import PullResult, PushResult, SavedState, StateChunk
+
+log = logging.getLogger("ps_worker")
+
+
+class JobTraining:
+    """Trains models in one job, from joining it to its end: the step loop.
+
+    Methods are for the training thread; any thread may read `clock` and call `close`.
+
+    participation: this worker's place in the job
+    data:          leased batches that no step has used yet
+    checkpoint:    this worker's own part of the job's checkpoints
+    stepped:       this process has made a step of its own
+    """
+
+    def __init__(
+        self,
+        participation: Participation,
+        steps: StepMaker,
+        tensors: Sequence[torch.Tensor],
+        added: AddedGroups,
+        metrics: WorkerMetrics,
+        device: torch.device,
+        beside: bool,
+    ) -> None:
+        self.data = StepData()
+        self.stepped = False
+        self.participation = participation
+        self._steps = steps
+        self._model = steps.model
+        self._assignments = Assignments(steps.model, tensors)
+        self._added = added
+        self._metrics = metrics
+        self._sender = StateSender(participation.coordinator, participation.members)
+        self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
+        self._sent: SentStep | None = None
+        self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
+        self._rolled_back = False  # and the script has asked for no batch since
+        self._closing = False
+
+    def begin(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        frozen: Mapping[int, torch.Tensor],
+        checkpoint_wanted: bool,
+    ) -> None:
+        """Begins at the clock of the first place, with this worker's own state if one of its rank was here before.
+
+        frozen: the tensors that no optimizer steps, by index in the job
+        """
+        if checkpoint_wanted:
+            self.checkpoint.want(self.clock)
+        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self.checkpoint.watch(optimizers, ModelState(frozen, self._model.residuals))
+        saved = self.participation.connection.place.state
+        if saved is not None:
+            self.checkpoint.rollback(saved.content, self.clock, saved.clock)
+        elif self.clock and self.participation.options.world_size:
+            log.warning(
+                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data and its "
+                "schedulers begin anew",
+                *(self.participation.rank, self.clock),
+            )
+        self.participation.begin_step()
+
+    def close(self) -> None:
+        """Leaves the job with this worker's state, and ends threads and connections; may be called more than once."""
+        if self._closing:
+            return
+        self._closing = True
+        self._added.close()
+        state = None
+        try:
+            state = self._last_state()
+        except Exception:
+            log.exception("this worker's state could not be caught")  # the worker leaves all the same
+        self._sender.close()
+        self.participation.close(state, done=not is_cut_short())
+        self._model.release()
+
+    def _last_state(self) -> SavedState:
+        """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
+
+        A step counts if all its pushes are staged, whether or not the other workers have come. Of drafts, which count
+        with the pull that commits them, it is known only if that has failed. After a rollback that this worker has not
+        made yet, it is the state that it would go back to.
+        """
+        sent, place = self._sent, self.participation.members.place
+        if place is not None and place.restore_count > self._restore_count and place.state is not None:
+            return place.state  # it stops before it has gone on from there
+        if sent is None:
+            return SavedState(self.clock, self.checkpoint.last_state(self.clock, False, cut_short=is_cut_short()))
+        counts = sent.counts(place)
+        if counts is None:
+            wait([push for push in sent.pushed if push not in sent.committing], LEAVING_SECONDS)
+            failed = [
+                push for push in sent.pushed if (push.exception() if push.done() else push not in sent.committing)
+            ]
+            if failed and len(failed) < len(sent.pushed):
+                log.warning("this worker stops in step %d, of which a part may count", sent.clock)
+            counts = not failed
+        if counts:
+            self._model.count(sent.buckets)
+        clock = sent.clock - (not counts)
+        return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
+
+    @property
+    def clock(self) -> int:
+        """Steps finished, counted from the job's beginning."""
+        return self.participation.connection.clock
+
+    def row_reads(self) -> RowReads:
+        """Returns what reads rows in this worker's place."""
+        return RowReads(self.participation, self._in_place, self._metrics)
+
+    def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
+        tables = self._steps.tables
+        return look_ahead(batches, tables.announce) if tables.look_ahead else batches
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def step(self, index: int) -> None:
+        """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
+        if self._closing:
+            raise UnknownWorker("the session is closed: connect and prepare anew to train on")
+        if self._rolled_back and self.checkpoint.waits_for_loader:
+            return  # one of the remaining steps of a batch: the job was rolled back to before its first
+        self._rolled_back = False
+        self.checkpoint.stepping()
+        self._metrics.timer.stepping()
+        staged = self._in_place(lambda: self._exchange(index))
+        self.stepped = True
+        if staged is not None:
+            (self.data.pushed if staged else self.data.lost)()
+        self._added.step(index)
+
+    def empty_step(self) -> None:
+        """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
+        self._metrics.empty_step()
+        self.checkpoint.stepping()
+        if self._in_place(lambda: self._exchange(None)) is not None:
+            self.data.keep()  # no shard has seen it
+        self._added.empty_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets gradients only add up inside; they leave with the next backward outside, or `step`."""
+        with self._steps.no_sync(), self._added.no_sync():
+            yield
+
+    def _in_place(self, exchange: Callable[[], None]) -> bool | None:
+        """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`."""
+        self.participation.members.raise_lost()
+        if self.participation.has_place:
+            try:
+                exchange()
+                return None
+            except PlaceLost:
+                pass
+            except BaseException as error:
+                self.participation.connection.drop_drafts()
+                self._steps.tables.give_back()
+                if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
+                    if self._sent is not None:
+                        self.participation.connection.fail()
+                    self._sent = None
+                    self.participation.begin_step()
+                self.data.failed()
+                raise
+        return self.come_back()
+
+    def _exchange(self, index: int | None) -> None:
+        """Pushes a step of one optimizer, or of none, and pulls all weights."""
+        connection = self.participation.connection
+        end_last_step(self.participation)
+        step = self._ended(index)
+        self._model.begin_pull()
+        ranges = self.data.use()
+        pushes = self._steps.pushes(step, connection.clock + 1, ranges)
+        with undisturbed():
+            with named(PUSH):
+                ahead = self._steps.tables.ask_ahead()
+                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges, ahead)
+            self._steps.tables.sent()
+            buckets = [push.bucket for push in pushes if not push.empty]
+            self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
+        self._finish(pushed, pulls)
+        self.data.pushed()
+
+    def _ended(self, index: int | None) -> EndedStep:
+        """Ends the step at hand, and sends what the script has set before it."""
+        participation = self.participation
+        self._assignments.find_weights()
+        step = self._steps.end_empty() if index is None else self._steps.end(index)
+        began_late = participation.came_late and not self.stepped
+        if self._assignments.send(
+            participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
+        ):
+            participation.settle()
+        return step
+
+    def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
+        """Waits for a step's pushes and pulls, and counts them."""
+        began = self._metrics.timer.now()
+        with named(WAIT):
+            self.participation.settle()
+        with named(PULL):
+            self._model.end_pull()
+        is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
+        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        with undisturbed():
+            self._end_sent(counts=True)
+            if is_wanted:
+                self.checkpoint.want(self.clock)
+            self.checkpoint.stepped()
+            self.participation.timeline.end_step()
+        self.participation.begin_step()
+
+    def _end_sent(self, counts: bool) -> None:
+        """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
+        sent, self._sent = self._sent, None
+        if counts and sent is not None:
+            self._model.count(sent.buckets)
+
+    # -- lost --------------------------------------------------------------------------------------------------------
+
+    def come_back(self) -> bool:
+        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts."""
+        self._steps.abandon()
+        self._steps.tables.forget_ahead()
+        self._assignments.lost_step()
+        lost = self.participation.connection
+        checkpoint_wanted = self.participation.rejoin(self._model)
+        place = self.participation.connection.place
+        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        rolled_back = place.restore_count > self._restore_count
+        with undisturbed():
+            self._restore_count = place.restore_count
+            sent = self._sent
+            staged = sent is not None and sent.counts(place)
+            if staged is None:  # every push is done: no call of the old place is under way
+                assert sent is not None
+                staged = all(push.exception() is None for push in sent.pushed)
+            self._end_sent(counts=staged)
+            if checkpoint_wanted:
+                self.checkpoint.want(self.clock)
+            if rolled_back:
+                self._roll_back(place.state)
+            else:
+                self.checkpoint.stepped()
+        self._metrics.rejoined(not staged and not rolled_back, self.clock)
+        self.participation.begin_step()
+        log.warning(
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
+            *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
+            "the job was rolled back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
+        )
+        return staged
+
+    def _roll_back(self, saved: SavedState | None) -> None:
+        """Rolls this worker back with the job. saved: its own state of that checkpoint"""
+        if saved is None:
+            rank = self.participation.rank
+            log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
+            self.checkpoint.forget()
+        else:
+            self.checkpoint.rollback(saved.content, self.clock, saved.clock)
+            self.checkpoint.try_restore()
+        self.data.rollback()
+        self._rolled_back = True
+        self._assignments.rollback(self.clock)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other workers may wait for this one's clock."""
+        return self._model.spec.consistency.max_staleness is not None
+
+    @property
+    def world_size(self) -> int:
+        """The declared world size, or how many take part now in an elastic job."""
+        return self.participation.world_size
+
+    def pause(self, seconds: float) -> None:
+        """Waits; raises the reason if this worker takes part no more."""
+        self.participation.wait(seconds)
+        if self._closing:
+            raise UnknownWorker("the session is closed")
+
+    def lease(self, ask: LeaseRequest) -> BatchLease | None:
+        """Returns batches of leased data; None: this worker took another place, and has to ask anew."""
+        self.pause(0.0)
+        try:
+            return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
+        except PlaceLost:
+            self.come_back()
+            return None
+
+    # -- the optimizers ----------------------------------------------------------------------------------------------
+
+    def load(self, index: int, states: ParameterStates) -> None:
+        """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        self._added.load(index, states)
+        self._assignments.load(self._steps.parameters_of(index), states)
+
+    def state(self, index: int) -> ParameterStates:
+        """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        parameters = self._steps.parameters_of(index)
+        states = self._assignments.loaded(parameters)
+        if states is None:
+            states = self._fetched()
+        return {**self._assignments.by_tensor(parameters, states), **self._added.state(index)}
+
+    def _fetched(self) -> States:
+        if self._closing:
+            raise UnknownWorker(
+                "the session is closed, and the optimizer's state went with its place in the job: save it before"
+            )
+        while True:
+            collector = StateCollector(self._model.spec, self._model.layout)
+
+            def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
+                self.participation.connection.pull_state(land)
+                self.participation.settle()
+
+            if self._in_place(fetch) is None:
+                return collector.states
+
+    def add_group(self, index: int, group: dict[str, Any]) -> None:
+        """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        parameters = self._added.add(index, group)
+        self._assignments.note_between_passes(self.clock + 1)
+        self.checkpoint.trains(parameters)
