@@ -34,6 +34,7 @@ from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
 from ps_runtime.logs import TEXT
+from ps_runtime.own_program import own_program
 from ps_runtime.rank import TORCHRUN
 from ps_runtime.signals import on_signals
 
@@ -190,7 +191,7 @@ class _Workers:
             del self._errands[number]
 
     def _errand_program(self, number: int) -> Program:
-        words = ["-m", "ps_worker", *self._errands[number]]
+        words = own_program("ps_worker", *self._errands[number])
         return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
 
     def _worker_program(self, local: int) -> Program:

@@ -14,6 +14,7 @@ memory.py         How much memory this process may still take
 memory_place.py   Where processes can share memory
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server
+own_program.py    How a process starts another program of this project
 quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
