@@ -11,8 +11,7 @@ import sys
 
 # Python 3.10 has no -P, which leaves the current folder out.
 _FOR_3_10 = (
-    "import sys; del sys.path[:1]; import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    "import sys; del sys.path[:1]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 
 
