@@ -40,9 +40,7 @@ LAUNCH_SETTINGS = (
     Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
     Setting("stop_on_failure", "a worker that fails, and is not started again, ends the others too", bool),
     Setting("log_dir", "also write what worker R says to DIR/worker-R.log", path, metavar="DIR"),
-    Setting(
-        "show_ranks", "show the output of these alone, as 0 or 0,3; of others when they fail", ranks, metavar="R"
-    ),
+    Setting("show_ranks", "show the output of these alone, as 0 or 0,3; of others when they fail", ranks, metavar="R"),
 )
 
 _OF_REPORTS = frozenset({"server", "job", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
