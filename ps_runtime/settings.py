@@ -1,9 +1,10 @@
 """What a setting is, for both commands and for `connect`.
 
 A setting is declared as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
-argument follow from its name, and one parser reads all of them. Two lists repeat its name, the one of known variables
-below and the table in docs/configuration.md, and tests compare them with the declarations. The argument or the flag comes first, then the
-variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set.
+argument follow from its name, and one parser reads all of them. The argument or the flag comes first, then the
+variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set. Two
+lists repeat the names, that of known variables below and the table in docs/configuration.md; tests compare them with
+the declarations.
 """
 
 from __future__ import annotations
