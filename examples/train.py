@@ -34,4 +34,4 @@ for epoch in range(5):
         print(f"epoch {epoch}: loss {mean:.3f}")
 
 if session.is_main:
-    save_file(session.unwrap(model).state_dict(), "model.safetensors")
+    save_file(session.global_weights(model), "model.safetensors")

@@ -148,6 +148,8 @@ class _Shards:
 
         Raises PSError if one cannot start, or ended more often than it may.
         """
+        if self._environment.get("PS_LOG_LEVEL") in ("debug", "info"):
+            self.say(f"starting {counted(len(self._shards), 'shard')}")
         for index in self._shards:
             self.children.start(index, after=0.0)
         while True:

@@ -18,7 +18,7 @@ own_program.py    How a process starts another program of this project
 quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
-retry.py          The one retry loop, and what a failed call means
+retry.py          How a failed call is repeated: the pauses, the limit, and what the failure means
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        How a main thread waits for long and hears signals
 status.py         Errors of the project as gRPC statuses, and back

@@ -1,8 +1,10 @@
-"""The one declaration of a setting, which both commands and `connect` read.
+"""What a setting is, for both commands and for `connect`.
 
-A setting is declared once, as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
+A setting is declared as a `Setting`. Its flag, its PS_* variable, its name in a file of settings and its keyword
 argument follow from its name, and one parser reads all of them. The argument or the flag comes first, then the
-variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set.
+variable, then a command's file (config_file.py), then the default. A variable that is empty counts as not set. Two
+lists repeat the names, that of known variables below and the table in docs/configuration.md; tests compare them with
+the declarations.
 """
 
 from __future__ import annotations
@@ -255,7 +257,8 @@ _WORKERS = """
     PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
     PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE PS_NATIVE_DIR
     PS_NNODES PS_NODE_RANK PS_QUORUM PS_QUORUM_GRACE PS_RANK
-    PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_START_TIMEOUT
+    PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_SHOW_RANKS PS_START_TIMEOUT
+    PS_STOP_ON_FAILURE
     PS_TAKE_OVER PS_TIMELINE PS_TIMELINE_FIRST PS_TIMELINE_STEPS
     PS_TLS_CA PS_TLS_CERT PS_TLS_KEY PS_TOKEN_FILE PS_TRANSPORT PS_WIRE PS_WORKERS PS_WORLD_SIZE
 """

@@ -1,4 +1,4 @@
-"""What a server process is told: `ServerConfig`, and each setting that it is made of, declared once."""
+"""What a server process is told: `ServerConfig`, and the declaration of each setting that it is made of."""
 
 from __future__ import annotations
 

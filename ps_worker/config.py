@@ -65,13 +65,18 @@ def new_file(text: str) -> Path:
     return path
 
 
+MODES = (
+    "single, ddp, sync, ssp:K, async, or local:H (as local:8; local:30s: rounds of 30 seconds; local:8/4: in 4 "
+    "fragments); sync where there is a server"
+)
+
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
 # logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, compiled loops
 # are one of the whole process.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
-    Setting("mode", "single, ddp, sync, ssp:K, async or local:H; sync where there is a server", mode_name),
+    Setting("mode", MODES, mode_name),
     Setting("quorum", "in sync, how many live workers an update waits for: Q, or all-N", quorum_text, metavar="Q"),
     Setting("quorum_grace", "seconds that it then waits for the others; 0 if not given", seconds, metavar="S"),
     Setting("job", "the job's name", default="default", metavar="NAME"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -514,7 +515,13 @@ def close_open_sessions() -> None:
 
 def _close_at_exit(session: Session) -> None:
     """Leaves the job when the script ends, also by SIGTERM, which would skip atexit."""
-    atexit.register(session.close)  # which keeps the session alive: a script may hold it in a function that has ended
+    if multiprocessing.parent_process() is None:
+        # It keeps the session alive: a script may hold it in a function that has ended.
+        atexit.register(session.close)
+    else:
+        # A process that multiprocessing forked ends without atexit. And where it does not, as under mp.spawn, an error
+        # that ended the worker's function is gone by then, so that the worker would seem to have come to its end.
+        multiprocessing.util.Finalize(None, session.close, exitpriority=0)
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         ending = threading.Event()

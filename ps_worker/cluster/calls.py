@@ -1,4 +1,4 @@
-"""Calls to a shard, through the one retry loop: over its data connection where one is open, otherwise by gRPC."""
+"""Calls to a shard, repeated when they fail: over its data connection where one is open, otherwise by gRPC."""
 
 from __future__ import annotations
 

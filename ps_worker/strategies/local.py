@@ -12,6 +12,7 @@ lost     As in job_training.py, in rounds. All batches that the worker had lease
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,11 +31,14 @@ from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.local_round import LocalRound
 from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
+from ps_worker.state.ending import is_cut_short
 from ps_worker.state.inner import InnerStates
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.values import PrepareOptions, SavedState
+
+log = logging.getLogger("ps_worker")
 
 
 class LocalSteps(ParameterServer):
@@ -145,9 +149,21 @@ class LocalTraining(JobTraining):
 
     def close(self) -> None:
         """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
+        if not self._closing:
+            self._say_if_never_warm()
         for hook in self._hooks:
             hook.remove()
         super().close()
+
+    def _say_if_never_warm(self) -> None:
+        """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""
+        local = self._local
+        if 0 < self.steps <= local.warm_up and self.participation.is_main and not is_cut_short():
+            log.warning(
+                "mode %s never left its warm-up: all %d steps of this job were rounds of one step, as in sync "
+                "(prepare(..., outer={'warm_up': N}) makes the warm-up of %d steps shorter)",
+                *(local.mode, self.steps, local.warm_up),
+            )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
