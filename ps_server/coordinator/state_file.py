@@ -111,6 +111,7 @@ def _data(job: SavedJob) -> dict[str, Any]:
     for worker in (*data["workers"], *data["away"]):
         for time in _TIMES:
             del worker[time]
+        del worker["begun"]  # the answer to its join has it, or to the join that comes when that was lost
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
 

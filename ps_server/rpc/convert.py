@@ -14,7 +14,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.convert import consistency_message, data_ranges, duration, seconds, worker_figures_message
+from ps_protocol.convert import (
+    begun_message,
+    consistency_message,
+    data_ranges,
+    duration,
+    seconds,
+    worker_figures_message,
+)
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
@@ -82,6 +89,7 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
+        begun=[begun_message(step, shard) for shard, step in sorted(member.begun.items())],
     )
 
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence, Set
 
 from ps_protocol.convert import (
+    begun_step,
     data_range_messages,
     duration,
     group_update_messages,
@@ -306,6 +307,7 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
+        {step.shard: begun_step(step) for step in response.begun},
     )
 
 

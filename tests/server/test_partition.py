@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder, PSError, UnknownWorker
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.identity import BegunStep
 from ps_protocol.job import NonFinite
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import AddWorker, Counted, RemoveWorker
@@ -242,10 +243,11 @@ def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it
         work(job, 0)
     stage(job, push(1, 1))  # of its second step only one bucket came
     work(job, 1)
-    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [Counted(3, 1)] * 3
+    half = Counted(3, 1, BegunStep(2, frozenset({0})))  # what has a push of it gets no other
+    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [half] * 3
     stage(job, push(0, 4, incarnation=10))
     stage(job, push(1, 4, incarnation=10))
-    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4)
+    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4, BegunStep(4, frozenset(TRAINED)))
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
