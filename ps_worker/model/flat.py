@@ -1,7 +1,7 @@
 """A model as flat buffers, so that pushing packs nothing and a pull lands in place.
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
-weights     the parameters as views into them, and which of them a script has changed (weights.py)
+weights     the parameters as parts of them, and which of them a script has changed (weights.py)
 gradients   likewise; which are ready, changed, not finite (gradients.py). In local:H the base lies there (base.py)
 here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
@@ -164,7 +164,7 @@ class FlatModel:
 
     def changed_weights(self) -> set[int]:
         """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
-        InvalidRequest or Unsupported, as `Weights.changed`.
+        InvalidRequest, as `Weights.changed`.
         """
         changed = self.weights.changed()
         if changed and self._versions:

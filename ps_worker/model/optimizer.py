@@ -112,8 +112,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises.
 
         Raises NonFiniteGradient for an infinity or a NaN (see `non_finite` of `prepare`), InvalidRequest for a model
-        that was moved to another type or device, Unsupported for one whose memory was moved as a whole
-        (`share_memory()`), Fenced for a worker that was replaced, Unreachable for servers that do not answer.
+        that was moved to another type or device, Fenced for a worker that was replaced, Unreachable for servers that
+        do not answer.
         """
         loss = None
         if closure is not None:

@@ -42,7 +42,7 @@ class Assignments:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def find_weights(self) -> None:
-        """Finds weights that the script has changed. Raises InvalidRequest or Unsupported, as `changed_weights`."""
+        """Finds weights that the script has changed. Raises InvalidRequest, as `changed_weights`."""
         self._weights |= self._model.changed_weights()
 
     def set_all(self) -> None:
