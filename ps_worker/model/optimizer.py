@@ -52,6 +52,10 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         self._begin_anew = begin_anew
         self._has_told = False
 
+    def __bool__(self) -> bool:
+        """Returns True: torch.distributed.checkpoint would make a step where an optimizer has no state yet."""
+        return True
+
     def __missing__(self, key: torch.Tensor) -> Any:
         raise Unsupported(_WHERE)
 
