@@ -1,8 +1,8 @@
 """The flat buffers that a model lies in: one contiguous tensor for the weights and one for the gradients of each space.
 
 `param.data` and `param.grad` come to lie in these tensors, in the order of the job's layout, and buckets are slices of
-them. Each is a tensor with a storage of its own there (storage.py). With a segment shared with the shards, and no conversion on the way, these tensors lie
-in the segment itself.
+them. Each is a tensor with a storage of its own there (storage.py). With a segment shared with the shards, and no
+conversion on the way, these tensors lie in the segment itself.
 """
 
 from __future__ import annotations

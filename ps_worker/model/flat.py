@@ -8,7 +8,7 @@ here        turns a bucket into bytes on its way out, and bytes into a bucket, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -172,6 +172,17 @@ class FlatModel:
                 if any(part.parameter in changed for part in bucket.slices):
                     self._versions.pop(bucket.index, None)
         return changed
+
+    def copies(self, parameters: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Returns copies of parameters' weights as they are, all in the buffers."""
+        return {index: self._buffers.weight_views[index].clone() for index in parameters}
+
+    def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Has parameters what they had when `copies` were made."""
+        for index, copy in copies.items():
+            self._buffers.weight_views[index].copy_(copy)
+        if copies:
+            self.weights.landed()
 
     def has_before(self, index: int, clock: int) -> bool:
         """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was

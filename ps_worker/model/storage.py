@@ -8,7 +8,7 @@ all. So each parameter, and each gradient, has a storage that begins and ends wi
 from __future__ import annotations
 
 import torch
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 _DEVICES = ("cpu", "cuda")
 

@@ -45,6 +45,10 @@ class Assignments:
         """Finds weights that the script has changed. Raises InvalidRequest, as `changed_weights`."""
         self._weights |= self._model.changed_weights()
 
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Returns copies of the weights that the script has set and no step has taken along, by parameter."""
+        return self._model.copies(self._weights)
+
     def set_all(self) -> None:
         """Counts all weights that an optimizer steps as changed."""
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
