@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ps_worker import Session
 from ps_server.shard.apply import Updates
+from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import same, weights_of
 
@@ -107,7 +107,7 @@ def test_global_weights_wait_for_what_is_staged_and_for_no_worker(
         thread.start()
         model, _ = counting(first)
         assert begun.wait(60)
-        hosted = [(shard, shard._hosted.get(job)) for shard in shared.shards]
+        hosted = [(shard, shard._hosted.get(job, "")) for shard in shared.shards]
         parts = [part for _, each in hosted for part in each.parts.values()]
         until(lambda: all(part.rule.staged.get(1) == 2 for part in parts), "rank 1's second push")
         saving.start()
@@ -191,9 +191,7 @@ def test_where_each_step_brings_all_weights_or_they_are_the_workers_own_none_are
 
 
 @pytest.mark.parametrize("mode", LOOSE)
-def test_parameters_that_were_added_later_are_saved_with_every_update(
-    mode: str, shared: Cluster, job: str
-) -> None:
+def test_parameters_that_were_added_later_are_saved_with_every_update(mode: str, shared: Cluster, job: str) -> None:
     def work(rank: int) -> None:
         with shared.connect(mode, rank, 2, job=job) as session:
             model = Count()
