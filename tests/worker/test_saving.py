@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import ps_worker
 from ps_worker import Session
+from ps_worker.model.optimizer import ServerOptimizer
 from tests.tools.cluster import Cluster
 from tests.tools.small_models import drawn, filled, same, step, weights_of
 
@@ -196,3 +199,15 @@ def test_torchs_checkpoints_save_and_load_model_and_optimizer(session: Session, 
     _, found = get_state_dict(model, optimizer)
     assert moments.keys() == found["state"].keys()
     assert all(torch.equal(found["state"][name]["exp_avg"], moment) for name, moment in moments.items())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_optimizer_has_the_name_of_the_scripts_own(session: Session) -> None:
+    model, optimizer = prepared(session)
+    assert type(optimizer).__name__ == "Adam"
+    assert isinstance(optimizer, ServerOptimizer)
+    assert repr(optimizer).startswith("Adam (\nParameter Group 0")
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(made) is ServerOptimizer
+        assert made.param_groups[0]["lr"] == 0.1
+    step(model, optimizer, drawn(3, 6, 4))
