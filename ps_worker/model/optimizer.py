@@ -101,7 +101,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._servers = servers
         self._index = index
         self.__dict__["state"] = _StateOnShards(lambda: servers.load(index, {}))
-        self.__class__ = _named_after(type(wrapped))
+        self.__class__ = _named_after(type(wrapped))  # type: ignore[arg-type]  # classes are hashable
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns how a copy is made: groups alone, without the session; its class is this one, which can be found."""
