@@ -124,7 +124,8 @@ def test_global_weights_wait_for_what_is_staged_and_for_no_worker(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_with_a_quorum_the_late_ones_are_saved_too(transport: str, shared: Cluster, job: str) -> None:
-    """Each gradient has a cell of its own, for its worker. The last one of rank 2 comes after everybody's last step."""
+    """Each worker has a cell of its own, and makes one step. That of rank 2 comes after an update without it, and no
+    other step follows that would take it along."""
     go = threading.Event()
 
     def work(rank: int) -> None:
@@ -132,19 +133,15 @@ def test_with_a_quorum_the_late_ones_are_saved_too(transport: str, shared: Clust
             model = nn.ParameterList([nn.Parameter(torch.zeros(8)) for _ in range(3)])
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             model, optimizer = session.prepare(model, optimizer)
-            for _ in range(2):
-                if rank == 2:
-                    assert go.wait(60)
-                (-model[rank].sum()).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
+            if rank == 2:
+                assert go.wait(60)
+            (-model[rank].sum()).backward()
+            optimizer.step()
             if rank == 0:
                 go.set()
             session.barrier()
             weights = [value.clone() for value in model.state_dict().values()]
-            assert all(bool((value > 0).all()) for value in weights), weights
-            # rank 2's gradients were in updates of one or two workers, each counted once
-            assert float(weights[2][0]) in {1.0, 1.5, 2.0}, weights
+            assert [float(value[0]) for value in weights] == [0.5, 0.5, 1.0]
             every = session.gather(weights)
             assert all(same(one, weights) for one in every)
             assert same(session.global_weights().values(), weights)
