@@ -326,8 +326,15 @@ class Session:
         return self._collectives().broadcast(x, source)
 
     def barrier(self) -> None:
-        """Returns when every live worker has called it; see `mean`."""
+        """Returns when every live worker has called it, as `mean` does, with all their steps in the model's weights.
+
+        In ssp, async and with a quorum it fetches the weights for that: they have every update that was acknowledged
+        before the call, and are the same on all workers until one makes a step. Weights that the script has set since
+        its last step stay. In sync the last step's are these already, and in local:H, where a worker has weights of its
+        own within a round, `global_weights` has them. `mean`, `gather` and `broadcast` fetch nothing.
+        """
         self._collectives().barrier()
+        self._strategy.refresh()
 
     def log(self, **values: Any) -> None:
         """Shows values of this worker, such as its loss, to all that watch the job: `session.log(loss=loss.item())`.
@@ -390,14 +397,21 @@ class Session:
         self._strategy.samples(count)
 
     def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
+        """Returns a copy of a model's state_dict with the weights of the job, to evaluate and to save, in every mode.
 
-        In local:H each worker has weights of its own within a round. Then these are the ones that the round began
-        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In local:H/F they are what
-        was pulled last of each fragment, and a fragment that is under way is waited for. In all other modes they are
-        the model's own. It calls no server.
+        ssp, async, quorum: every update that was acknowledged before the call, of any worker. They are fetched from the
+                            servers, and the model has them from then on. With a quorum an update that waits for more
+                            workers is made with those that have come. After `barrier` they have all workers' steps
+        single, ddp, sync:  the model's own, which are these already. No server is called
+        local:H, local:Ts:  those that the round began with, the same on all workers. The model has weights of its own
+                            within a round, and keeps them. No server is called
+        local:H/F:          what was pulled last of each fragment; one that is under way is waited for
+
+        Buffers, such as BatchNorm's statistics, are this worker's. Weights that the script has set since its last step
+        are as it has set them. After `close` they are the model's own.
 
         model: the one of several; may be left out where there is one
+        Raises PSError as `optimizer.step()` does.
         """
         models = self._models
         if model is None and len(models) != 1:
@@ -405,6 +419,8 @@ class Session:
         own = models[0] if model is None else self.unwrap(model)
         if not any(own is each for each in models):
             raise InvalidRequest("session.global_weights(model) takes a model that was handed to prepare")
+        _check_process(self._pid)
+        self._strategy.refresh()
         return with_values(own, self._strategy.global_values())
 
     @staticmethod

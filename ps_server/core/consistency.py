@@ -74,6 +74,7 @@ ADMITTED = Admission(True)
 NOT_INITIALISED = Admission(False, (0,), "rank 0 has not sent the initial weights yet")
 NOT_BEGUN = Admission(False, (0,), "rank 0 has not sent all rows yet that the table begins with")
 OWN_PUSH_APPLIED = Admission(False, (), "its own push is being applied")
+ALL_STAGED_APPLIED = Admission(False, (), "what was staged when it came is being applied")
 
 
 def own_push_missing(rank: int, clock: int) -> Admission:
@@ -112,6 +113,21 @@ class UpdateRule(Generic[T]):
         """Returns the leased data of contributions that are staged and not in the weights yet."""
         waiting = [used for add in self.waiting.values() for used in add.ranges]
         return waiting + [used for add in self.added for used in add.ranges]
+
+    def owed(self) -> dict[int, int]:
+        """Returns what is staged and not in the weights, for a pull that wants all of it: a clock by rank.
+
+        With aggregation nothing: what is staged belongs to updates that wait for other workers.
+        """
+        return {} if self.consistency.aggregate else self._staged_only()
+
+    def _staged_only(self) -> dict[int, int]:
+        added = {add.rank: add.clock for add in self.added}
+        return added | {add.rank: add.clock for add in self.waiting.values()}
+
+    def has(self, owed: Mapping[int, int]) -> bool:
+        """Whether all that was `owed` at some time is in the weights."""
+        return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
 
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""

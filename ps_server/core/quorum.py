@@ -58,6 +58,11 @@ class QuorumRule(UpdateRule[T]):
         super().add_worker(rank, clock)
         self.cleared[rank], self.weights_of[rank] = clock, self.version
 
+    def owed(self) -> dict[int, int]:
+        """Returns what is staged and not in the weights, and has updates made with that: there may be no other push."""
+        self.close()
+        return self._staged_only()
+
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""
         return max(self.staged.values(), default=0)

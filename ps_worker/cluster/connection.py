@@ -200,13 +200,17 @@ class Connection:
         """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""
         return self._note(self._rows.pull_table(self.clock, table, count_only))
 
-    def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones."""
+    def pull(self, frozen: bool = False, all_staged: bool = False) -> list[Future[PullResult]]:
+        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones.
+
+        all_staged: with every update, of any worker, that is staged when the call comes to the shard
+        """
         pulls = []
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if bucket.frozen == frozen]
             if wanted:
-                pulls.append((self._network if frozen else self._transports)[index].pull(self.clock, wanted))
+                ways = self._network if frozen else self._transports
+                pulls.append(ways[index].pull(self.clock, wanted, all_staged))
         return self._note(pulls)
 
     def push_pull(

@@ -168,12 +168,14 @@ def pull_request(
     notify_bytes: int | None = None,
     times: bool = False,
     whole: Sequence[int] = (),
+    all_staged: bool = False,
 ) -> bytes:
     """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     times:        each is to bring its times; with no bucket, the answer is the shard's clock
     whole:        those of which this worker has not the version before
+    all_staged:   with every update that is staged when it comes
     """
     return data_pb2.PullRequest(
         worker=identity(worker),
@@ -183,6 +185,7 @@ def pull_request(
         notify_bytes=notify_bytes,
         times_wanted=times,
         whole_buckets=whole,
+        all_staged=all_staged,
     ).SerializeToString()
 
 

@@ -61,8 +61,8 @@ class Transport(Protocol):
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket. Done when the shard has staged it."""
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
-        """Fetches buckets. Done when all have landed."""
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
+        """Fetches buckets. Done when all have landed. all_staged: with every update that is staged on the shard"""
 
     def exchange(
         self,

@@ -47,8 +47,12 @@ class Assignments:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def find_weights(self) -> None:
-        """Finds weights that the script has changed. Raises InvalidRequest or Unsupported, as `changed_weights`."""
+        """Finds weights that the script has changed. Raises InvalidRequest, as `changed_weights`."""
         self._weights |= self._model.changed_weights()
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Returns copies of the weights that the script has set and no step has taken along, by parameter."""
+        return self._model.copies(self._weights)
 
     def set_all(self) -> None:
         """Counts all weights that an optimizer steps as changed."""

@@ -63,6 +63,9 @@ class Ddp:
         """Steps finished."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Does nothing: the model's own are all there are."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
         return {}

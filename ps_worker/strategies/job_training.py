@@ -32,6 +32,7 @@ from ps_worker.cluster.participation import Participation, PlaceLost, end_last_s
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import StateCollector, States
 from ps_worker.model.step import EndedStep, StepMaker
@@ -422,6 +423,36 @@ class JobTraining:
         except PlaceLost:
             self.come_back()
             return None
+
+    def refresh(self) -> None:
+        """Fetches the weights with every update that is staged, by any worker. The model has them then.
+
+        In sync those of the last step are these already, and in local:H the model has weights of its own within a
+        round: nothing is fetched. Weights that the script has set since its last step stay; they go with the next.
+        """
+        spec = self._model.spec
+        if self._closing or spec.local is not None:
+            return
+        if not spec.consistency.aggregate or spec.consistency.quorum is not None:
+            while self._in_place(self._fetch_weights) is not None:
+                pass
+        self._added.refresh()
+
+    def _fetch_weights(self) -> None:
+        end_last_step(self.participation)
+        self._assignments.find_weights()
+        set_by_script = self._assignments.copies()
+        try:
+            self._model.begin_pull()
+            pulls = self.participation.connection.pull(all_staged=True)
+            self.participation.settle()
+            self._model.end_pull()
+        finally:
+            self._model.put_back(set_by_script)
+        landed = [pull.result() for pull in pulls]
+        if any(pull.checkpoint for pull in landed):  # a shard tells that at one clock alone
+            self.checkpoint.want(self.clock)
+        self._metrics.fetched(added_sizes(pull.sizes for pull in landed))
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 

@@ -91,8 +91,13 @@ class ParameterServer:
         """The same."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Has the model the weights with every update that is staged; see JobTraining.refresh."""
+        if self._training is not None:
+            self._training.refresh()
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has the weights that were pulled last."""
+        """Returns none: the model has them, after `refresh`."""
         return {}
 
     def prepare(

@@ -59,6 +59,9 @@ class Strategy(Protocol):
     def round(self) -> int:
         """Updates of the weights that this worker has taken part in: steps, but for local:H."""
 
+    def refresh(self) -> None:
+        """Has the model the servers' weights with every update that is acknowledged, where steps alone do not."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns the servers' weights by the id of the parameter, of those where the model's own may differ."""
 
