@@ -8,6 +8,7 @@ variable, then a command's file (config_file.py), then the default. A variable t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -189,6 +190,14 @@ def seconds(text: str) -> float:
     return _positive(text, "a positive number of seconds", 1e9)
 
 
+def seconds_or_none(text: str) -> float:
+    """Reads a number of seconds from 0, which means none."""
+    with contextlib.suppress(ValueError):
+        if float(text) == 0.0:
+            return 0.0
+    return _positive(text, "a number of seconds from 0", 1e9)
+
+
 def amount(text: str) -> float:
     """Reads a positive number; inf is one."""
     return _positive(text, "a positive number", math.inf)
@@ -265,8 +274,8 @@ _LAUNCHED = """
 """
 # What servers read.
 _SERVERS = """
-    PS_ADVERTISE PS_APPLY_THREADS PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY PS_COLD_ROWS_DIR PS_COORDINATOR PS_DATA_PORT
-    PS_DRAIN_SECONDS PS_FAILPOINTS PS_FULL_CHECKPOINT_EVERY PS_HEALTH_PORT PS_HOST PS_INDEX PS_JOB_TIMEOUT PS_KEEP
+    PS_ABSENCE_SECONDS PS_ADVERTISE PS_APPLY_THREADS PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY PS_COLD_ROWS_DIR
+    PS_COORDINATOR PS_DATA_PORT PS_DRAIN_SECONDS PS_FAILPOINTS PS_FULL_CHECKPOINT_EVERY PS_HEALTH_PORT PS_HOST PS_INDEX PS_JOB_TIMEOUT PS_KEEP
     PS_LEASE PS_MAX_ALL_CALLS PS_MAX_ALL_STATE_BYTES PS_MAX_BUCKETS PS_MAX_CALLER_BYTES PS_MAX_CALLS
     PS_MAX_COLD_ROW_BYTES PS_MAX_CONNECTIONS PS_MAX_FEEDS PS_MAX_GROUPS PS_MAX_HANDSHAKE_SECONDS PS_MAX_IDLE_SECONDS
     PS_MAX_JOBS PS_MAX_JOB_BYTES PS_MAX_LEASES PS_MAX_MESSAGE_BYTES PS_MAX_METADATA_BYTES PS_MAX_NAME_LENGTH

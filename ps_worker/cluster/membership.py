@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import Fenced, FinishedWithout, JobFinished, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.background import guarded
 from ps_runtime.quantities import ranges
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
@@ -20,6 +21,8 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
+
+E = TypeVar("E", bound=BaseException)
 
 HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
@@ -141,7 +144,7 @@ class Membership:
                 # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
                 is_late = time.monotonic() >= until and not self._joining
                 if cause is not None and (self._coordinator.closing.is_set() or is_late):
-                    raise cause
+                    raise _as_member(cause)
                 # A shard does not count this worker, or does not know its job, and the coordinator does: one of them
                 # missed something, or the job is being rolled back. That may take long, and a worker that joins waits.
                 if isinstance(cause, NotFound | UnknownWorker) and time.monotonic() >= disowned:
@@ -220,10 +223,16 @@ class Membership:
         except PSError as error:
             if error.retryable or self._coordinator.closing.is_set():
                 return  # the coordinator may come back; training does not need it
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            self._moved(None)
+            self._lost_for_good(place, error)
+
+    def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
+        """Notes the error that takes this worker off the job, if it is of the place that it is in."""
+        with self._changed:
+            if self.place is not place:
+                return  # a late answer about the place before: it says nothing about the one taken since
+            self._error = _as_member(error)
+            self._changed.notify_all()
+        self._moved(None)
 
     def _join_again(self, lost: JoinResult) -> None:
         """Takes a place anew. Raises Fenced if the rank is another process's by now."""
@@ -260,3 +269,9 @@ class Membership:
                     self.roster, self._roster_of = roster, place
                     self._changed.notify_all()
         watching.stop()
+
+
+def _as_member(error: E) -> E | FinishedWithout:
+    """Returns what an error means to a worker that has taken part. Servers of earlier releases tell it of its finished
+    job as they tell a process that comes late, which has nothing to do."""
+    return FinishedWithout(str(error)) if isinstance(error, JobFinished) else error
