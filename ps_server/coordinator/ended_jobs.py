@@ -104,8 +104,8 @@ class EndedJobs:
 def has_finished(name: str, at: float) -> JobFinished:
     """Returns what a process is told that comes late. at: when the last worker was done, in seconds since 1970"""
     return JobFinished(
-        f"job {name!r} has finished: its last worker was done at {_date(at)}, so there is nothing to do for a worker of "
-        f"the same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"
+        f"job {name!r} has finished: its last worker was done at {_date(at)}, so there is nothing to do for a worker "
+        f"of the same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"
     )
 
 

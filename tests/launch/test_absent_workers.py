@@ -1,4 +1,4 @@
-"""A worker that was silent for longer than its lease ends as its script would, or with a code of its own: real launches.
+"""A worker that was silent for longer than its lease ends as its script would, or with a code of its own.
 
 Rank 0 stands still in the middle of its script, so that rank 1 trains on alone and is done; then rank 0 goes on.
 """
