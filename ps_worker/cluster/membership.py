@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ps_protocol.errors import Fenced, FinishedWithout, JobFinished, LimitExceeded, NotFound, PSError, UnknownWorker
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, join_within
 from ps_runtime.quantities import ranges
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.threads import JOIN_SECONDS
 from ps_worker.values import JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
@@ -83,16 +84,18 @@ class Membership:
         self._watching: Watch | None = None
         self._changed = threading.Condition()
         self._doubt = Doubt()
-        self._beating: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
         place = self._ask(run, None)
         with self._changed:
             self.place = place
-        self._beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
-        self._beating.start()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
+        watching = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._threads = [beating, watching]
+        for thread in self._threads:
+            thread.start()
         return place
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
@@ -104,10 +107,13 @@ class Membership:
         self._doubt.raise_it()
         with self._changed:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
-        if self._beating is not None and self._beating is not threading.current_thread():
-            self._beating.join(CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
+        join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
             self._coordinator.leave(self.place.identity, state, done)
+
+    def join_threads(self) -> None:
+        """Waits for the threads, once the coordinator's connection is closed: calls that are under way end with it."""
+        join_within(self._threads, JOIN_SECONDS)
 
     # -- the training thread -----------------------------------------------------------------------------------------
 
