@@ -16,21 +16,33 @@ from tests.tools.forkserver import Forked, Nursery, address_in
 
 END_SECONDS = 60.0
 
-# Trains 14 steps of 4 MiB and a table, then ends. Arguments: address, job, rank, workers, transport, how it ends.
-# What was registered first is called last: it names the threads that are there when the interpreter ends.
+# Trains 14 steps of 4 MiB and a table, then ends. Arguments: address, job, rank, workers, transport, how it
+# ends, and whether each thread takes a moment to end.
+# What was registered first is called last: `tell` names the threads that are there when the interpreter ends.
 SCRIPT = """
 import atexit, signal, sys, threading
 
 @atexit.register
 def tell():
     print("threads:", *sorted(thread.name for thread in threading.enumerate()), flush=True)
+    told.set()
+
+told, run = threading.Event(), threading.Thread.run
+
+def run_and_end_slowly(thread):
+    run(thread)
+    if slow == "slow" and not thread.name.startswith(("Thread-", "metrics")):  # those are gRPC's, and waited for anyway
+        told.wait(1.0)  # it frees tensors, say
+
+threading.Thread.run = run_and_end_slowly
 
 import torch
 import ps_worker
 
-address, job, rank, workers, transport, how = sys.argv[1:]
+address, job, rank, workers, transport, how, slow = sys.argv[1:]
 session = ps_worker.connect(address, "sync", job, int(rank), int(workers), transport=transport)
-model = torch.nn.ModuleDict({"table": ps_worker.Embedding(16, optimizer=ps_worker.RowWiseAdagrad(lr=0.1)), "net": torch.nn.Linear(1024, 1024)})
+table = ps_worker.Embedding(16, optimizer=ps_worker.RowWiseAdagrad(lr=0.1))
+model = torch.nn.ModuleDict({"table": table, "net": torch.nn.Linear(1024, 1024)})
 model, optimizer = session.prepare(model, torch.optim.SGD(model["net"].parameters(), lr=0.01))
 for step in range(14):
     looked_up = model["table"](torch.arange(8)).sum()
@@ -68,7 +80,7 @@ def start(nursery: Nursery, folder: Path, address: str, transport: str, how: str
     script = folder / "train.py"
     if not script.exists():
         script.write_text(SCRIPT)
-    words = [address, folder.name, rank, of, transport, how]
+    words = [address, folder.name, rank, of, transport, how, "slow" if of == 1 else "quick"]
     return nursery.run(script, words, folder / f"out-{rank}", OMP_NUM_THREADS="1")
 
 
