@@ -16,7 +16,9 @@ from typing import TypeVar
 from ps_protocol.errors import Fenced, FinishedWithout, JobFinished, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.background import guarded, join_within
 from ps_runtime.quantities import ranges
+from ps_worker.cluster import convert
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.threads import JOIN_SECONDS
 from ps_worker.values import JoinResult, Roster, SavedState
@@ -209,10 +211,21 @@ class Membership:
 
     def _beat(self, lease: float) -> None:
         pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
-        while not closing.is_set() and self._error is None:
-            self._doubt.wait(pause)
-            if not closing.is_set():
-                guarded("heartbeat", lambda: self._beat_once(pause))
+        process = HeartbeatProcess(self._options, pause)
+        try:
+            while not closing.is_set() and self._error is None:
+                guarded("heartbeat", lambda: process.turn(self._message()))
+                self._doubt.wait(pause)
+                if not closing.is_set():
+                    guarded("heartbeat", lambda: self._beat_once(pause))
+        finally:
+            process.close()
+
+    def _message(self) -> bytes:
+        """Returns the heartbeat of now, without what the worker has measured."""
+        place = self.place
+        assert place is not None
+        return convert.heartbeat(place.identity, self._finished(place)).SerializeToString()
 
     def _beat_once(self, timeout: float) -> None:
         place = self.place
