@@ -279,9 +279,9 @@ class CoordinatedJob:
         """Says that the job waits for workers that may come back, and keeps it on disk."""
         seconds = max(member.expires for member in absent) - self._cluster.clock.now()
         who = ranks_text([member.rank for member in absent])
-        what = "was silent, and may come back" if len(absent) == 1 else "were silent, and may come back"
-        log.info("job %s: all others have left; it waits up to %.0f s for %s: %s", self.spec.name, seconds, who, what)
-        text = f"all others have left: the job waits up to {seconds:.0f} s for {who}, which {what}"
+        were = "was" if len(absent) == 1 else "were"
+        text = f"all others have left: it waits up to {seconds:.0f} s for {who}, which {were} silent and may come back"
+        log.info("job %s: %s", self.spec.name, text)
         self._cluster.events.note("waits", self.spec.name, text)
         self._registry.save()
 

@@ -90,7 +90,7 @@ def test_a_worker_that_was_silent_while_the_others_came_to_their_end_comes_to_it
 ) -> None:
     command = launch(start, tmp_path, how, "--mode", mode)
     pid = stand_still(command)
-    heard(command, r"all others have left; it waits up to \d+ s for worker 0: was silent, and may come back")
+    heard(command, r"all others have left: it waits up to \d+ s for worker 0, which was silent and may come back")
     command.says("rank 1 is at its end\n")
     go_on(tmp_path, pid, how)
     assert command.process.wait(END_SECONDS) == 0, command.err
@@ -103,7 +103,7 @@ def test_a_worker_that_was_silent_while_the_others_came_to_their_end_comes_to_it
 def test_in_an_elastic_job_it_comes_to_its_end_too(start: Start, tmp_path: Path) -> None:
     command = launch(start, tmp_path, "stopped", "--mode", "async", "--elastic")
     [rank, pid] = re.findall(r"\d+", command.says(r"(rank \d stands still as \d+)\n")[0])
-    heard(command, rf"it waits up to \d+ s for worker {rank}: was silent")
+    heard(command, rf"it waits up to \d+ s for worker {rank}, which was silent")
     go_on(tmp_path, int(pid), "stopped")
     assert command.process.wait(END_SECONDS) == 0, command.err
     assert f"rank {rank} is at its end" in command.out
