@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ps_runtime.background import join_within
+
 T = TypeVar("T")
 
 JOIN_SECONDS = 2.0  # threads that were told to end are waited for so long: they end in milliseconds
@@ -53,6 +55,10 @@ class DaemonPool:
             self._closed = True
             for _ in range(self._count):
                 self._calls.put(None)
+
+    def join(self) -> None:
+        """Waits for the threads, after `close`, for JOIN_SECONDS at most."""
+        join_within(self.threads, JOIN_SECONDS)
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -7,11 +7,10 @@ import threading
 from concurrent.futures import Future, wait
 
 from ps_protocol.errors import PSError, UnknownWorker
-from ps_runtime.background import join_within
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.membership import Membership
-from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
+from ps_worker.cluster.threads import DaemonPool
 
 log = logging.getLogger("ps_worker")
 
@@ -46,7 +45,7 @@ class StateSender:
 
     def join(self) -> None:
         """Waits for the thread, once the coordinator's connection is closed: a call that is under way ends with it."""
-        join_within(self._pool.threads, JOIN_SECONDS)
+        self._pool.join()
 
     def _send(self, clock: int, state: bytes, restored: int) -> None:
         while not self._closing.is_set():
