@@ -8,7 +8,8 @@
     ├── JobInUse              live workers of another launch train the job
     ├── NotFound              no such job, bucket or shard
     │   ├── RunEnded          the run of a job has ended, and a later one has its name
-    │   └── JobFinished       the job is done, and this worker comes late
+    │   ├── JobFinished       the job is done, and this worker comes late
+    │   └── FinishedWithout   the job is done, and this worker, which had taken part, was away
     ├── VersionMismatch       the two ends speak versions of the protocol that do not fit
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
@@ -134,6 +135,12 @@ class JobFinished(NotFound):
     """The job has finished, and the caller belongs to a launch that took part in it: there is nothing to do."""
 
     reason = "JOB_FINISHED"
+
+
+class FinishedWithout(NotFound):
+    """The job has finished while the caller, a worker that had taken part, was away: the job's weights are gone."""
+
+    reason = "FINISHED_WITHOUT"
 
 
 class VersionMismatch(PSError):

@@ -218,7 +218,7 @@ class Server:
             return ShardClient(index, address, self._access, config.server_call_seconds)
 
         policy = config.checkpoint_policy(self.address)
-        timing = replace(config.timing, deserted=config.job_timeout)
+        timing = replace(config.timing, deserted=config.job_timeout, absence=config.absence_seconds)
         coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator

@@ -110,7 +110,8 @@ class MembershipServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Takes the worker off the job at once. The last worker that leaves ends the job and frees its memory. Repeating it
+        """Takes the worker off the job at once. The last worker that leaves ends the job and frees its memory, unless one that
+        was taken off as silent a short time ago may come back: that one joins again, and the job waits for it. Repeating it
         is safe. A state that SaveWorkerState would refuse for its size is left out, and the worker leaves all the same;
         one that makes the message too large fails the call: leave without it.
         """

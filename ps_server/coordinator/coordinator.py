@@ -28,7 +28,7 @@ from ps_runtime.background import Background, guarded
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing, Cluster
-from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
+from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.held_jobs import HeldJobs, Run
@@ -176,8 +176,8 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known, JobFinished if the run has finished,
-        RunEnded if another run has its name.
+        """Returns a job. Raises NotFound, saying why it ended if that is known, FinishedWithout if the run has
+        finished, RunEnded if another run has its name.
 
         run: that the caller belongs to; empty: any
         """
@@ -224,6 +224,7 @@ class Coordinator:
             differs = difference(known.spec, spec)
             if differs is not None:
                 raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+            self._check_not_waiting(known, launch)
             if known.life.has_ended:
                 raise try_soon(f"job {spec.name!r} ends at this moment")
             return known, False
@@ -244,6 +245,21 @@ class Coordinator:
         log.info("job %s: %s, %d bytes in %s", spec.name, spec.mode, size, buckets)
         self.events.note("started", spec.name, f"the job begins: {spec.mode}, {size} bytes in {buckets}")
         return job, True
+
+    def _check_not_waiting(self, job: CoordinatedJob, launch: str) -> None:
+        """Raises where a job only waits for workers that may come back: JobFinished for a launch that took part, whose
+        last worker was done; TryLater for another launch, which begins the job anew.
+
+        A process that comes back to its own place registers nothing.
+        """
+        attendance, name = job.members.attendance, job.spec.name
+        if not job.absent_awaited():
+            return
+        if launch not in attendance.launches:
+            self._background.apart("finished", name, partial(job.finish, wait=False))
+            raise try_soon(f"job {name!r} ends at this moment")
+        if attendance.is_done:
+            raise has_finished(name, attendance.left_at)
 
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""

@@ -1,6 +1,6 @@
 """A job, as its coordinator knows it. All that happens to it is a method here.
 
-    workers come and go:        join, leave, expire
+    workers come and go:        join, leave, expire, finish
     while they train:           members.heartbeat, data.lease, rounds.gather_values, look_at_rounds, save_worker_state
                                 checkpoint
     a shard loses its part:     lost, recover
@@ -76,7 +76,7 @@ class CoordinatedJob:
         self.members = JobMembers(
             spec.name,
             placed.run,
-            membership or Membership(spec.world_size, cluster.lease),
+            membership or Membership(spec.world_size, cluster.lease, absence=cluster.timing.absence),
             cluster,
             pending_removals,
             restore_count,
@@ -133,6 +133,7 @@ class CoordinatedJob:
             lost_steps=self.accounting.lost_steps,
             redone_steps=self.accounting.redone_steps,
             rejoining=self.members.rejoining(),
+            absent=tuple(member.rank for member in self.absent_awaited()),
             rolling_back=self.life.is_rolling_back or bool(self.lost()),
             workers=tuple(members),
             now=self._cluster.clock.now(),
@@ -237,14 +238,35 @@ class CoordinatedJob:
         self._remove(member)
         self._registry.save()
         self.members.removals.tell()
-        return self._finish()
+        return self.finish()
 
-    def _finish(self) -> bool:
-        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
+    def absent_awaited(self) -> tuple[Member, ...]:
+        """Returns the workers for whose return the job waits before it ends, as all others have left; else none."""
+        return self.members.absent() if self.members.attendance.waits else ()
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether the job has waited for workers that may come back, and there are none any more."""
+        return self.members.attendance.waits and not self.members.absent()
+
+    def finish(self, wait: bool = True) -> bool:
+        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this.
+
+        A worker that was taken off as silent may live, in the middle of its script: it is to find the weights when it
+        comes back, and its script is to come to its end. So the job waits for it, if it was taken off not long ago.
+        wait: False: it does not
+        """
         with self.life.deciding():
             if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
                 return False
-            self.life.begin(Phase.ENDING)
+            absent = self.members.absent()
+            begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
+            if not absent or not wait:
+                self.life.begin(Phase.ENDING)
+        if begins_to_wait:
+            self._tell_wait(absent)
+        if absent and wait:
+            return False
         try:
             if self.checkpoints is not None:
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
@@ -252,6 +274,16 @@ class CoordinatedJob:
             attendance, now = self.members.attendance, self._cluster.clock.since_1970()
             self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
+
+    def _tell_wait(self, absent: tuple[Member, ...]) -> None:
+        """Says that the job waits for workers that may come back, and keeps it on disk."""
+        seconds = max(member.expires for member in absent) - self._cluster.clock.now()
+        who = ranks_text([member.rank for member in absent])
+        were = "was" if len(absent) == 1 else "were"
+        text = f"all others have left: it waits up to {seconds:.0f} s for {who}, which {were} silent and may come back"
+        log.info("job %s: %s", self.spec.name, text)
+        self._cluster.events.note("waits", self.spec.name, text)
+        self._registry.save()
 
     def _remove(self, member: Member) -> None:
         """Has what a worker that left, or was taken off, keeps from others go to them."""
@@ -277,6 +309,7 @@ class CoordinatedJob:
                 for rank in late:
                     self.accounting.give_up(rank)
             self._announce()
+        self.members.forget_absent()
         expired, ended = self.members.take_gone(process)
         silent = f"no sign of life for {self._cluster.lease:g} s"
         for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
@@ -376,7 +409,7 @@ class CoordinatedJob:
         if reason:
             self.end(reason)
         else:
-            self._finish()
+            self.finish()
 
     def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
         """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""

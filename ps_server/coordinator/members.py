@@ -136,6 +136,11 @@ class JobMembers:
         with self._lock:
             return tuple(sorted(self._membership.rejoining))
 
+    def absent(self) -> tuple[Member, ...]:
+        """Returns the workers that were taken off as silent and may come back, by rank; `expires`: until when."""
+        with self._lock:
+            return tuple(member for _, member in sorted(self._membership.absent.items()))
+
     def last_incarnation(self) -> int:
         """Returns the last incarnation that was given out."""
         with self._lock:
@@ -189,7 +194,7 @@ class JobMembers:
             if self._closed:
                 raise TryLater("the cluster is stopping")
             membership = self._membership
-            rank = membership.claim(rank, request, self._joining.ranks())
+            rank = membership.claim(rank, request, self._joining.ranks(), self._clock.now())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -325,11 +330,12 @@ class JobMembers:
         """
         with self._lock:
             self._fenced.pop(rank, None)
-            for members in (self._membership.members, self._membership.away):
+            for members in (self._membership.members, self._membership.away, self._membership.absent):
                 member = members.get(rank)
                 if member is not None and member.incarnation == incarnation:
                     check_key(rank, key, member.key)
-                    self.attendance.left(done)
+                    self.attendance.left(done, self._clock.since_1970())
+                    self._membership.absent.pop(rank, None)
                     return member, self._membership.leave(rank, incarnation)
             return None
 
@@ -338,10 +344,17 @@ class JobMembers:
         with self._lock:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
-            expired = [member for member in self._membership.expired(now) if member not in ended]
-            for member in (*expired, *ended):
+            for member in ended:
                 self._membership.leave(member.rank, member.incarnation)
+            expired = self._membership.take_silent(now)
+            if expired or ended:
+                self.attendance.lost()
             return expired, ended
+
+    def forget_absent(self) -> list[int]:
+        """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
+        with self._lock:
+            return self._membership.forget_absent(self._clock.now())
 
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""

@@ -108,10 +108,12 @@ class StateFile:
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
     data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
-    for worker in (*data["workers"], *data["away"]):
+    for worker in (*data["workers"], *data["away"], *data["absent"]):
         for time in _TIMES:
             del worker[time]
         del worker["begun"]  # the answer to its join has it, or to the join that comes when that was lost
+    if job.left is None:  # earlier releases know nothing of it: they go on with the file where it says nothing of it
+        del data["absent"], data["left"]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
 
@@ -130,7 +132,8 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["launches"] = tuple(data.get("launches", ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
-    for workers in ("workers", "away"):
+    data["left"] = tuple(data["left"]) if data.get("left") else None
+    for workers in ("workers", "away", "absent"):
         data[workers] = tuple(_worker(worker) for worker in data.get(workers, ()))
     data["rounds"] = tuple(
         Round(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})

@@ -15,6 +15,7 @@ DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queu
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
+DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job may wait at its end for a worker that was taken off as silent
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -147,6 +148,9 @@ class Membership:
     rejoining:  after a rollback: by rank, until when the others wait for the worker to join again; for ever, as long
                 as there are no others
     away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
+    absent:     by rank, workers that were taken off because they were silent, each until its `expires`: their processes
+                may live, and come back. No other worker waits for them
+    absence:    for how many seconds each of those is remembered
     """
 
     world_size: int
@@ -157,11 +161,16 @@ class Membership:
     ever_joined: bool = False
     rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
+    absent: dict[int, Member] = field(default_factory=dict)
+    absence: float = DEFAULT_ABSENCE_SECONDS
 
-    def claim(self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = ()) -> int:
+    def claim(
+        self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = (), now: float = math.inf
+    ) -> int:
         """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
 
         reserved: the ranks of workers that are joining at this moment
+        now:      the time: one that was taken off a moment ago, and lives, comes back to its rank
         Raises Fenced for a worker that comes back to a rank that another process holds now.
         """
         live = self.members.get(rank) if rank is not None else None
@@ -173,7 +182,9 @@ class Membership:
                 f"{_other_launch(live) if _strangers(live.launch, request.launch) else ''}"
             )
         if rank is None:
-            taken = self.members.keys() | self.rejoining.keys() | set(reserved)
+            since = now + self.absence - min(self.lease, AWAY_SECONDS)
+            just_gone = {r for r, member in self.absent.items() if member.expires > since}
+            taken = self.members.keys() | self.rejoining.keys() | just_gone | set(reserved)
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
@@ -222,6 +233,7 @@ class Membership:
         older = self.members.get(member.rank)
         self.members[member.rank] = member if older is None else _after(member, older)
         self.away.pop(member.rank, None)
+        self.absent.pop(member.rank, None)
         self.ever_joined = True
         if self.rejoining.pop(member.rank, None) is not None:
             self.started = not self.rejoining
@@ -280,6 +292,22 @@ class Membership:
         del self.members[rank]
         return True
 
+    def take_silent(self, now: float) -> list[Member]:
+        """Takes off the workers whose lease has run out; remembers them, as they may come back. Returns them."""
+        silent = self.expired(now)
+        for member in silent:
+            self.leave(member.rank, member.incarnation)
+            if self.absence:
+                self.absent[member.rank] = replace(member, expires=now + self.absence)
+        return silent
+
+    def forget_absent(self, now: float) -> list[int]:
+        """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
+        late = [rank for rank, member in self.absent.items() if member.expires <= now]
+        for rank in late:
+            del self.absent[rank]
+        return late
+
     def postpone(self, seconds: float, now: float) -> None:
         """Has all leases, and all waits for workers to rejoin, end so much later, but none later than a lease from now:
         heartbeats that lay in a queue meanwhile may be heard already."""
@@ -289,13 +317,15 @@ class Membership:
 
         self.members = {rank: replace(m, expires=later(m.expires)) for rank, m in self.members.items()}
         self.rejoining = {rank: later(until) for rank, until in self.rejoining.items()}
+        self.absent = {r: replace(m, expires=m.expires + seconds) for r, m in self.absent.items()}
 
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
     def ended(self, process: WorkerProcess, now: float) -> list[Member]:
-        """Returns the workers of a process that is gone. If one of it is expected to rejoin, it is not any more."""
+        """Returns the workers of a process that is gone. If one of it is expected to come back, it is not any more."""
+        self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
         for rank in [rank for rank, member in self.away.items() if process.was(member)]:
             del self.away[rank]
             if rank in self.rejoining:

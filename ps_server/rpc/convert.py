@@ -336,6 +336,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
+        absent_ranks=job.absent,
         workers=[
             _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
             for worker in job.workers

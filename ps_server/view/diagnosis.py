@@ -24,6 +24,7 @@ class JobSigns:
     started:   whether all declared workers had joined
     rolling_back: a shard lost its part of the job, and a checkpoint is being read
     rejoining: ranks that are to come back after a rollback
+    absent:    ranks that were silent, for which the job waits before it ends
     silent:    by shard, seconds for which it has not answered; only those that do not
     missing:   shards that have not called in
     phases:    seconds of all workers together over the last seconds, by phase
@@ -35,6 +36,7 @@ class JobSigns:
     started: bool = True
     rolling_back: bool = False
     rejoining: Sequence[int] = ()
+    absent: Sequence[int] = ()
     silent: Mapping[int, float] = field(default_factory=dict)
     missing: Sequence[int] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -54,6 +56,8 @@ def state(signs: JobSigns) -> str:
         return "is being rolled back to its last checkpoint"
     if signs.rejoining:
         return f"rolled back, waits for {ranks_text(signs.rejoining)}"
+    if signs.absent and not signs.live:
+        return f"all others have left, waits for {ranks_text(signs.absent)} to come back"
     if not signs.started:
         return f"waits for {signs.world_size - len(signs.live)} more of {signs.world_size} workers"
     if not signs.live:

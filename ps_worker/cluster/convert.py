@@ -46,6 +46,11 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     )
 
 
+def heartbeat(worker: Identity, clock: int) -> membership_pb2.HeartbeatRequest:
+    """Says that a worker lives, and how many steps it has finished."""
+    return membership_pb2.HeartbeatRequest(worker=identity(worker), clock=clock)
+
+
 def open_request(worker: Identity) -> bytes:
     """Asks a shard for a data connection."""
     return data_pb2.OpenDataConnectionRequest(worker=identity(worker)).SerializeToString()

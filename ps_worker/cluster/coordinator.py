@@ -127,7 +127,7 @@ class CoordinatorClient:
 
     def heartbeat(self, worker: Identity, clock: int, timeout: float) -> None:
         """Renews the lease; one attempt. It carries what the worker has measured."""
-        request = membership_pb2.HeartbeatRequest(worker=convert.identity(worker), clock=clock)
+        request = convert.heartbeat(worker, clock)
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:

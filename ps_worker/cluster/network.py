@@ -213,6 +213,11 @@ class NetworkTransport:
 
         return self._puller.submit(fetch)
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its thread, which ends soon after `close`."""
+        return self._puller.threads
+
     def close(self) -> None:
         """Ends the thread and the connection; the pool belongs to all shards."""
         self._calls.close()

@@ -286,6 +286,7 @@ class Participation:
         if not self.is_closed:
             self.members.close(state, done)
             self.coordinator.close()
+            self.members.join_threads()
         if self._connection is not None:
             self._connection.close()
 

@@ -7,6 +7,7 @@ of a few MiB, over data connections where there are some, otherwise by gRPC.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -336,6 +337,11 @@ class RowTransport:
         calls.stream("PullTable", request, land, begin)
         self._waits.over("rows")
         return TablePart(b"".join(pieces), last.row_count, last.seed)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return self._pool.threads
 
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""

@@ -258,6 +258,11 @@ class SharedTransport:
 
         return land
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return [thread for pool in (self._puller, self._pusher, self._copier) for thread in pool.threads]
+
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._calls.close()

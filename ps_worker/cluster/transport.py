@@ -76,5 +76,9 @@ class Transport(Protocol):
         drafted: by bucket, the drafts of the step; they count
         """
 
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+
     def close(self) -> None:
         """Ends the threads and the connection."""

@@ -125,6 +125,7 @@ class JobTraining:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
         self._sender.close()
         self.participation.close(state, done=not is_cut_short())
+        self._sender.join()
         self._model.release()
 
     def _last_state(self) -> SavedState:

@@ -332,3 +332,17 @@ def test_a_process_that_was_stopped_goes_on_when_it_is_continued(
     stop.touch()
     assert process.wait(60) == 0
     assert cluster.coordinator.jobs() == {}
+
+
+def test_an_elastic_worker_whose_lease_ran_out_while_another_joins_comes_back_to_its_rank(cluster: Cluster) -> None:
+    """The newcomer gets another one: otherwise the first would be told that a process has replaced it, and end."""
+    first, newcomer = (ps_worker.connect(cluster.address, "async", elastic=True) for _ in range(2))
+    with first, newcomer:
+        worker = Worker(first)
+        worker.step()
+        cluster.end_lease(first.rank)
+        Worker(newcomer).step()
+        worker.step()
+        worker.step()
+        assert (first.rank, newcomer.rank) == (0, 1)
+        assert worker.mine()[-1] == 1.0
