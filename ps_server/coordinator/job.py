@@ -193,12 +193,21 @@ class CoordinatedJob:
         member = self.members.begin_lease(member)
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
+        self._tell_of_waits()
         for kind, text in _described_join(member, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
         result = self._result(member, request)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
         return result
+
+    def _tell_of_waits(self) -> None:
+        """Says once for whom the first worker waits that has come back after all were gone."""
+        awaited = self.members.newly_awaited()
+        if awaited:
+            ranks = ranks_text(awaited)
+            log.warning("job %s: no worker was left: it waits for %s to join again", self.spec.name, ranks)
+            self._cluster.events.note("lost", self.spec.name, f"no worker was left: the job waits for {ranks}")
 
     def _abort_join(self, reservation: Reservation) -> None:
         fenced = self.members.abort(reservation)
@@ -276,6 +285,8 @@ class CoordinatedJob:
             with self.life.deciding():
                 for rank in late:
                     self.accounting.give_up(rank)
+            self._announce()
+        if self.members.doubt_is_over():
             self._announce()
         expired, ended = self.members.take_gone(process)
         silent = f"no sign of life for {self._cluster.lease:g} s"

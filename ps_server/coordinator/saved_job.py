@@ -32,6 +32,7 @@ class SavedJob:
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
     continues:        the run and the checkpoint that this run began with
     launches:         that have taken part
+    done:             ranks whose workers have left because their scripts had come to their ends
     rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
@@ -56,6 +57,7 @@ class SavedJob:
     rounds_completed: int = 0
     rounds: tuple[Round, ...] = ()
     launches: tuple[str, ...] = ()
+    done: tuple[int, ...] = ()
 
 
 def saved(job: CoordinatedJob) -> SavedJob:
@@ -84,6 +86,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
         launches=job.members.attendance.launches,
+        done=job.members.done(),
     )
 
 
@@ -100,6 +103,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
     membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}
+    membership.resume(set(saved.done), cluster.clock.now())
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}
     # Otherwise the cluster has another number of shards now, and every part of the job is lost.

@@ -126,7 +126,8 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["settled"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in settled.items()}
     continues = data.get("continues")
     data["continues"] = (continues[0], continues[1]) if continues else None
-    data["launches"] = tuple(data.get("launches", ()))
+    for names in ("launches", "done"):
+        data[names] = tuple(data.get(names, ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
     for workers in ("workers", "away"):

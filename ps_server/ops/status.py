@@ -135,7 +135,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
         rejoining = ", ".join(map(str, job["rejoining_ranks"]))
-        waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
+        waiting = f"; waits for workers {rejoining} to join again"
     return [
         f"job {job['name']}: {mode_text(job)}, {workers}{waiting}; "
         f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "
