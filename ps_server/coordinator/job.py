@@ -253,6 +253,8 @@ class CoordinatedJob:
         with self.life.deciding():
             if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
                 return False
+            if self._cluster.shards.charge.lost:
+                return False
             self.life.begin(Phase.ENDING)
         try:
             if self.checkpoints is not None:
@@ -307,6 +309,8 @@ class CoordinatedJob:
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
             if not self.members.empty(without_awaited=True) or not self.life.is_running:
+                return
+            if self._cluster.shards.charge.lost:
                 return
             self.life.begin(Phase.ENDING)
         try:

@@ -165,6 +165,7 @@ class Membership:
     done: set[int] = field(default_factory=set)
     gone: dict[int, float] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
+    _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
     _doubted: float = -math.inf  # since when
     _has_nobody: bool = False  # no worker was left, and the others are waited for
     _is_told: bool = True  # somebody was told for which
@@ -241,8 +242,8 @@ class Membership:
         self.members[member.rank] = member if older is None else _after(member, older)
         for known in (self.away, self.gone):
             known.pop(member.rank, None)
-        self.done.discard(member.rank)
-        self.in_doubt.discard(member.rank)
+        for ranks in (self.done, self.in_doubt, self._left):
+            ranks.discard(member.rank)
         self.ever_joined = True
         if self.rejoining.pop(member.rank, None) is not None or self.rejoining:
             self._look_whether_started()
@@ -262,8 +263,8 @@ class Membership:
         Otherwise all may have died at one time: the leases of some end later. older: the live worker of the rank
         """
         others = [member for r, member in self.members.items() if r != rank]
-        if others and (self.rejoining or self.in_doubt):
-            return True  # somebody was the first: what is to be waited for is known
+        if others and (self.rejoining or self.in_doubt or rank in self._left):
+            return True  # somebody was the first, and what is to be waited for is known; or nothing seems to be wrong
         ended = self.gone.get(rank, now) if older is None else _last_sign(older, now)
         # One that died at the same moment may have been heard so much later, by its last heartbeat in a queue.
         since = ended + self.lease / HEARTBEATS_PER_LEASE + self.lease / DELAYED_PER_LEASE
@@ -375,6 +376,7 @@ class Membership:
             self.done.add(rank)
         if is_away or is_live:
             self.gone[rank] = _last_sign(member, now) if expired and member is not None else now
+            (self._left.discard if expired else self._left.add)(rank)
         if is_away:
             del self.away[rank]
             if self.rejoining.pop(rank, None) is not None:

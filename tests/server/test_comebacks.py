@@ -129,6 +129,14 @@ def test_a_worker_that_is_started_again_goes_on_at_once_with_one_that_lived_on_w
     assert job.join(0, 110.5)
 
 
+def test_one_that_takes_the_place_of_a_worker_that_left_goes_on_at_once() -> None:
+    """That one was not killed: nothing says that the others were."""
+    job = Job(2)
+    job.hear(100.0, 0)
+    job.leave(1, 101.0)
+    assert job.join(1, 101.5)
+
+
 def test_one_in_doubt_that_is_dead_is_waited_for_as_the_others() -> None:
     job = Job(2)
     job.hear(100.0, 0)

@@ -135,6 +135,14 @@ class SimulatedDisk(Disk):
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
+    def term(self) -> int:
+        """Returns the number of the lease, where others can take the lock over; 0: they cannot."""
+        return 0
+
+    def taken_over(self) -> str:
+        """Returns who has taken the lock over, as far as its holder knows."""
+        return ""
+
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
         """Locks a file, until its process has ended or lets go of it."""
         task = self._world.current
