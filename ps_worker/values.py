@@ -59,6 +59,16 @@ class SavedState:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """What a worker's launch goes on with: when the job began, when it was trained last (None: not known), in seconds
+    since 1970, and how many other workers are live."""
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -68,6 +78,7 @@ class JoinResult:
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
+    continued:     for the first worker of a launch, if others have trained the job
     """
 
     identity: Identity
@@ -77,6 +88,7 @@ class JoinResult:
     restore_count: int = 0
     state: SavedState | None = None
     pushed: int | None = None
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True)

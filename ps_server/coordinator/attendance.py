@@ -8,17 +8,18 @@ LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 class Attendance:
     """Which launches have taken part in a job, the last one last, and how the worker went that left last.
 
+    has_been: a worker has joined since this coordinator knows the job
     has_left: no worker has joined since one left
     is_done:  the script of that one had come to its end
     """
 
     def __init__(self) -> None:
         self.launches: tuple[str, ...] = ()
-        self.has_left = self.is_done = False
+        self.has_been = self.has_left = self.is_done = False
 
     def joined(self, launch: str) -> None:
         """Notes a worker. launch: that started it; empty: not known"""
-        self.has_left = False
+        self.has_been, self.has_left = True, False
         if launch and launch not in self.launches:
             self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
 

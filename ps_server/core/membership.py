@@ -120,6 +120,20 @@ class Rivals:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """What a launch goes on with that has taken no part in a job before.
+
+    began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
+    trained: when it was trained last; None: not known
+    live:    how many other workers train it
+    """
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """What a worker that joined gets.
 
@@ -128,6 +142,7 @@ class JoinResult:
     restore_count: how many times the job was rolled back to a checkpoint
     state:         what a worker of its rank had saved for the last checkpoint, and at which clock
     run:           of the job
+    continued:     for the first worker of a launch, if others have trained the job
     """
 
     member: Member
@@ -136,6 +151,7 @@ class JoinResult:
     restore_count: int = 0
     state: tuple[int, bytes] | None = None
     run: str = ""
+    continued: Continued | None = None
 
 
 @dataclass

@@ -14,7 +14,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.convert import consistency_message, data_ranges, duration, seconds, worker_figures_message
+from ps_protocol.convert import (
+    consistency_message,
+    data_ranges,
+    duration,
+    seconds,
+    timestamp,
+    worker_figures_message,
+)
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
@@ -72,6 +79,13 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
     if result.state is not None:
         clock, content = result.state
         state = membership_pb2.WorkerState(clock=clock, content=content)
+    continued = None
+    if result.continued is not None:
+        continued = membership_pb2.ContinuedJob(
+            begin_time=timestamp(result.continued.began), live_count=result.continued.live
+        )
+        if result.continued.trained is not None:
+            continued.train_time.CopyFrom(timestamp(result.continued.trained))
     return membership_pb2.JoinResponse(
         worker=types_pb2.WorkerIdentity(
             job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key, run=result.run
@@ -82,6 +96,7 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
+        continued=continued,
     )
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.background import guarded
+from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import JoinResult, Roster, SavedState
+from ps_worker.values import Continued, JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
 
@@ -85,6 +86,8 @@ class Membership:
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
         place = self._ask(run, None)
+        if place.continued is not None:
+            _tell_of_continuing(place, place.continued)
         with self._changed:
             self.place = place
         self._beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
@@ -260,3 +263,13 @@ class Membership:
                     self.roster, self._roster_of = roster, place
                     self._changed.notify_all()
         watching.stop()
+
+
+def _tell_of_continuing(place: JoinResult, continued: Continued) -> None:
+    """Says that a launch goes on with weights that others have trained; in small type where these train them now."""
+    job = place.identity.job
+    log.log(
+        logging.INFO if continued.live else logging.WARNING,
+        "continues job %r at clock %d: %s. To begin anew: another name (--job), or `ps-server end --job %s` before",
+        *(job, place.clock, described(continued.began, continued.trained), job),
+    )
