@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
@@ -287,6 +288,18 @@ def duration(seconds: float) -> Duration:
 def seconds(message: Duration) -> float:
     """Returns the seconds that a message says; 0 where it is not set."""
     return message.ToNanoseconds() / 1e9
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Returns seconds since 1970 as a message, to the millisecond."""
+    message = Timestamp()
+    message.FromMilliseconds(int(seconds * 1e3))
+    return message
+
+
+def since_1970(message: Timestamp) -> float:
+    """Returns the seconds since 1970 that a message says."""
+    return message.ToMilliseconds() / 1e3
 
 
 def known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -13,6 +13,7 @@
     ├── VersionMismatch       the two ends speak versions of the protocol that do not fit
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
+    ├── Deposed               a shard obeys a later coordinator than the caller
     ├── NotShared             a shard cannot see a worker's memory: use the network
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
@@ -161,6 +162,13 @@ class Fenced(UnknownWorker):
     """A newer incarnation took the caller's place, or its lease ran out."""
 
     reason = "FENCED"
+
+
+class Deposed(PSError):
+    """A shard obeys a later coordinator than the caller, which has lost its lease."""
+
+    reason = "DEPOSED"
+    code = Code.FAILED_PRECONDITION
 
 
 class NotShared(PSError):

@@ -59,6 +59,16 @@ class SavedState:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """What a worker's launch goes on with: when the job began, when it was trained last (None: not known), in seconds
+    since 1970, and how many other workers are live."""
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -69,6 +79,7 @@ class JoinResult:
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
     begun:         by shard, what they had pushed of their furthest step; empty: not known
+    continued:     for the first worker of a launch, if others have trained the job
     """
 
     identity: Identity
@@ -79,6 +90,7 @@ class JoinResult:
     state: SavedState | None = None
     pushed: int | None = None
     begun: Mapping[int, BegunStep] = field(default_factory=dict)
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True)

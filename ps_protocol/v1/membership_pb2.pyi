@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from ps_protocol.v1 import figures_pb2 as _figures_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -58,7 +59,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state", "pushed_clock", "begun")
+    __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state", "pushed_clock", "begun", "continued")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +68,7 @@ class JoinResponse(_message.Message):
     WORKER_STATE_FIELD_NUMBER: _ClassVar[int]
     PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     lease_duration: _duration_pb2.Duration
@@ -75,7 +77,18 @@ class JoinResponse(_message.Message):
     worker_state: WorkerState
     pushed_clock: int
     begun: _containers.RepeatedCompositeFieldContainer[_types_pb2.BegunStep]
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ..., pushed_clock: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[_types_pb2.BegunStep, _Mapping]]] = ...) -> None: ...
+    continued: ContinuedJob
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ..., pushed_clock: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[_types_pb2.BegunStep, _Mapping]]] = ..., continued: _Optional[_Union[ContinuedJob, _Mapping]] = ...) -> None: ...
+
+class ContinuedJob(_message.Message):
+    __slots__ = ("begin_time", "train_time", "live_count")
+    BEGIN_TIME_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_TIME_FIELD_NUMBER: _ClassVar[int]
+    LIVE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    begin_time: _timestamp_pb2.Timestamp
+    train_time: _timestamp_pb2.Timestamp
+    live_count: int
+    def __init__(self, begin_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., train_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_count: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("job",)

@@ -35,6 +35,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNTRUSTED: _ClassVar[ErrorReason]
     ERROR_REASON_JOB_FINISHED: _ClassVar[ErrorReason]
     ERROR_REASON_FINISHED_WITHOUT: _ClassVar[ErrorReason]
+    ERROR_REASON_DEPOSED: _ClassVar[ErrorReason]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -82,6 +83,7 @@ ERROR_REASON_UNREACHABLE: ErrorReason
 ERROR_REASON_UNTRUSTED: ErrorReason
 ERROR_REASON_JOB_FINISHED: ErrorReason
 ERROR_REASON_FINISHED_WITHOUT: ErrorReason
+ERROR_REASON_DEPOSED: ErrorReason
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType

@@ -12,6 +12,7 @@ LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
 class Attendance:
     """Which launches have taken part in a job, the last one last, and how the worker went that left last.
 
+    has_been: a worker has joined since this coordinator knows the job
     has_left: no worker has joined since one left, and none was lost
     is_done:  the script of that one had come to its end
     left_at:  when it left, in seconds since 1970
@@ -20,12 +21,12 @@ class Attendance:
 
     def __init__(self) -> None:
         self.launches: tuple[str, ...] = ()
-        self.has_left = self.is_done = self.waits = False
+        self.has_been = self.has_left = self.is_done = self.waits = False
         self.left_at = 0.0
 
     def joined(self, launch: str) -> None:
         """Notes a worker. launch: that started it; empty: not known"""
-        self.has_left = self.waits = False
+        self.has_been, self.has_left, self.waits = True, False, False
         if launch and launch not in self.launches:
             self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
 

@@ -307,6 +307,13 @@ class JobCheckpoints:
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
 
+    def last_made_at(self) -> float | None:
+        """Returns when the last checkpoint was complete, in seconds since 1970; None where nobody knows."""
+        last = self._progress.last
+        with contextlib.suppress(PSError, OSError):
+            return None if last is None else self._job.checkpointing.store.made_at(self._spec.name, last.name)
+        return None
+
     def statistics(self) -> CheckpointStatistics:
         """Returns how many checkpoints there were, and what the last one is."""
         return self._progress.statistics(self._clock.now())

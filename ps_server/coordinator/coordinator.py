@@ -27,6 +27,7 @@ from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
@@ -60,6 +61,7 @@ class Coordinator:
     policy:   where checkpoints go and when they are made; None: there are none
     make_executor: makes what calls to shards run in
     disk:     what all files are written with and read from
+    charge:   whether it is in charge, which `connect` may share
     events:   what happened lately
     ended:    the jobs that are over
     held_jobs: compares them with what shards hold
@@ -76,15 +78,17 @@ class Coordinator:
         clock: Clock | None = None,
         make_executor: MakeExecutor = ThreadPoolExecutor,
         disk: Files | None = None,
+        charge: Charge | None = None,
     ) -> None:
         self.lease = lease
-        clock = clock or Clock()
-        shards = Shards(shard_count, connect, make_executor, timing, clock)
+        clock, self.charge = clock or Clock(), charge or Charge()
+        shards = Shards(shard_count, connect, make_executor, timing, clock, self.charge)
         self._state_file, checkpointing = None, None
         if policy is not None:
             disk = disk or files_of(policy.directory)
             self._state_file = StateFile(policy.directory, disk)
             checkpointing = Checkpointing.open(policy, disk, clock.since_1970(), limits)
+            self.charge.begin(self._state_file)
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
@@ -137,6 +141,8 @@ class Coordinator:
 
     def recover_jobs(self) -> None:
         """Rolls back the jobs of which a shard lost its part, each beside the others."""
+        if self.charge.lost:
+            return
         for name, job in self.jobs().items():
             if job.lost():
                 self._background.apart("recovery", name, partial(job.recover, self._recovery))
@@ -205,6 +211,7 @@ class Coordinator:
         Hyper-parameters that it leaves out have their defaults.
         """
         limits, shards = self._cluster.limits, self._cluster.shards
+        self.charge.check()
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
         check_memory_place(memory_place)
         spec = with_defaults(spec)
@@ -337,6 +344,7 @@ class Coordinator:
         if request.metrics_address:
             check_address(request.metrics_address, "where metrics are served")
         self._check_not_draining()
+        self.charge.check()
         job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
         rolling_back = self._recovery.progress(name) if self._recovery is not None else None
@@ -361,6 +369,7 @@ class Coordinator:
         state: its clock and its own state then
         done:  its script has come to its end
         """
+        self.charge.check()
         job = self._jobs.get(name)
         return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done)
 

@@ -41,6 +41,8 @@ class Expiry:
 
     def look(self) -> None:
         """Takes off the workers whose lease ran out, and ends the jobs that have had no worker for too long."""
+        if self._cluster.shards.charge.lost:
+            return  # their heartbeats go to another coordinator
         for name, job in self._jobs().items():
             guarded("leases", job.expire)
             if job.ends_soon:

@@ -25,6 +25,7 @@ from typing import Any
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.dates import described
 from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
@@ -38,10 +39,11 @@ from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
+from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership, WorkerProcess
+from ps_server.core.membership import Continued, JoinRequest, JoinResult, Member, Membership, WorkerProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -161,6 +163,7 @@ class CoordinatedJob:
         are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
         coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
+        continued = self._continued(request)
         try:
             with self.life.deciding():
                 self.life.check_open(self.lost())
@@ -174,7 +177,7 @@ class CoordinatedJob:
             raise
         if reservation is None:
             assert repeated is not None
-            return self._result(repeated, request)
+            return self._result(repeated, request, continued)
         try:
             self._registry.save_ahead()
         except BaseException:
@@ -194,12 +197,43 @@ class CoordinatedJob:
         member = self.members.begin_lease(member)
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
+        self._tell_of_waits()
         for kind, text in _described_join(member, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
-        result = self._result(member, request)
+        if continued is not None and member.clock:
+            self._tell_of_continuing(member, continued)
+        result = self._result(member, request, continued)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
         return result
+
+    def _tell_of_waits(self) -> None:
+        """Says once for whom the first worker waits that has come back after all were gone."""
+        awaited = self.members.newly_awaited()
+        if awaited:
+            ranks = ranks_text(awaited)
+            log.warning("job %s: no worker was left: it waits for %s to join again", self.spec.name, ranks)
+            self._cluster.events.note("lost", self.spec.name, f"no worker was left: the job waits for {ranks}")
+
+    def _continued(self, request: JoinRequest) -> Continued | None:
+        """Returns what a worker goes on with whose launch has taken no part in the job yet."""
+        attendance = self.members.attendance
+        if request.previous is not None or not request.launch or request.launch in attendance.launches:
+            return None
+        placed, live = self.placed, len(self.members.all())
+        run = placed.continues[0] if placed.continues is not None else placed.run
+        trained = self.checkpoints.last_made_at() if self.checkpoints is not None else None
+        if live or attendance.has_been:
+            silent = self.life.deserted_for(self.members.empty(without_awaited=True))
+            trained = self._cluster.clock.since_1970() - silent
+        return Continued(began_at(run), trained, live)
+
+    def _tell_of_continuing(self, member: Member, continued: Continued) -> None:
+        text = (
+            f"a new launch continues the job at clock {member.clock}: {described(continued.began, continued.trained)}"
+        )
+        log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
+        self._cluster.events.note("join", self.spec.name, text)
 
     def _abort_join(self, reservation: Reservation) -> None:
         fenced = self.members.abort(reservation)
@@ -208,11 +242,14 @@ class CoordinatedJob:
         if fenced:
             self._announce()
 
-    def _result(self, member: Member, request: JoinRequest) -> JoinResult:
+    def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinResult:
         is_new = request.previous is None
         state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
-        return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
+        restore_count = self.members.restore_count
+        if not member.clock:
+            continued = None
+        return JoinResult(*(member, member.clock, list(placed.placement), restore_count, state, placed.run, continued))
 
     def leave(
         self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None, done: bool = False
@@ -258,6 +295,8 @@ class CoordinatedJob:
         """
         with self.life.deciding():
             if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
+                return False
+            if self._cluster.shards.charge.lost:
                 return False
             absent = self.members.absent()
             begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
@@ -310,6 +349,8 @@ class CoordinatedJob:
                     self.accounting.give_up(rank)
             self._announce()
         self.members.forget_absent()
+        if self.members.doubt_is_over():
+            self._announce()
         expired, ended = self.members.take_gone(process)
         silent = f"no sign of life for {self._cluster.lease:g} s"
         for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
@@ -329,6 +370,8 @@ class CoordinatedJob:
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
             if not self.members.empty(without_awaited=True) or not self.life.is_running:
+                return
+            if self._cluster.shards.charge.lost:
                 return
             self.life.begin(Phase.ENDING)
         try:

@@ -132,7 +132,7 @@ class JobMembers:
             return [members[rank] for rank in sorted(members)]
 
     def rejoining(self) -> tuple[int, ...]:
-        """Returns the ranks that are expected to join again after a rollback."""
+        """Returns the ranks that are expected to join again, after a rollback or because no worker was left."""
         with self._lock:
             return tuple(sorted(self._membership.rejoining))
 
@@ -140,6 +140,24 @@ class JobMembers:
         """Returns the workers that were taken off as silent and may come back, by rank; `expires`: until when."""
         with self._lock:
             return tuple(member for _, member in sorted(self._membership.absent.items()))
+
+    def done(self) -> tuple[int, ...]:
+        """Returns the ranks whose workers have left because their scripts had come to their ends."""
+        with self._lock:
+            return tuple(sorted(self._membership.done))
+
+    def stand_still(self) -> bool:
+        """Whether no worker can be in a step: there is none, or training has not begun."""
+        with self._lock:
+            membership = self._membership
+            return not (membership.members or membership.rejoining or self._joining) or not (
+                membership.started or membership.in_doubt
+            )
+
+    def newly_awaited(self) -> tuple[int, ...]:
+        """Returns the ranks that the job waits for because no worker was left, once; later none."""
+        with self._lock:
+            return self._membership.newly_awaited()
 
     def last_incarnation(self) -> int:
         """Returns the last incarnation that was given out."""
@@ -279,7 +297,9 @@ class JobMembers:
                     attempt=request.attempt,
                     launch=request.launch,
                     since=self._clock.since_1970(),
-                )
+                ),
+                request.launch_ranks,
+                is_back=request.previous is not None,
             )
             return self._membership.members[rank]
 
@@ -304,7 +324,8 @@ class JobMembers:
         older = reservation.older
         with self._lock:
             self._joining.drop(reservation)
-            fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
+            now = self._clock.now()
+            fenced = older is not None and self._membership.leave(older.rank, older.incarnation, now, expired=True)
             if older is not None and fenced:
                 self._fenced[older.rank] = older
         self.removals.add((reservation.rank, reservation.incarnation))
@@ -336,7 +357,7 @@ class JobMembers:
                     check_key(rank, key, member.key)
                     self.attendance.left(done, self._clock.since_1970())
                     self._membership.absent.pop(rank, None)
-                    return member, self._membership.leave(rank, incarnation)
+                    return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
             return None
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
@@ -345,7 +366,7 @@ class JobMembers:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
             for member in ended:
-                self._membership.leave(member.rank, member.incarnation)
+                self._membership.leave(member.rank, member.incarnation, now, expired=True)
             expired = self._membership.take_silent(now)
             if expired or ended:
                 self.attendance.lost()
@@ -365,6 +386,11 @@ class JobMembers:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""
         with self._lock:
             return self._membership.stop_waiting(self._clock.now())
+
+    def doubt_is_over(self) -> bool:
+        """Returns whether a worker has turned out to live, after it seemed that none was left: see Membership."""
+        with self._lock:
+            return self._membership.doubt_is_over(self._clock.now())
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
         """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.

@@ -34,6 +34,7 @@ class SavedJob:
     launches:         that have taken part
     absent:           the workers for which the job waits before it ends, as all others have left
     left:             how the last of those left, and when: see Attendance
+    done:             ranks whose workers have left because their scripts had come to their ends
     rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
@@ -60,6 +61,7 @@ class SavedJob:
     launches: tuple[str, ...] = ()
     absent: tuple[Member, ...] = ()
     left: tuple[bool, float] | None = None
+    done: tuple[int, ...] = ()
 
 
 def saved(job: CoordinatedJob) -> SavedJob:
@@ -91,6 +93,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         launches=attendance.launches,
         absent=job.absent_awaited(),
         left=(attendance.is_done, attendance.left_at) if attendance.waits else None,
+        done=job.members.done(),
     )
 
 
@@ -110,6 +113,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}
     back_by = cluster.clock.now() + absence
     membership.absent = {worker.rank: replace(worker, expires=back_by) for worker in saved.absent}
+    membership.resume(set(saved.done), cluster.clock.now())
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}
     # Otherwise the cluster has another number of shards now, and every part of the job is lost.

@@ -135,7 +135,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
         rejoining = ", ".join(map(str, job["rejoining_ranks"]))
-        waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
+        waiting = f"; waits for workers {rejoining} to join again"
     if job["absent_ranks"]:
         absent = ranks_text(job["absent_ranks"])
         waiting = f"; all others have left, and it waits for {absent} to come back before it ends"

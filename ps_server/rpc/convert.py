@@ -20,6 +20,7 @@ from ps_protocol.convert import (
     data_ranges,
     duration,
     seconds,
+    timestamp,
     worker_figures_message,
 )
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
@@ -79,6 +80,13 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
     if result.state is not None:
         clock, content = result.state
         state = membership_pb2.WorkerState(clock=clock, content=content)
+    continued = None
+    if result.continued is not None:
+        continued = membership_pb2.ContinuedJob(
+            begin_time=timestamp(result.continued.began), live_count=result.continued.live
+        )
+        if result.continued.trained is not None:
+            continued.train_time.CopyFrom(timestamp(result.continued.trained))
     return membership_pb2.JoinResponse(
         worker=types_pb2.WorkerIdentity(
             job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key, run=result.run
@@ -90,6 +98,7 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         worker_state=state,
         pushed_clock=member.pushed,
         begun=[begun_message(step, shard) for shard, step in sorted(member.begun.items())],
+        continued=continued,
     )
 
 

@@ -15,6 +15,7 @@ from ps_protocol.convert import (
     duration,
     group_update_messages,
     seconds,
+    since_1970,
     wire_format,
     wire_format_number,
 )
@@ -27,6 +28,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
     Assignment,
     BucketPush,
+    Continued,
     JoinResult,
     PulledBucket,
     RoundNews,
@@ -316,7 +318,13 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
         {step.shard: begun_step(step) for step in response.begun},
+        _continued(response.continued) if response.HasField("continued") else None,
     )
+
+
+def _continued(job: membership_pb2.ContinuedJob) -> Continued:
+    trained = since_1970(job.train_time) if job.HasField("train_time") else None
+    return Continued(since_1970(job.begin_time), trained, job.live_count)
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

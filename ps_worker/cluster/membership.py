@@ -15,13 +15,14 @@ from typing import TypeVar
 
 from ps_protocol.errors import Fenced, FinishedWithout, JobFinished, LimitExceeded, NotFound, PSError, UnknownWorker
 from ps_runtime.background import guarded, join_within
+from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
 from ps_worker.cluster import convert
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.threads import JOIN_SECONDS
-from ps_worker.values import JoinResult, Roster, SavedState
+from ps_worker.values import Continued, JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
 
@@ -91,6 +92,8 @@ class Membership:
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
         place = self._ask(run, None)
+        if place.continued is not None:
+            _tell_of_continuing(place, place.continued)
         with self._changed:
             self.place = place
         beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
@@ -294,3 +297,13 @@ def _as_member(error: E) -> E | FinishedWithout:
     """Returns what an error means to a worker that has taken part. Servers of earlier releases tell it of its finished
     job as they tell a process that comes late, which has nothing to do."""
     return FinishedWithout(str(error)) if isinstance(error, JobFinished) else error
+
+
+def _tell_of_continuing(place: JoinResult, continued: Continued) -> None:
+    """Says that a launch goes on with weights that others have trained; in small type where these train them now."""
+    job = place.identity.job
+    log.log(
+        logging.INFO if continued.live else logging.WARNING,
+        "continues job %r at clock %d: %s. To begin anew: another name (--job), or `ps-server end --job %s` before",
+        *(job, place.clock, described(continued.began, continued.trained), job),
+    )
