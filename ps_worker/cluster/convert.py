@@ -26,6 +26,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
     Assignment,
     BucketPush,
+    HeartbeatAnswer,
     JoinResult,
     PulledBucket,
     RoundNews,
@@ -307,6 +308,17 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
     )
+
+
+def worker_state(state: SavedState | None) -> membership_pb2.WorkerState | None:
+    """Returns a worker's own state, or what its script has set."""
+    return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
+
+
+def heartbeat_answer(response: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
+    """Reads what the coordinator answers to a sign of life."""
+    script = SavedState(response.script.clock, response.script.content) if response.HasField("script") else None
+    return HeartbeatAnswer(response.script_request, script, response.script_coming)
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:
