@@ -150,7 +150,7 @@ class WorkerCheckpoint:
             timer.start()
 
     def comes_late(self) -> None:
-        """Notes that the job is under way: a script may step its schedulers before its first step, behind past passes."""
+        """Notes that the job is under way: a script may step its schedulers, behind past passes, before it steps."""
         for optimizer, _ in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch warns of the order
 
