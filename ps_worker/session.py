@@ -32,7 +32,7 @@ from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
-from ps_worker.given import non_finite_named, sort_given, wire_named
+from ps_worker.given import check_own, non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
@@ -202,6 +202,7 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
         outer: Mapping[str, Any] | None = None,
+        own: Sequence[Any] = (),
     ) -> Any:
         """Makes models, their optimizers, loaders and schedulers ready to train; returns them in the order given.
 
@@ -209,7 +210,8 @@ class Session:
         optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
         rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
         `state_dict` and `load_state_dict`, come back as they are; if the job is rolled back to a checkpoint, so is
-        their state. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
+        their state, and a worker that joins a job under way takes it over from another one. All models and optimizers
+        go into one call; more loaders may be prepared later. Blocks until
         every declared worker has joined.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
@@ -232,6 +234,9 @@ class Session:
                       In local:H/F also "delay" (1) and "mixing" (0.5): how many steps later what was pulled of a
                       fragment is mixed in, and what the worker keeps of its own weights then
 
+        own:          those of the things whose state is each worker's own, and not the job's as a schedule is: a worker
+                      that joins late does not take it over from another. It is rolled back all the same
+
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
@@ -239,6 +244,7 @@ class Session:
         which servers refuse a worker.
         """
         given = sort_given(things)
+        check_own(own, given.others)
         _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models:
@@ -254,7 +260,7 @@ class Session:
             prepared |= self._prepare_models(given.models, given.optimizers, options)
         for loader in given.loaders:
             prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
-        self._strategy.keep(given.others)
+        self._strategy.keep(given.others, own)
         in_order = tuple(prepared[id(thing)] for thing in things)
         return in_order[0] if len(in_order) == 1 else in_order
 

@@ -95,11 +95,29 @@ class JoinResult:
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers that take part."""
+    """The workers that take part.
+
+    asked: the rank of the one that is to tell what its script has set, and the number of that request
+    """
 
     ranks: tuple[int, ...]
     world_size: int
     started: bool
+    asked: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """What the coordinator answers to a sign of life.
+
+    script_request: this worker is to tell what its script has set; 0: it is not
+    script:         what the job's script has set, for a worker that asked
+    script_coming:  another worker is to tell it, and has not yet
+    """
+
+    script_request: int
+    script: SavedState | None
+    script_coming: bool
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ class MembershipServiceServicer:
 
     def SaveWorkerState(self, request, context):
         """Keeps what a worker needs besides the weights to continue from a checkpoint: its position in the data, its random
-        state, its learning-rate schedule. A worker calls it for each clock at which a pull said `state_wanted`. Repeating
-        it is safe.
+        state, its learning-rate schedule. A worker calls it for each clock at which a pull said `state_wanted`, and to
+        answer a `script_request`. Repeating it is safe.
         FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place. RESOURCE_EXHAUSTED: more than
         16 MiB, or what the operator allows.
         """

@@ -205,6 +205,17 @@ class JobCheckpoints:
             log.error("job %s: worker %d goes on without its state: %s", self._spec.name, rank, error)
             return None
 
+    def newest_state(self, above: int) -> tuple[int, bytes] | None:
+        """Returns the newest state that a worker of any rank has left behind, or that the last checkpoint has.
+
+        above: only of a clock above this one
+        """
+        try:
+            return self._states.newest(above)
+        except CheckpointDamaged as error:
+            log.error("job %s: a worker that joins late goes on without the job's schedule: %s", self._spec.name, error)
+            return None
+
     def abandon(self) -> None:
         """Makes void what is being made: its manifest is written now or never."""
         with self._changed:

@@ -33,6 +33,7 @@ from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
+from ps_server.coordinator.job_script import JobScript
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
@@ -54,7 +55,7 @@ log = logging.getLogger("ps_server")
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting, watchers, figures, life: its parts
+    members, data, rounds, accounting, watchers, figures, script, life: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
     shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
@@ -94,6 +95,8 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.announced)
         self.figures = HeardFigures()
+        in_step = spec.consistency.one_clock and spec.consistency.quorum is None
+        self.script = JobScript(self.members, in_step, self._saved_script, self.watchers.tell)
         self.life = Lifecycle(spec.name, cluster.clock)
         self._troubles = Troubles(log, "rollback")
 
@@ -151,6 +154,7 @@ class CoordinatedJob:
 
     def _announce(self) -> None:
         """Tells the watchers, and the workers in a round, which workers are live now."""
+        self.script.workers_changed()
         self.watchers.tell()
         self.rounds.changed()
 
@@ -407,6 +411,9 @@ class CoordinatedJob:
         if self.checkpoints is not None:
             self.checkpoints.save_state(rank, clock, state)
 
+    def _saved_script(self, above: int) -> tuple[int, bytes] | None:
+        return self.checkpoints.newest_state(above) if self.checkpoints is not None else None
+
     def checkpoint(self, seconds: float = math.inf) -> Manifest:
         """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none.
 
@@ -468,6 +475,8 @@ class CoordinatedJob:
             for rank in heard.keys() - {member.rank for member in members}:
                 self.accounting.give_up(rank)  # it has left meanwhile
         self.continue_from(restored, back)
+        if everywhere:
+            self.script.forget()
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
             *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),

@@ -25,6 +25,7 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.loose import table_rule
+from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
@@ -77,6 +78,7 @@ class TableRows:
 
         self._made, self._table = made, made(table.rows)
         self._open: list[RowsContribution] = []
+        self._in_use = ValuesInUse()
         self.counts = RowCounts()
 
     def __len__(self) -> int:
@@ -94,9 +96,11 @@ class TableRows:
             return
         parts = [rows for each in added for rows in each.rows]
         update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
-        # Those of the first one count, as in a bucket: in sync the lowest rank's; with a quorum, the furthest worker's.
-        first = max((each for each in added if each.values is not None), key=lambda each: each.clock, default=None)
-        values = None if first is None else first.values
+        named = NamedValues()
+        for each in added:
+            if each.values is not None:
+                named.add(0, each.values, each.clock)
+        values = self._in_use.newer(named).get(0)
         count = max(1, sum(each.in_mean for each in added))
         done = self._table.apply(update, count, self._table.version + 1, values)
         self.counts += RowCounts(
@@ -170,6 +174,7 @@ class TableRows:
         """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore."""
         if seed is not None and seed != self.spec.initializer.seed:
             self._table = self._made(self.spec.seeded(seed))
+        self._in_use = ValuesInUse()
         self._table.restore(tensors, values)
 
 

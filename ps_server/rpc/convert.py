@@ -74,6 +74,11 @@ def worker_process(request: membership_pb2.ReportWorkerEndRequest) -> WorkerProc
     return WorkerProcess(request.launch, request.host, request.pid, request.incarnation)
 
 
+def told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
+    """Returns what a worker tells of its script: its clock then, and the content."""
+    return (request.script.clock, request.script.content) if request.HasField("script") else None
+
+
 def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
     """Returns a worker's place in a job."""
     member, state = result.member, None

@@ -29,6 +29,7 @@ from ps_worker.values import (
     Assignment,
     BucketPush,
     Continued,
+    HeartbeatAnswer,
     JoinResult,
     PulledBucket,
     RoundNews,
@@ -48,9 +49,9 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     )
 
 
-def heartbeat(worker: Identity, clock: int) -> membership_pb2.HeartbeatRequest:
-    """Says that a worker lives, and how many steps it has finished."""
-    return membership_pb2.HeartbeatRequest(worker=identity(worker), clock=clock)
+def heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -> membership_pb2.HeartbeatRequest:
+    """Says that a worker lives, and how many steps it has finished. script_wanted: as in CoordinatorClient.heartbeat"""
+    return membership_pb2.HeartbeatRequest(worker=identity(worker), clock=clock, script_wanted=script_wanted)
 
 
 def open_request(worker: Identity) -> bytes:
@@ -325,6 +326,17 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
 def _continued(job: membership_pb2.ContinuedJob) -> Continued:
     trained = since_1970(job.train_time) if job.HasField("train_time") else None
     return Continued(since_1970(job.begin_time), trained, job.live_count)
+
+
+def worker_state(state: SavedState | None) -> membership_pb2.WorkerState | None:
+    """Returns a worker's own state, or what its script has set."""
+    return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
+
+
+def heartbeat_answer(response: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
+    """Reads what the coordinator answers to a sign of life."""
+    script = SavedState(response.script.clock, response.script.content) if response.HasField("script") else None
+    return HeartbeatAnswer(response.script_request, script, response.script_coming)
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

@@ -7,6 +7,7 @@ at its next step, or when its calls fail. A worker whose rank another process ha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,8 @@ from ps_worker.cluster import convert
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
-from ps_worker.cluster.threads import JOIN_SECONDS
+from ps_worker.cluster.script import ScriptTelling
+from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
 from ps_worker.values import Continued, JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
@@ -64,6 +66,7 @@ class Membership:
     metrics_address: where this worker serves /metrics, for the servers' side
     finished:        says how many steps the training thread has finished in a place
     moved:           called in the heartbeat's thread with each new place; with None when there will be none
+    script:          what this worker tells of its script
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Membership:
         metrics_address: str,
         finished: Callable[[JoinResult], int],
         moved: Callable[[JoinResult | None], None],
+        script: ScriptTelling,
     ) -> None:
         self._coordinator = coordinator
         self._options = options
@@ -88,6 +92,9 @@ class Membership:
         self._changed = threading.Condition()
         self._doubt = Doubt()
         self._threads: list[threading.Thread] = []
+        self._script = script
+        script.send = self._tell
+        self._telling = DaemonPool(1, "script")
 
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
@@ -114,7 +121,8 @@ class Membership:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self.place.identity, state, done)
+            self._coordinator.leave(self.place.identity, state, done, self._script.last())
+        self._telling.close()
 
     def join_threads(self) -> None:
         """Waits for the threads, once the coordinator's connection is closed: calls that are under way end with it."""
@@ -235,7 +243,8 @@ class Membership:
         assert place is not None
         try:
             try:
-                self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+                answer = self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+                self._script.want(answer.script_request)
                 if self._doubt.disowned is place:
                     self._join_again(place)
             except Fenced:
@@ -273,6 +282,17 @@ class Membership:
             watching.stop()  # the roster is asked for anew: what was known before says nothing about now
         self._moved(place)
 
+    def _tell(self, request: int, script: SavedState | None) -> None:
+        """Tells the coordinator what the script has set, beside all else."""
+        place = self.place
+        assert place is not None
+
+        def tell() -> None:
+            with contextlib.suppress(PSError):  # the coordinator asks again
+                self._coordinator.tell_script(place.identity, request, script)
+
+        self._telling.submit(tell)
+
     def _watch(self) -> None:
         while not self._coordinator.closing.is_set():
             place = self.place
@@ -290,6 +310,8 @@ class Membership:
                 with self._changed:
                     self.roster, self._roster_of = roster, place
                     self._changed.notify_all()
+                if roster.asked is not None and place is not None and roster.asked[0] == place.identity.rank:
+                    self._script.want(roster.asked[1])
         watching.stop()
 
 

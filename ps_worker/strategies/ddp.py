@@ -105,7 +105,7 @@ class Ddp:
     def _share(self) -> tuple[int, int]:
         return self.rank, self.world_size
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     @contextlib.contextmanager

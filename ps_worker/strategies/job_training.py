@@ -86,6 +86,9 @@ class JobTraining:
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
+        self._beside = beside
+        self._is_late = False  # what the script has set is not the job's yet, see `_follow_job`
+        self._goes_back = False  # it is ahead of the job's, which was rolled back
 
     def begin(
         self,
@@ -106,10 +109,16 @@ class JobTraining:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
         elif self.clock and self.participation.options.world_size:
             log.warning(
-                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data and its "
-                "schedulers begin anew",
+                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data begins "
+                "anew",
                 *(self.participation.rank, self.clock),
             )
+        # With a state of an earlier clock, its schedule is behind the job's.
+        self._is_late = not self._beside and self.clock > (self.checkpoint.restored_clock or 0)
+        if self._is_late:
+            self.checkpoint.comes_late()
+        else:
+            self._tell()
         self.participation.begin_step()
 
     def close(self) -> None:
@@ -123,6 +132,7 @@ class JobTraining:
             state = self._last_state()
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
+        self.checkpoint.close()
         self._sender.close()
         self.participation.close(state, done=not is_cut_short())
         self._sender.join()
@@ -177,6 +187,7 @@ class JobTraining:
         if self._rolled_back and self.checkpoint.waits_for_loader:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         self._rolled_back = False
+        self._follow_job()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         counts = self._until_it_counts(index)
@@ -187,7 +198,8 @@ class JobTraining:
     def empty_step(self) -> None:
         """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
         self._metrics.empty_step()
-        self.checkpoint.stepping()
+        self._follow_job()
+        self.checkpoint.stepping(is_empty=True)
         if self._until_it_counts(None):
             self.data.pushed()
         else:
@@ -201,6 +213,35 @@ class JobTraining:
             if counts is not False or self._at_hand is None:
                 return counts is not False
 
+    # -- what the script has set that is the job's -------------------------------------------------------------------
+
+    def _follow_job(self) -> None:
+        """Has a process that came late continue with the job's schedule, right before its first step."""
+        if not self._is_late:
+            return
+        if self.checkpoint.job.are_some:
+            try:
+                told = self.participation.ask_script()
+            except PlaceLost:
+                return  # which the step meets, too; the next one asks anew
+            self.checkpoint.adopt(None if told is None else told.content, self.clock, self._goes_back)
+        elif self.checkpoint.has_unknown_scheduler:
+            log.warning(
+                "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
+                "prepare, and workers that join late continue the job's",
+                *(self.participation.rank, self.clock),
+            )
+        self._is_late = self._goes_back = False
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells other workers that join late what the script has set, from here on."""
+        self.participation.script.begin(self._told)
+
+    def _told(self) -> SavedState | None:
+        clock, told = self.clock, self.checkpoint.tells(self.clock)
+        return None if told is None else SavedState(clock, told)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets gradients only add up inside; they leave with the next backward outside, or `step`."""
@@ -212,6 +253,10 @@ class JobTraining:
 
         before: is called first, also where the place is lost already: it calls no server then
         """
+        with self.participation.script.standing():
+            return self._in_this_place(exchange, before)
+
+    def _in_this_place(self, exchange: Callable[[], None], before: Callable[[], None]) -> bool | None:
         self.participation.members.raise_lost()
         try:
             before()
@@ -330,7 +375,8 @@ class JobTraining:
             if goes_again:
                 self.checkpoint.capture()  # of a step that has taken its batch: it is not made twice after a rollback
             elif rolled_back:
-                self._roll_back(place.state)
+                with self.participation.script.moving():
+                    self._roll_back(place.state)
             else:
                 self.checkpoint.stepped()
         self._metrics.rejoined(not staged and not goes_again and not rolled_back, self.clock)
@@ -391,6 +437,7 @@ class JobTraining:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
             self.checkpoint.forget()
+            self._is_late = self._goes_back = not self._beside
         else:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
             self.checkpoint.try_restore()
@@ -412,7 +459,8 @@ class JobTraining:
 
     def pause(self, seconds: float) -> None:
         """Waits; raises the reason if this worker takes part no more."""
-        self.participation.wait(seconds)
+        with self.participation.script.standing():
+            self.participation.wait(seconds)
         if self._closing:
             raise UnknownWorker("the session is closed")
 
@@ -420,7 +468,8 @@ class JobTraining:
         """Returns batches of leased data; None: this worker took another place, and has to ask anew."""
         self.pause(0.0)
         try:
-            return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
+            with self.participation.script.standing():
+                return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
         except PlaceLost:
             self.come_back()
             return None

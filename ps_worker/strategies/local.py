@@ -121,6 +121,7 @@ class LocalTraining(JobTraining):
         self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
         self._hooks: list[RemovableHandle] = []
+        self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         """Returns what keeps the state of the script's own optimizers."""
@@ -203,9 +204,15 @@ class LocalTraining(JobTraining):
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
+        self._follow_job()
+        if not self._round.made:
+            self._began = self._told()
         self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
+
+    def _tell(self) -> None:
+        self.participation.script.begin(lambda: self._began, at_any_time=True)  # a newcomer begins with a round
 
     def samples(self, count: int) -> None:
         """Adds samples that the step at hand uses."""

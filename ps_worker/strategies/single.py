@@ -70,7 +70,7 @@ class Single:
         self._log_refused(refused_of_loader(loader))
         return PreparedLoader(loader, self._device, self._metrics.timer)
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     def no_sync(self) -> AbstractContextManager[None]:
