@@ -5,10 +5,11 @@ occurred after it and wait for admission. Beside them
 
     since            the version after which these are
     oldest           rows that were trained last before this version are none any more
+    removed          ids that were rows and made room for others, and are not told by `oldest`
     waiting.oldest   likewise of ids that wait
-    waiting.removed  ids that waited and do not any more: they were admitted
+    waiting.removed  ids that waited and do not any more, likewise: they were admitted, or made room
 
-A row never goes by itself: those that were trained longest ago go, so one number says which ones.
+Mostly those that were trained longest ago go together, so one number says which ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from ps_protocol.row_ids import mix
 
-_OWN = ("since", "oldest", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
+_OWN = ("since", "oldest", "removed", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -77,7 +78,7 @@ def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
         stays = (last >= oldest) & ~np.isin(ids, later)
         kept.append(torch.from_numpy(np.flatnonzero(stays)))
-        removed = [part["waiting.removed"].numpy()] if prefix and "waiting.removed" in part else []
+        removed = [part[f"{prefix}removed"].numpy()] if f"{prefix}removed" in part else []
         later = np.concatenate([later, ids, *removed])
         oldest = max(oldest, int(part[f"{prefix}oldest"]) if f"{prefix}oldest" in part else 0)
     return kept[::-1]

@@ -20,7 +20,7 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.row_ids import Ids, mix
+from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
@@ -120,6 +120,7 @@ class Table:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
         self._removed = RemovedIds()
+        self._made_room = RemovedIds()  # of these, the ones that did not expire: an increment names them
         self._copy: TableCopy | None = None  # the last one
         self.version = 0  # updates made
 
@@ -132,7 +133,8 @@ class Table:
         """Bytes of memory, also of rows that have expired and are not used again yet."""
         rows = self._places.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        return self._rows.nbytes + self._places.nbytes + rows + waiting + self._removed.nbytes
+        removed = self._removed.nbytes + self._made_room.nbytes
+        return self._rows.nbytes + self._places.nbytes + rows + waiting + removed
 
     @property
     def in_file(self) -> InFile:
@@ -165,11 +167,11 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._forget(self._rows.make_room(len(new), version), version)
+        evicted = self._make_room(len(new), version)
         room = max(0, self._rows.limit - len(self._rows))
         no_room = max(0, len(new) - room)
         if no_room:
-            new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
+            new = new[np.argsort(chance_order(update.ids[new]), kind="stable")[:room]]
         if len(new):
             ids = update.ids[new]
             numbers[new] = self._rows.add(ids, version)
@@ -228,18 +230,18 @@ class Table:
         if self._copy is not None:
             self._copy.end()
         waiting = self._candidates
-        admitted = None if waiting is None or since is None else waiting.admitted.after(since)
-        if since is not None and (
-            since < max(self._rows.exact_since, waiting.entries.exact_since if waiting is not None else 0)
-            or (waiting is not None and admitted is None)
-        ):
+        exact = [self._rows.exact_since, *([] if waiting is None else [waiting.entries.exact_since])]
+        removed = {"": self._made_room} | ({} if waiting is None else {"waiting.": waiting.removed})
+        if since is not None and (since < max(exact) or any(each.after(since) is None for each in removed.values())):
             since = None
         others: dict[str, np.ndarray] = {"version": np.array([self.version])}
         if since is not None:
-            others |= {"since": np.array([since]), "oldest": np.array([self._rows.oldest])}
+            others["since"] = np.array([since])
+            for prefix, each in removed.items():
+                others[f"{prefix}removed"] = np.concatenate([np.empty(0, np.int64), *(each.after(since) or ())])
+            others["oldest"] = np.array([self._rows.oldest])
         if since is not None and waiting is not None:
             others["waiting.oldest"] = np.array([waiting.entries.oldest])
-            others["waiting.removed"] = np.concatenate([np.empty(0, np.int64), *(admitted or ())])
         columns = {name: CopiedColumn(each.dim, torch.float32) for name, each in self._in_memory().items()}
         rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
         waits = waiting.copy(self.version, since or 0) if waiting is not None else None
@@ -286,7 +288,7 @@ class Table:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
             waiting.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
-        self._removed = RemovedIds(self.version)
+        self._removed, self._made_room = RemovedIds(self.version), RemovedIds(self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
         """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""
@@ -303,6 +305,12 @@ class Table:
         """Notes that ids are rows no more; returns how many they are."""
         self._removed.add(version, ids, len(self._rows))
         return len(ids)
+
+    def _make_room(self, more: int, version: int) -> int:
+        """Has rows go where so many more do not fit; returns how many."""
+        gone = self._rows.make_room(more, version)
+        self._made_room.add(version, gone.removed, len(self._rows))
+        return self._forget(np.concatenate(gone), version)
 
     def _expire(self, version: int) -> int:
         """Has rows expire if it is time; returns how many. Gives back some of what expired before."""

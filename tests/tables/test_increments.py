@@ -152,7 +152,7 @@ def test_where_admitted_ids_are_forgotten_the_copy_is_of_all_rows() -> None:
         train(table, 0, version)
     assert table.copy(9).since == 9
     assert table._candidates is not None
-    table._candidates.admitted.add(11, np.arange(LEAST_KEPT + 1), 0)
+    table._candidates.removed.add(11, np.arange(LEAST_KEPT + 1), 0)
     assert table.copy(9).since is None
 
 
