@@ -31,7 +31,7 @@ class Candidates:
         self._capacity = capacity
         self._counts: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self.entries = Entries(capacity, salt)
-        self.removed = RemovedIds()  # ids that waited and do not any more, but for those that expired
+        self.removed = RemovedIds(capacity)  # ids that waited and do not any more, but for those that expired
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Candidates:
         """
         newest = np.lexsort((chance_order(ids), -last))[: self._capacity - len(self.entries)]
         self._counts[self.entries.add(ids[newest], last[newest])] = counts[newest]
-        self.removed = RemovedIds(version)
+        self.removed = RemovedIds(self._capacity, version)
 
     def _read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
         out["counts"].copy_(torch.from_numpy(self._counts.take(numbers).astype(np.int64)))

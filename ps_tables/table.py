@@ -21,7 +21,6 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids, chance_order, mix
-from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
@@ -36,17 +35,6 @@ from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
-INDEX_BYTES = 32  # of an id: two and a half slots, the id itself, and its version
-
-
-def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
-    """Returns the bytes of a row and its optimizer's state."""
-    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim))
-
-
-def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
-    """Returns the bytes that a row takes, with its optimizer's state and its place in the index."""
-    return record_bytes(spec, optimizer, values) + INDEX_BYTES
 
 
 @dataclass(frozen=True)
@@ -109,7 +97,7 @@ class Table:
         salt: int = 0,
         beyond: Beyond | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self._capacity = spec, capacity
         self._name, self._values = optimizer, dict(values)
         self._rows = Entries(capacity, salt)
         self._weights = RowArray(capacity, spec.dim)
@@ -119,8 +107,7 @@ class Table:
         if beyond is not None:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
-        self._removed = RemovedIds()
-        self._made_room = RemovedIds()  # of these, the ones that did not expire: an increment names them
+        self._removed = RemovedIds(capacity)
         self._copy: TableCopy | None = None  # the last one
         self.version = 0  # updates made
 
@@ -133,8 +120,7 @@ class Table:
         """Bytes of memory, also of rows that have expired and are not used again yet."""
         rows = self._places.memory_rows * 4 * sum(array.dim for array in self._in_memory().values())
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        removed = self._removed.nbytes + self._made_room.nbytes
-        return self._rows.nbytes + self._places.nbytes + rows + waiting + removed
+        return self._rows.nbytes + self._places.nbytes + rows + waiting + self._removed.nbytes
 
     @property
     def in_file(self) -> InFile:
@@ -167,7 +153,7 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._make_room(len(new), version)
+        evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
         room = max(0, self._rows.limit - len(self._rows))
         no_room = max(0, len(new) - room)
         if no_room:
@@ -231,7 +217,7 @@ class Table:
             self._copy.end()
         waiting = self._candidates
         exact = [self._rows.exact_since, *([] if waiting is None else [waiting.entries.exact_since])]
-        removed = {"": self._made_room} | ({} if waiting is None else {"waiting.": waiting.removed})
+        removed = {"": self._removed} | ({} if waiting is None else {"waiting.": waiting.removed})
         if since is not None and (since < max(exact) or any(each.after(since) is None for each in removed.values())):
             since = None
         others: dict[str, np.ndarray] = {"version": np.array([self.version])}
@@ -288,7 +274,7 @@ class Table:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
             waiting.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
-        self._removed, self._made_room = RemovedIds(self.version), RemovedIds(self.version)
+        self._removed = RemovedIds(self._capacity, self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
         """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""
@@ -305,12 +291,6 @@ class Table:
         """Notes that ids are rows no more; returns how many they are."""
         self._removed.add(version, ids, len(self._rows))
         return len(ids)
-
-    def _make_room(self, more: int, version: int) -> int:
-        """Has rows go where so many more do not fit; returns how many."""
-        gone = self._rows.make_room(more, version)
-        self._made_room.add(version, gone.removed, len(self._rows))
-        return self._forget(np.concatenate(gone), version)
 
     def _expire(self, version: int) -> int:
         """Has rows expire if it is time; returns how many. Gives back some of what expired before."""

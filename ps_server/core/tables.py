@@ -32,8 +32,9 @@ from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
-from ps_tables.increments import merged
-from ps_tables.table import INDEX_BYTES, Beyond, InFile, Table, record_bytes
+from ps_tables.increments import merged, newest
+from ps_tables.sizes import index_bytes, record_bytes, rows_within
+from ps_tables.table import Beyond, InFile, Table
 
 MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
 
@@ -171,11 +172,16 @@ class TableRows:
         return self._table.values
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
-        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore."""
+        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore.
+
+        Where there is room for fewer rows than when they were saved, those trained longest ago are evicted.
+        """
         if seed is not None and seed != self.spec.initializer.seed:
             self._table = self._made(self.spec.seeded(seed))
         self._in_use = ValuesInUse()
-        self._table.restore(tensors, values)
+        fitting = newest(tensors, self._table.capacity)
+        self._table.restore(fitting, values)
+        self.counts += RowCounts(evicted=len(tensors["ids"]) - len(fitting["ids"]))
 
 
 @dataclass
@@ -436,21 +442,24 @@ class TableSize:
 
 
 def table_size(table: JobTable, place: Place) -> TableSize:
-    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file."""
+    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file.
+
+    Where ids wait for admission, memory is to hold as many of these as rows.
+    """
     record = record_bytes(table.rows, table.optimizer, table.values)
+    waits, memory = table.rows.admit_after > 1, place.table_bytes
     share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
-    fit = max(1, min(share, place.table_bytes // (record + INDEX_BYTES)))
-    in_memory = TableSize(fit, fit, fit * (record + INDEX_BYTES))
+    fit = max(1, min(share, rows_within(memory, record, waits)))
+    in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
     if fit == share or not place.file_bytes:
         return in_memory
     # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
-    known = INDEX_BYTES + PLACE_BYTES
-    rows = min(share, 3 * place.table_bytes // (4 * known), (place.table_bytes + place.file_bytes) // (record + known))
+    known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
+    rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
     if rows <= fit:
         return in_memory
-    return TableSize(
-        rows, (place.table_bytes - rows * known) // record, place.table_bytes, min(rows, place.file_bytes // record)
-    )
+    left = memory - rows * PLACE_BYTES - index_bytes(rows, waits)
+    return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
 
 
 def _beyond(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
