@@ -72,6 +72,8 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 data_type=DATA_TYPE_NUMBERS[p.dtype],
                 group=p.group or 0,
                 frozen=p.group is None,
+                element_type=p.element,
+                not_saved=not p.is_saved,
             )
             for p in spec.parameters
         ],
@@ -169,7 +171,8 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
-    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
+    more = message.element_type, not message.not_saved
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more)
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:

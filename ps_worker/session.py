@@ -38,7 +38,7 @@ from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
-from ps_worker.state.ending import end_by_signal
+from ps_worker.state.ending import end_by_signal, is_cut_short
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
 from ps_worker.strategies.local import LocalSteps
@@ -140,6 +140,7 @@ class Session:
         self._pid = os.getpid()
         self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
+        self._has_loaders = False  # that `prepare` returned
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -260,6 +261,7 @@ class Session:
             prepared |= self._prepare_models(given.models, given.optimizers, options)
         for loader in given.loaders:
             prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
+            self._has_loaders = True
         self._strategy.keep(given.others, own)
         in_order = tuple(prepared[id(thing)] for thing in things)
         return in_order[0] if len(in_order) == 1 else in_order
@@ -438,6 +440,7 @@ class Session:
         """Leaves the job and closes every connection; may be called more than once."""
         if self._pid != os.getpid():
             return  # a forked child, of a DataLoader say: the session is its parent's
+        self._warn_of_unused_loaders()
         self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()
@@ -447,6 +450,17 @@ class Session:
         with _opening:
             if self in _open:
                 _open.remove(self)
+
+    def _warn_of_unused_loaders(self) -> None:
+        """Warns where a script has trained, and asked no loader that `prepare` returned for a batch."""
+        has_trained, has_asked = self._metrics.timer.has_gradients, self._metrics.timer.has_asked
+        divides = self._has_loaders and self.mode != "single" and self._config.world_size != 1
+        if divides and has_trained and not has_asked and not is_cut_short():
+            log.warning(
+                "no batch was asked of a loader that prepare returned: this worker has trained with all of the data, "
+                "and not with its share. Write model, optimizer, loader = session.prepare(model, optimizer, loader)"
+            )
+        self._has_loaders = False  # it is said once
 
     def __enter__(self) -> Session:
         return self

@@ -25,14 +25,15 @@ from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidReque
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.tables import TableSpec
-from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_server.core.tables import joined
+from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
-from ps_server.storage.table_files import Rows, check_format, save_tensors, write_rows
+from ps_server.storage.table_files import Rows, check_format, write_rows
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
@@ -76,14 +77,15 @@ def export(
     manifest, spec, tables = found.manifest, found.spec, found.rows
     model, optimizer, groups = _gather(spec, found.buckets, found.snapshots)
     model |= found.changed
+    model = _as_modules_have_them(model, spec)
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, rows in tables.items():
             write_rows(rows, output / "tables", name, tables_as)
-        save_tensors(model, output / "model.safetensors", {"format": "pt"})
-        save_tensors(optimizer, output / "optimizer.safetensors", {"format": "pt"})
+        save_any(model, output / "model.safetensors")
+        save_any(optimizer, output / "optimizer.safetensors")
         (output / "optimizer.json").write_text(
             json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
         )
@@ -92,11 +94,17 @@ def export(
     return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"
 
 
+def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns what `export` wrote of the model, as its load_state_dict takes it: also tensors of element types that the
+    format does not know, such as complex128."""
+    return load_any(directory / "model.safetensors")
+
+
 def optimizer_state_dict(directory: Path) -> dict[str, Any]:
     """Returns what `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
     groups = json.loads((directory / "optimizer.json").read_text())["param_groups"]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in safetensors.torch.load_file(directory / "optimizer.safetensors").items():
+    for key, tensor in load_any(directory / "optimizer.safetensors").items():
         index, name = key.split("/")
         state.setdefault(int(index), {})[name] = tensor
     for group in groups:
@@ -149,6 +157,18 @@ def _read(store: CheckpointStore, job: str, name: str) -> Found:
         table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
     }
     return Found(manifest, spec, buckets, snapshots, changed, rows)
+
+
+def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict[str, torch.Tensor]:
+    """Returns the tensors with the element types that they have in the model, without those that its state_dict has
+    not."""
+    elements = {parameter.name: parameter.element for parameter in spec.parameters}
+    left_out = {parameter.name for parameter in spec.parameters if not parameter.is_saved}
+    return {
+        name: whole_of(tensor, elements[name]) if elements.get(name) else tensor
+        for name, tensor in model.items()
+        if name not in left_out
+    }
 
 
 def _with_seeds(spec: JobSpec, tables: list[TableSnapshot]) -> JobSpec:
@@ -204,7 +224,8 @@ def _gather(
     for key, tensor in state.items():
         parameter = spec.parameters[order[int(key.split("/")[0])]]
         if tensor.dim() == 1 and tensor.numel() == parameter.numel:
-            state[key] = tensor.reshape(parameter.shape)
+            shaped = tensor.reshape(parameter.shape)
+            state[key] = whole_of(shaped, parameter.element) if parameter.element else shaped
     for index, values in enumerate(groups):
         values["params"] = [number[i] for i in order if spec.parameters[i].group == index]
     shapes = {p.name: p.shape for p in spec.parameters}

@@ -16,7 +16,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES
+from ps_protocol.tensors import TORCH_DTYPES, whole_of
 
 
 class FlatBuffers:
@@ -56,7 +56,9 @@ class FlatBuffers:
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
-        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.frozen}
+        # Not those of the buckets: a parameter without elements lies in none.
+        trained = [self.spec.parameters[index] for index in self.trained]
+        spaces = {space_of(parameter): parameter.dtype for parameter in trained}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         gradients_before = self._gradients
@@ -81,7 +83,7 @@ class FlatBuffers:
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         parameter, offset = self.spec.parameters[index], self.layout.offsets[index]
-        return flat[offset : offset + parameter.numel].view(parameter.shape)
+        return whole_of(flat[offset : offset + parameter.numel].view(parameter.shape), parameter.element)
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
@@ -136,11 +138,12 @@ class FlatBuffers:
     def check_form(self, index: int) -> None:
         """Raises InvalidRequest if a parameter has another type, shape or device than at `prepare`."""
         tensor, parameter, device = self.trained[index], self.spec.parameters[index], self._devices[index]
-        if DTYPE_NAMES.get(tensor.dtype) != parameter.dtype or tuple(tensor.shape) != parameter.shape:
+        element = parameter.element or parameter.dtype
+        shape = parameter.shape[:-1] if parameter.element else parameter.shape
+        if str(tensor.dtype) != f"torch.{element}" or tuple(tensor.shape) != shape:
             raise InvalidRequest(
-                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as "
-                f"{parameter.dtype} {parameter.shape}: convert the model before prepare, or back before "
-                "optimizer.step()"
+                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as {element} "
+                f"{shape}: convert the model before prepare, or back before optimizer.step()"
             )
         if not _is_same(tensor.device, device):
             raise InvalidRequest(

@@ -97,7 +97,8 @@ class Gradients:
         views = self._buffers.gradient_views
         unseen = {index: views[index] for index in present if not seen.get(index, False)}
         if self._on_gpu and unseen:
-            totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
+            real = [torch.view_as_real(view) if view.is_complex() else view for view in unseen.values()]
+            totals = torch.stack([view.sum(dtype=torch.float32) for view in real])
             if bool(torch.isfinite(totals).all()):  # waits for the GPU once, not once for each
                 return None
         return next((self._buffers.spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)

@@ -71,6 +71,7 @@ class LocalSteps(ParameterServer):
         training = self._join(models, [outer], options, partial(self._training_class, optimizers=optimizers))
         assert isinstance(training, LocalTraining)
         self._local = training
+        self._alone.know(optimizers, optimizers)
         return models, optimizers
 
     @property

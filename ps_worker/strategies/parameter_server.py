@@ -9,6 +9,7 @@ beside     A group that is added to an optimizer later is a job of its own, with
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -30,7 +31,9 @@ from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
+from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.model.streamed_round import step_maker
+from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.strategy import Prepared
@@ -38,6 +41,8 @@ from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import PrepareOptions
+
+log = logging.getLogger("ps_worker")
 
 
 class ParameterServer:
@@ -59,6 +64,7 @@ class ParameterServer:
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
         self._rounds: Rounds | None = None  # likewise
+        self._alone: SteppedAlone  # likewise
 
     @property
     def rank(self) -> int:
@@ -105,7 +111,9 @@ class ParameterServer:
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
         training = self._join(models, optimizers, options)
-        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        prepared = [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        self._alone.know(prepared, optimizers)
+        return models, prepared
 
     def _join(
         self,
@@ -118,6 +126,7 @@ class ParameterServer:
         self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device, make=make)
         self._training, self._rounds = training, Rounds(self._joining, training)
+        self._alone = SteppedAlone(models, refuse)
         return training
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
@@ -173,9 +182,21 @@ class ParameterServer:
     def close(self) -> None:
         """Leaves the job and ends every thread and connection."""
         if self._training is not None:
+            warn_of_no_step(self._alone, self._metrics)
+            self._alone.close()
             self._training.close()
         elif self._joining is not None:
             self._joining.close()
+
+
+def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:
+    """Warns, at the end of a script, where it made gradients, and no step of the optimizers that `prepare` returned."""
+    if not alone.steps and metrics.timer.has_gradients and not alone.is_closed and not is_cut_short():
+        log.warning(
+            "no step was made through this session, although backward has made gradients: what this worker trained, it "
+            "trained alone. Step the optimizer that prepare returns: "
+            "model, optimizer, loader = session.prepare(model, optimizer, loader)"
+        )
 
 
 def join(

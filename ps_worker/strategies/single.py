@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from ps_worker.data.loaders import PreparedLoader, refused_of_loader
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
+from ps_worker.model.stepped_alone import SteppedAlone
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
@@ -37,6 +38,7 @@ class Single:
         self._device = device
         self._level = logging.WARNING if wanted else logging.INFO
         self._refused: set[str] = set()  # what the log has
+        self._alone: SteppedAlone | None = None  # from `prepare` on
 
     @property
     def round(self) -> int:
@@ -57,6 +59,8 @@ class Single:
         self._log_refused(refused_of(models, optimizers))
         tables = prepare_tables(models, optimizers)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
+        self._alone = SteppedAlone(models, lambda message: self._log_refused([message]))
+        self._alone.know(optimizers, optimizers)
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers
@@ -85,7 +89,9 @@ class Single:
         return {0: value}
 
     def close(self) -> None:
-        """Does nothing: nothing is open."""
+        """Looks at the steps of other optimizers no more."""
+        if self._alone is not None:
+            self._alone.close()
 
     def _log_refused(self, findings: list[str]) -> None:
         for text in findings:
