@@ -14,7 +14,16 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ps_protocol.errors import Fenced, FinishedWithout, JobFinished, LimitExceeded, NotFound, PSError, UnknownWorker
+from ps_protocol.errors import (
+    Fenced,
+    FinishedWithout,
+    JobFinished,
+    LimitExceeded,
+    NotFound,
+    PSError,
+    Unauthenticated,
+    UnknownWorker,
+)
 from ps_runtime.background import guarded, join_within
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
@@ -88,6 +97,7 @@ class Membership:
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
         self._error: PSError | None = None
         self._joining = False
+        self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: Watch | None = None
         self._changed = threading.Condition()
         self._doubt = Doubt()
@@ -251,10 +261,16 @@ class Membership:
                 raise
             except UnknownWorker:
                 self._join_again(place)
+        except Unauthenticated as error:
+            if self._is_unknown or self._coordinator.closing.is_set():
+                self._lost_for_good(place, error)
+            self._is_unknown = True  # a token that was renewed a moment ago is read anew for the next heartbeat
         except PSError as error:
             if error.retryable or self._coordinator.closing.is_set():
                 return  # the coordinator may come back; training does not need it
             self._lost_for_good(place, error)
+        else:
+            self._is_unknown = False
 
     def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
         """Notes the error that takes this worker off the job, if it is of the place that it is in."""
