@@ -89,6 +89,7 @@ class UpdateRule(Generic[T]):
     staged:  by rank, the highest clock taken: all that exactly-once needs, one number a worker
     pushed:  by rank, the highest clock of a contribution: `staged` without the clocks that were joined at
     applied: by rank, the highest clock whose update is in the weights
+    brought: by rank, the highest clock of a contribution that is in the weights: `applied` without those joined at
     version: updates applied
     awaits:  what a pull waits for before it is initialised
     """
@@ -100,6 +101,7 @@ class UpdateRule(Generic[T]):
     staged: dict[int, int] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
+    brought: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, Add[T]] = field(default_factory=dict)
     added: list[Add[None]] = field(default_factory=list)
     awaits: Admission = NOT_INITIALISED
@@ -185,6 +187,7 @@ class UpdateRule(Generic[T]):
         for add in self.added:
             # A worker that rejoined may be further on than the contribution that its older incarnation left.
             self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
+            self.brought[add.rank] = max(add.clock, self.brought.get(add.rank, 0))
         self.added.clear()
 
     def waits_for_grace(self) -> bool:
@@ -246,11 +249,16 @@ class UpdateRule(Generic[T]):
                 found.append(ADMITTED if is_applied else OWN_PUSH_APPLIED)
         return found
 
-    def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
+    def restore(self, version: int, clocks: Mapping[int, int], pushed: Mapping[int, int] | None = None) -> None:
+        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed.
+
+        pushed: by rank, what counts as pushed where its clock does not; see `joined_at`
+        """
         self.initialised = True
         self.version = version
-        self.staged, self.pushed, self.applied = dict(clocks), dict(clocks), dict(clocks)
+        self.staged, self.applied = dict(clocks), dict(clocks)
+        self.pushed = {**clocks, **(pushed or {})}
+        self.brought = dict(self.pushed)
 
     def clocks(self) -> dict[int, int]:
         """Returns the clock of each live worker here."""
@@ -263,6 +271,13 @@ class UpdateRule(Generic[T]):
     def extent(self) -> VersionRange:
         """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
         return VersionRange(*self.versions(), dict(self.applied))
+
+    def joined_at(self) -> dict[int, int]:
+        """Returns, by rank, the last clock that it has pushed, where the clock of a snapshot that is taken now is not
+        that of a push, but one that it has joined at."""
+        clocks = self.extent().clocks
+        pushed = {rank: min(clock, self.brought.get(rank, 0)) for rank, clock in clocks.items()}
+        return {rank: clock for rank, clock in pushed.items() if clock != clocks[rank]}
 
     def _is_next(self, rank: int) -> bool:
         """Whether what this worker has staged belongs to the open update."""

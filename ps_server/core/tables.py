@@ -207,12 +207,13 @@ class ShardTable:
     def without_rows(self, committed: Committed) -> TableSnapshot:
         """Returns a snapshot of the table as it is, to which its rows are still to come."""
         clocks, seed = self.rule.extent().clocks, self.rows.spec.initializer.seed
-        return TableSnapshot(self.index, self.rule.version, clocks, {}, self.rows.values, committed, seed)
+        which = self.index, self.rule.version, clocks
+        return TableSnapshot(*which, {}, self.rows.values, committed, seed, self.rule.joined_at())
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
         self.rows.restore(snapshot.tensors, snapshot.values, snapshot.seed)
-        self.rule.restore(snapshot.version, snapshot.clocks)
+        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
 
 
 class Tables(Mapping[int, ShardTable]):
@@ -386,7 +387,8 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
     """Returns the rows of some shards that belong to this one, of which there may be another number now.
 
     Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
-    part has had of leased data is not committed.
+    part has had of leased data is not committed. A step that one part has had counts as pushed: its rows are not to
+    come twice.
     """
     newest = max(int(part.tensors["version"]) for part in parts)
     kept: dict[str, list[torch.Tensor]] = {}
@@ -401,15 +403,16 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
                     kept.setdefault(name, []).append(rows + age if name == f"{prefix}last" and age else rows)
     tensors = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in kept.items()}
     tensors["version"] = torch.tensor([newest])
-    ranks = {rank for part in parts for rank in part.clocks}
+    ranks = sorted({rank for part in parts for rank in part.clocks})
     return TableSnapshot(
         parts[0].index,
         max(part.version for part in parts),
-        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in sorted(ranks)},
+        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in ranks},
         tensors,
         parts[0].values,
         in_all([part.committed for part in parts]),
         parts[0].seed,
+        {rank: max(part.pushed.get(rank, part.clocks.get(rank, 0)) for part in parts) for rank in ranks},
     )
 
 

@@ -31,6 +31,7 @@ from ps_worker.values import (
     RoundNews,
     SavedState,
     ShardMap,
+    ShardPushed,
     ShardTimes,
     StateChunk,
 )
@@ -306,7 +307,12 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
+        {each.shard: _pushed(each) for each in response.shard_pushes},
     )
+
+
+def _pushed(pushes: types_pb2.ShardPushes) -> ShardPushed:
+    return ShardPushed(pushes.pushed_clock, {part: each.clock for each in pushes.further for part in each.parts})
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

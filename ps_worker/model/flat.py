@@ -8,7 +8,7 @@ here        turns a bucket into bytes on its way out, and bytes into a bucket, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -116,6 +116,16 @@ class FlatModel:
         for bucket in buckets:
             if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
                 self.residuals.count(self._left[bucket.index])
+
+    def held_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the memory in which gradients lie, or differences: `move` may take others."""
+        return self._buffers.all_gradients()
+
+    def hold_gradients(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Has gradients be what lies in memory that was theirs before a `move`."""
+        for space, gradients in self._buffers.all_gradients().items():
+            if gradients.data_ptr() != held[space].data_ptr():
+                gradients.copy_(held[space])
 
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""

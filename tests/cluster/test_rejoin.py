@@ -109,12 +109,11 @@ def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
                 else:
                     worker.step()
             found = worker.mine()
-            lost = found.count(0.0)
             if rank == 0:
                 assert worker.metric("rejoins") >= 1
-            assert worker.metric("lost_steps") == lost <= worker.metric("rejoins")
+            assert worker.metric("lost_steps") == 0
             whole = {1.0} if mode != "sync" else {0.5, 1.0}
-            assert set(found) - {0.0} <= whole, "a step counted other than once"
+            assert set(found) <= whole, "a step counted other than once"
             trained.append(session.unwrap(worker.model).cells.detach().clone())
 
     in_parallel(2, work)
@@ -166,7 +165,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     status.end_job(cluster.address, "default")
 
 
-def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twice(
+def test_buckets_that_leave_during_backward_count_once_though_the_place_is_lost(
     cluster: Cluster, cable: Cable
 ) -> None:
     with session_at(cable.address, "async", 0, world_size=1) as session:
@@ -178,9 +177,8 @@ def test_buckets_that_leave_during_backward_are_lost_with_the_place_and_none_twi
         until(lambda: 0 in live(cluster), "the heartbeat joins again, without a step")
         for _ in range(3):
             worker.step()
-        assert worker.mine()[3] == 0.0
-        assert set(worker.mine()) == {0.0, 1.0}
-        assert worker.mine().count(0.0) == worker.metric("lost_steps")
+        assert worker.mine() == [1.0] * 6
+        assert (worker.metric("rejoins"), worker.metric("lost_steps")) == (1, 0)
 
 
 def test_gradients_that_add_up_over_several_passes_go_on_adding_up(cluster: Cluster, cable: Cable) -> None:
@@ -195,7 +193,7 @@ def test_gradients_that_add_up_over_several_passes_go_on_adding_up(cluster: Clus
         worker.optimizer.step()  # finds its place lost
         worker.model(torch.tensor(10)).backward()  # on top of what is there: the script has not zeroed it
         worker.optimizer.step()
-        assert worker.model.cells.detach()[0, 10] == 2.0
+        assert worker.model.cells.detach()[0, 10] == 3.0
 
 
 def test_a_worker_that_waits_for_the_others_to_start_may_lose_its_place(cluster: Cluster, cable: Cable) -> None:
@@ -228,9 +226,9 @@ def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, c
         until(lambda: 1 in live(cluster))
         worker.step()
         assert second.rank == 1
-        assert second.clock == 1
+        assert second.clock == 2, "where the job is, and a step further"
         worker.step()
-        assert worker.mine() == [0.0, 1.0]
+        assert worker.mine() == [1.0, 1.0]
 
 
 # -- who gives up ----------------------------------------------------------------------------------------------------
