@@ -165,9 +165,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     status.end_job(cluster.address, "default")
 
 
-def test_buckets_that_leave_during_backward_count_once_though_the_place_is_lost(
-    cluster: Cluster, cable: Cable
-) -> None:
+def test_buckets_that_leave_during_backward_count_once_though_the_place_is_lost(cluster: Cluster, cable: Cable) -> None:
     with session_at(cable.address, "async", 0, world_size=1) as session:
         worker = Worker(session, overlap=True)
         for _ in range(3):

@@ -248,7 +248,7 @@ def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it
     assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4, {})
 
 
-@pytest.mark.parametrize("mode", ["async", "sync", "sync quorum 2"])
+@pytest.mark.parametrize("mode", ["async", "ssp:1", "sync"])
 def test_a_clock_that_a_worker_joined_at_is_no_push_of_its_in_a_checkpoint_either(mode: str) -> None:
     """Otherwise half of a step would be lost that it is about to push again."""
     job = running(mode, workers=2)

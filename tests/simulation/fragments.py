@@ -30,6 +30,11 @@ class StreamedRound:
         return self._pushed > 0
 
     @property
+    def begun(self) -> int | None:
+        """The number of the round, if fragments of it were pushed."""
+        return self.number if self._pushed else None
+
+    @property
     def number(self) -> int:
         """The number of the round, from 1."""
         return self._worker.clock + (0 if self._has_sent_all else 1)
