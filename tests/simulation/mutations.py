@@ -33,6 +33,7 @@ from ps_server.core.dense import OpenUpdate
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.core.quorum import QuorumRule
+from ps_server.core.reached import Reached
 from ps_server.core.sent import SentWeights
 from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
@@ -197,7 +198,27 @@ def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def takes_the_furthest_bucket_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back hears that a step counts of which some buckets have had nothing."""
+    pushed, further = Reached.pushed, Reached.further
+    patch.setattr(Reached, "pushed", lambda self, rank: max([pushed(self, rank) or 0, *further(self, rank).values()]))
+    patch.setattr(Reached, "further", lambda self, rank: {})
+
+
+def forgets_which_buckets_are_further(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back pushes a step again where a part of it counts."""
+    patch.setattr(Reached, "further", lambda self, rank: {})
+
+
+HALF_STEPS = (
+    Mutation(takes_the_furthest_bucket_for_all, ("async", "ssp:2"), frozenset({"lost"})),
+    Mutation(takes_the_furthest_bucket_for_all, ("sync", "local:4"), frozenset({"half a step"})),
+    Mutation(forgets_which_buckets_are_further, ("async", "ssp:2"), frozenset({"doubled"})),
+    Mutation(forgets_which_buckets_are_further, ("sync", "local:4"), frozenset({"half a step"})),
+)
+
 RULES = (
+    *HALF_STEPS,
     Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
     Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
     Mutation(forgets_what_it_has_sent, ("sync int4",), frozenset({"wrong update", "torn", "doubled"})),

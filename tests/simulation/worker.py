@@ -525,6 +525,8 @@ class Worker:
             number = clock if self.run.rules.averaged else number
             self.attempt(place, number)
             place.clock, begun = clock, begun or clock
+            if self.run.target is not None:  # all go on to where a step is that comes late
+                self.run.target = max(self.run.target, clock)
             try:
                 buckets = self.pushes(place, clock, self.gradient(number, clock), begun=begun)
                 rows = [*self.rows.pulls(place, number), *self.rows.pushes(place, clock, number, begun)]
