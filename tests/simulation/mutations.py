@@ -21,11 +21,13 @@ from ps_protocol.row_ids import Ids
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
+from ps_server.coordinator.members import JobMembers, Joined
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.beginnings import Beginnable, ComingRows
-from ps_server.core.commands import BeginRows, Staged, StageRows
+from ps_server.core.commands import BeginRows, Counted, Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
@@ -33,7 +35,6 @@ from ps_server.core.dense import OpenUpdate
 from ps_server.core.membership import Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.core.quorum import QuorumRule
-from ps_server.core.reached import Reached
 from ps_server.core.sent import SentWeights
 from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
@@ -198,27 +199,37 @@ def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def takes_the_furthest_bucket_for_all(patch: pytest.MonkeyPatch) -> None:
-    """A worker that comes back hears that a step counts of which some buckets have had nothing."""
-    pushed, further = Reached.pushed, Reached.further
-    patch.setattr(Reached, "pushed", lambda self, rank: max([pushed(self, rank) or 0, *further(self, rank).values()]))
-    patch.setattr(Reached, "further", lambda self, rank: {})
+def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int]], int]) -> None:
+    """Has a worker that comes back hear the same of all buckets of all shards."""
+    count = JobMembers.count
+
+    def alike(self: JobMembers, reservation: Reservation) -> Joined:
+        joined = count(self, reservation)
+        clocks = [c for of in joined.on_shards.values() for c in (of.pushed or 0, *(of.further or {}).values())]
+        pushed = pushed_of(clocks)
+        return Joined(joined.clock, pushed, {shard: Counted(joined.clock, pushed, {}) for shard in joined.on_shards})
+
+    patch.setattr(JobMembers, "count", alike)
 
 
-def forgets_which_buckets_are_further(patch: pytest.MonkeyPatch) -> None:
-    """A worker that comes back pushes a step again where a part of it counts."""
-    patch.setattr(Reached, "further", lambda self, rank: {})
+def takes_a_part_of_a_step_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back hears that all shards have had a step of which some have had nothing."""
+    _says_of_all_shards(patch, max)
+
+
+def takes_a_part_of_a_step_for_none(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back pushes a step as a whole of which some shards have had their part."""
+    _says_of_all_shards(patch, min)
 
 
 HALF_STEPS = (
-    Mutation(takes_the_furthest_bucket_for_all, ("async", "ssp:2"), frozenset({"lost"})),
-    Mutation(takes_the_furthest_bucket_for_all, ("sync", "local:4"), frozenset({"half a step"})),
-    Mutation(forgets_which_buckets_are_further, ("async", "ssp:2"), frozenset({"doubled"})),
-    Mutation(forgets_which_buckets_are_further, ("sync", "local:4"), frozenset({"half a step"})),
+    Mutation(takes_a_part_of_a_step_for_all, ("async", "ssp:2"), frozenset({"lost"})),
+    Mutation(takes_a_part_of_a_step_for_all, ("sync", "local:4"), frozenset({"half a step"})),
+    Mutation(takes_a_part_of_a_step_for_none, ("async", "ssp:2"), frozenset({"doubled"})),
+    Mutation(takes_a_part_of_a_step_for_none, ("sync", "local:4"), frozenset({"half a step"})),
 )
 
 RULES = (
-    *HALF_STEPS,
     Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
     Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
     Mutation(forgets_what_it_has_sent, ("sync int4",), frozenset({"wrong update", "torn", "doubled"})),
@@ -231,6 +242,7 @@ RULES = (
     Mutation(never_removes, ("ssp:0",), frozenset({"stuck", "waits for the dead", "wrong roster"})),
     Mutation(refuses_launches_at_once, ("async",), frozenset({"gave up"})),
     Mutation(answers_no_pull_that_waits, ("sync", "ssp:0"), frozenset({"another job waits"})),
+    *HALF_STEPS,
 )
 
 # -- repairs: what was broken once -----------------------------------------------------------------------------------

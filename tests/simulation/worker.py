@@ -509,14 +509,16 @@ class Worker:
         self._made = 0
         if self.error is not None:
             raise self.error
-        if self.place is not self._at:
+        is_late = self.place is not self._at
+        if is_late:
             self._connect(self.place)
-        self._make(number)
+        self._make(number, is_late=is_late)
 
-    def _make(self, number: int, begun: int | None = None) -> None:
+    def _make(self, number: int, begun: int | None = None, is_late: bool = False) -> None:
         """Makes a step, from as many places as it takes.
 
-        begun: the clock for which it was pushed first; what shards have had of it since is skipped
+        begun:   the clock for which it was pushed first; what shards have had of it since is skipped
+        is_late: the place is lost in which it began
         """
         while True:
             place = self._at
@@ -525,7 +527,7 @@ class Worker:
             number = clock if self.run.rules.averaged else number
             self.attempt(place, number)
             place.clock, begun = clock, begun or clock
-            if self.run.target is not None:  # all go on to where a step is that comes late
+            if self.run.target is not None and is_late and not self.run.rules.late:  # all go on to where that is
                 self.run.target = max(self.run.target, clock)
             try:
                 buckets = self.pushes(place, clock, self.gradient(number, clock), begun=begun)
@@ -536,6 +538,7 @@ class Worker:
                 self._lose(place, lost)
             if not self._is_to_be_pushed_again(place, number, begun):
                 return
+            is_late = True
         self.unfinished = False
         if self.run.rules.averaged and any(self._had(place, begun)):
             self._before = None  # its steps are in other updates on some buckets than on others
@@ -591,7 +594,7 @@ class Worker:
             begun = self._streamed.begun
             self._lose(place, lost)
         if begun is None or self._is_to_be_pushed_again(place, begun, begun):  # all that is left of the round, at once
-            self._make(0, begun)
+            self._make(0, begun, is_late=True)
 
     def _lose(self, place: Place, lost: PlaceLost) -> None:
         """Goes on from the place that follows one that was lost in a step."""
