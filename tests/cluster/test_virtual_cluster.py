@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.mutations import REPAIRS, ROWS, RULES, Mutation
+from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, Mutation
 from tests.tools.cases import cases
 
 SEEDS, LOOSE_SEEDS = 50, 6
-KNOWN = [mutation for mutation in (*REPAIRS, *ROWS) if mutation.known is not None]
+KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS) if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)

@@ -222,13 +222,6 @@ def takes_a_part_of_a_step_for_none(patch: pytest.MonkeyPatch) -> None:
     _says_of_all_shards(patch, min)
 
 
-HALF_STEPS = (
-    Mutation(takes_a_part_of_a_step_for_all, ("async", "ssp:2"), frozenset({"lost"})),
-    Mutation(takes_a_part_of_a_step_for_all, ("sync", "local:4"), frozenset({"half a step"})),
-    Mutation(takes_a_part_of_a_step_for_none, ("async", "ssp:2"), frozenset({"doubled"})),
-    Mutation(takes_a_part_of_a_step_for_none, ("sync", "local:4"), frozenset({"half a step"})),
-)
-
 RULES = (
     Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
     Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
@@ -242,7 +235,6 @@ RULES = (
     Mutation(never_removes, ("ssp:0",), frozenset({"stuck", "waits for the dead", "wrong roster"})),
     Mutation(refuses_launches_at_once, ("async",), frozenset({"gave up"})),
     Mutation(answers_no_pull_that_waits, ("sync", "ssp:0"), frozenset({"another job waits"})),
-    *HALF_STEPS,
 )
 
 # -- repairs: what was broken once -----------------------------------------------------------------------------------
@@ -510,6 +502,17 @@ def forgets_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 WORKER_HANGS = "a worker hangs"
+LOSSES = SHARD_HANGS, WORKER_HANGS, "a worker is cut off"  # of places, in the middle of a step
+
+lost_halves = partial(Mutation, takes_a_part_of_a_step_for_all, faults=LOSSES)
+doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSES)
+
+HALF_STEPS = (
+    lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
+    lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
+    doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 2)),
+    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 0)),
+)
 IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 

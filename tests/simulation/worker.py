@@ -366,6 +366,7 @@ class Worker:
                 self.all(place, [*self.pushes(place, 0, self.run.initial), *self.rows.beginnings(place)])
             self._await_started(place)
         self.all(place, self.pulls(place, place.clock))
+        self._before = None if self.rows.parts else (place.clock, self._view.clone())
         self._begun = True
         self._await_started(place)
 
@@ -541,7 +542,11 @@ class Worker:
             is_late = True
         self.unfinished = False
         if self.run.rules.averaged and any(self._had(place, begun)):
-            self._before = None  # its steps are in other updates on some buckets than on others
+            # Its step is in other updates of some buckets than of others: it is not acknowledged as that of one clock.
+            if self.rows.parts:
+                self._before = None
+            else:
+                self._look_who_was_in(clock, place.result.restore_count)
         else:
             self.acknowledge(place, number, clock)
         self._streamed.begin(clock)
