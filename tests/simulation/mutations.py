@@ -347,7 +347,7 @@ REPAIRS = (
         faults=(SHARD_HANGS, WORKER_DIES),
         known=("async", 26),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 19)),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,
