@@ -596,7 +596,7 @@ class Worker:
             self._streamed.stepped(place)
             return
         except PlaceLost as lost:
-            begun = self._streamed.begun
+            begun = self._streamed.begun_in(place)
             self._lose(place, lost)
         if begun is None or self._is_to_be_pushed_again(place, begun, begun):  # all that is left of the round, at once
             self._make(0, begun, is_late=True)
