@@ -92,11 +92,13 @@ class Settings:
 
     stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
     groups:   the hyper-parameters of each of the optimizer's groups
+    stage:    of the script, whose optimizers these are
     """
 
     random: RandomState
     stateful: list[Any]
     groups: list[dict[str, Any]]
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ def encode(state: WorkerState) -> bytes:
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
         "groups": plain(settings.groups, tensors, "groups"),
+        "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
@@ -192,6 +195,7 @@ def decode(data: bytes) -> WorkerState:
                     _random_of(decoded(document["random"])),
                     list(decoded(document["stateful"])),
                     _groups_of(decoded(document["groups"])),
+                    _whole(document.get("stage", 0)),  # earlier versions have none
                 ),
                 [_loader_of(loader, decoded) for loader in document["loaders"]],
             ),
