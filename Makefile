@@ -3,6 +3,9 @@
 PYTHON ?= python3
 # What to install if $(PYTHON) has no torch of its own; one that is there is used as it is.
 TORCH ?= torch==2.13.0
+# Where from, if not from PyPI, whose build for Linux needs CUDA and is 5 GB with it. Without a GPU:
+# make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 # More arguments for demo, test and bench: make demo ARGS="--mode ssp:4", make test ARGS="-k ssp -x"
 ARGS ?=
 # How long `make fuzz` runs.
@@ -18,6 +21,8 @@ TRACE ?=
 
 IN_VENV := .venv/bin
 PIP := $(IN_VENV)/python -m pip -qq --disable-pip-version-check
+# torch is most of what is downloaded, so its progress is shown.
+PIP_TORCH := $(IN_VENV)/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 PIP_PROTO := .venv-proto/bin/python -m pip -qq --disable-pip-version-check
 RELEASED := proto/released.binpb
 # Versions that belong together on every Python from 3.10 on, as markers say.
@@ -157,8 +162,8 @@ $(IN_VENV)/python:
 
 # What is locked is checked by its hash. The constraints hold extras that no lock has (frameworks, release).
 .venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
-	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install '$(TORCH)'; }
-	@echo "installing this project, with its extra '$*'"
+	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP_TORCH) '$(TORCH)'; }
+	@echo "installing this project and what it needs, with its extra '$*': a minute or two, without a word from pip"
 	@$(PIP) install --require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock)
 	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	@touch $@

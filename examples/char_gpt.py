@@ -169,17 +169,20 @@ class CharGPT(nn.Module):
 
 
 @torch.no_grad()
-def write_text(model: CharGPT, prompt: str, length: int, seed: int = 0) -> str:
-    """The prompt and `length` bytes that the model finds likely after it."""
+def write_text(model: CharGPT, prompt: str, length: int, seed: int = 0) -> Iterator[str]:
+    """The prompt, then one by one `length` bytes that the model finds likely after it."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())], device=device)
+    yield prompt
     for _ in range(length):
         logits = model(tokens[:, -model.shape.block :])[0, -1].float().cpu()
         likely = torch.softmax(logits / 0.7, dim=-1)  # below 1: more careful than the model is
-        tokens = torch.cat((tokens, torch.multinomial(likely, 1, generator=generator).to(device)[None]), dim=1)
-    # What is no printable ASCII could upset a terminal.
-    return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "?" for byte in tokens[0].tolist())
+        token = torch.multinomial(likely, 1, generator=generator)
+        tokens = torch.cat((tokens, token.to(device)[None]), dim=1)
+        byte = token.item()
+        # What is no printable ASCII could upset a terminal.
+        yield chr(int(byte)) if byte == 10 or 32 <= byte < 127 else "?"
 
 
 # --- the training ----------------------------------------------------------------------------------------------------
@@ -240,7 +243,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 class Progress:
-    """How far the training is: a bar on a terminal, if tqdm is installed; otherwise ten lines; nothing if not shown."""
+    """How far the training is: a bar on a terminal, if tqdm is installed; otherwise the first step and ten lines more,
+    with the pace and the time that is left; nothing if not shown."""
 
     def __init__(self, steps: int, shown: bool) -> None:
         self._steps = steps
@@ -249,6 +253,7 @@ class Progress:
             columns, lines = shutil.get_terminal_size()  # tqdm alone shows nothing where a terminal's size is unknown
             self._bar = tqdm(total=steps, unit="step", ncols=min(100, columns), nrows=lines)
         self._every = max(1, steps // 10) if shown and self._bar is None else 0
+        self._first = 0.0  # when the first step was over: it is slower than the rest, and says nothing of the pace
 
     def step(self, losses: Sequence[float]) -> None:
         """One more step is done."""
@@ -256,8 +261,13 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(loss=loss, refresh=False)
             self._bar.update()
-        if self._every and len(losses) % self._every == 0:
-            print(f"step {len(losses)}/{self._steps}: loss {loss}", flush=True)
+        if self._every and len(losses) == 1:
+            self._first = time.perf_counter()
+            print(f"step 1/{self._steps}: loss {loss}", flush=True)
+        elif self._every and len(losses) % self._every == 0:
+            pace = (len(losses) - 1) / (time.perf_counter() - self._first)
+            left = f"{(self._steps - len(losses)) / pace:.0f} s left"
+            print(f"step {len(losses)}/{self._steps}: loss {loss}, {pace:.1f} steps/s, {left}", flush=True)
 
     def close(self) -> None:
         """Ends the bar's line."""
@@ -282,7 +292,9 @@ def leave_behind(out: Path, model: CharGPT, losses: Sequence[float], result: dic
         print("no picture, because matplotlib is not installed: pip install '.[examples]'")
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"\nWhat the model writes after {result['steps']} steps:\n")
-    print(write_text(model, "def ", 300), flush=True)
+    for piece in write_text(model, "def ", 300):
+        print(piece, end="", flush=True)
+    print()
 
 
 def draw(losses: Sequence[float], result: dict[str, Any], path: Path) -> None:

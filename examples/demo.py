@@ -4,8 +4,8 @@
     python examples/demo.py --mode ssp:4 --workers 3
     python examples/demo.py --steps 400 --width 384           # what is not a flag here goes to char_gpt.py
 
-In order: start the server, run the workers to their end, stop the server, say what came of it. Nothing that was started
-outlives this script, however it ends. Exit code 0 means that the model learned.
+In order: start the server, say where its page is, run the workers to their end, stop the server, say what came of it.
+Nothing that was started outlives this script, however it ends. Exit code 0 means that the model learned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -46,7 +45,9 @@ def main() -> None:
     server_log = out / "server.log"
     server = ["ps-server", "up", "--shards", str(arguments.shards), "--port", "0", "--metrics-port", "0"]
     with server_log.open("w") as log, running(server, stdout=log, stderr=subprocess.STDOUT) as process:
-        address = await_server(process, server_log)
+        print("the servers start: each imports torch, which takes some seconds ...", flush=True)
+        address, page = await_server(process, server_log)
+        print(f"the servers are ready; watch the job in a browser, while it trains: {page}", flush=True)
         workers = ["ps-worker", "run", "--server", address, "--workers", str(arguments.workers)]
         workers += ["--mode", arguments.mode, str(SCRIPT), "--out", str(out), *for_script]
         with running(workers, env=os.environ | {"OMP_NUM_THREADS": threads(arguments.workers)}) as process:
@@ -57,7 +58,7 @@ def main() -> None:
     result = json.loads(result_file.read_text())
     result["shards"] = arguments.shards
     result_file.write_text(json.dumps(result, indent=2) + "\n")
-    report(result, endpoints(server_log.read_text()), out, time.monotonic() - started)
+    report(result, out, time.monotonic() - started)
     check(result["last_loss"], arguments.goal)
 
 
@@ -80,39 +81,28 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         process.wait()
 
 
-def await_server(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Waits for the line that tells the coordinator's address: HOST:PORT."""
+def await_server(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
+    """Waits until the server is ready; returns the coordinator's HOST:PORT and the page's URL."""
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        ready = re.search(r"ready at (\S+:\d+)", log.read_text())
+        ready = re.search(r"ready at (\S+:\d+) .*the page, [^\n]*: (\S+)\n", log.read_text(), re.DOTALL)
         if ready:
-            return ready[1]
+            return ready[1], ready[2]
         time.sleep(0.1)
     print(log.read_text(), file=sys.stderr, end="")
     sys.exit("demo: the server did not start")
 
 
-def endpoints(log: str) -> dict[str, str]:
-    """Returns the processes that served metrics, from the server's log: address to name, such as "shard 1"."""
-    shards = re.findall(r"^ps-server: metrics at http://(\S+)/metrics$", log, re.MULTILINE)
-    found = {address: f"shard {index}" for index, address in enumerate(shards)}
-    found[shards[0]] = "coordinator and shard 0"
-    return found | {
-        address: f"worker {rank}" for rank, address in re.findall(r"worker (\d+) joins.* at (\S+:\d+)", log)
-    }
-
-
-def report(result: dict[str, Any], metrics: dict[str, str], out: Path, seconds: float) -> None:
+def report(result: dict[str, Any], out: Path, seconds: float) -> None:
     """The last lines of the demo."""
-    served = [f"http://{address}/metrics  {name}" for address, name in sorted(metrics.items(), key=itemgetter(1))]
     print(
         "",
-        f"loss     {result['first_loss']:.3f} at the start, {result['last_loss']:.3f} at the end",
+        f"loss     {result['first_loss']:.3f} in the first step, {result['last_loss']:.3f} at the end",
         f"steps    {result['steps']} of each worker; {result['samples_per_second']:.1f} samples per second of all",
         f"cluster  {result['shards']} shards, {result['workers']} workers, mode {result['mode']}",
         f"time     {seconds:.0f} s, starting and stopping included",
-        "metrics  " + "\n         ".join(served),
         f"left in  {out}/: " + ", ".join(sorted(file.name for file in out.iterdir())),
+        "next     the same with --mode async; a script to begin with: examples/train.py; your own: docs/training.md",
         sep="\n",
         flush=True,
     )

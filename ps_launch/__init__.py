@@ -1,6 +1,7 @@
 """Starts child processes, servers and workers, and stays until they have ended. It knows commands, not classes.
 
 children.py     Starts and restarts children, passes on what they write, notices their end, and stops them
+failures.py     How a worker failed, in a few words: its code or signal, and the last line of its traceback
 lifeline.py     A supervised process' standard input: one line, and whether the parent is there
 output.py       What children write, as whole lines: on the console with a worker's rank in front, and in a log file
 ready.py        The line by which a supervised server tells its parent where it serves

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
 from ps_launch.ready import place_in
+from ps_runtime.own_program import own_program
 
 KILL_SECONDS = 5.0  # for which a killed server is waited for
 LAST_LINES = 20  # of its log, for the error of one that cannot start
@@ -36,7 +37,7 @@ class OneServer:
         self._told = threading.Event()  # it is ready, or has ended
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ps_server", *arguments, "--supervised"],
+            [sys.executable, *own_program("ps_server", *arguments, "--supervised")],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

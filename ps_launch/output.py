@@ -1,4 +1,8 @@
-"""What children write, as whole lines: on the console with a worker's rank in front, and in a log file."""
+"""What children write, as whole lines: on the console with a worker's rank in front, and in a log file.
+
+The console may show some workers only. Of the others it keeps the last lines of stderr, and shows them if the worker
+fails: an error is never hidden.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import re
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import IO, BinaryIO, Protocol
 
 from ps_runtime.logs import JSON_LINE, TEXT, Speaker, line_of
@@ -15,11 +20,13 @@ from ps_runtime.logs import JSON_LINE, TEXT, Speaker, line_of
 READ_BYTES = 65_536
 LONGEST_LINE_BYTES = 65_536  # of a line that does not end: it is written in parts
 PROGRESS_SECONDS = 1.0
+LINES_OF_AN_ERROR = 50  # of a worker that is not shown, and fails
 MOST_READS_AT_END = 64  # more than a pipe holds: a process that the worker left behind may write on without end
 _WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512  # what a pipe that is ready takes at once
 
 _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)  # a return at the very end may have its new line to come
 _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # the cursor, or what it has passed; colours stay
+_RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # all that are readable on black and on white; none is red
 
 
 class Lines:
@@ -125,26 +132,54 @@ class Dropped:
         """Drops it."""
 
 
+def rank_prefix(rank: int, target: int) -> bytes:
+    """Returns what stands before a worker's lines: in a colour of its own if a terminal shows them.
+
+    target: the descriptor that they are written to. NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
+    """
+    text = f"[{rank}]"
+    if os.isatty(target) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        text = f"\x1b[{_RANK_COLOURS[rank % len(_RANK_COLOURS)]}m{text}\x1b[0m"
+    return f"{text} ".encode()
+
+
 class WorkerOutput:
     """Passes one output of a worker on to the console, and its lines to the worker's log.
 
     prefix: stands before each line on the console, but for log lines in JSON, which have the rank as a field; None: the
             console gets the bytes as they come
+    shown:  whether the console shows them; if not, `reveal` shows the last of them
+    read:   is called with each line
     """
 
-    def __init__(self, console: Console, target: int, prefix: bytes | None, log: BinaryIO | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        target: int,
+        prefix: bytes | None,
+        log: BinaryIO | None,
+        shown: bool = True,
+        read: Callable[[bytes], object] | None = None,
+    ) -> None:
         self._console = console
         self._target = target
         self._prefix = prefix
         self._log = log
+        self._shown = shown
+        self._read = read
+        self._last: deque[bytes] = deque(maxlen=LINES_OF_AN_ERROR)
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes bytes as they come, and the lines that are whole now."""
-        if self._prefix is None:
+        if not self._shown:
+            self._last.extend(lines)
+        elif self._prefix is None:
             self._console.write(self._target, data)
         else:
-            said = ((b"" if line.startswith(JSON_LINE) else self._prefix) + line + b"\n" for line in lines)
-            self._console.write(self._target, b"".join(said))
+            self._write(lines)
+        if self._read is not None:
+            for line in lines:
+                self._read(line)
         if self._log is not None and lines:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
@@ -152,6 +187,16 @@ class WorkerOutput:
             except OSError as error:  # a full disk ends the log, not the training
                 self._console.say(f"cannot write {self._log.name} ({error.strerror}): the log ends here")
                 self._log = None
+
+    def reveal(self) -> None:
+        """Writes the last lines of a worker that is not shown."""
+        self._write(self._last)
+        self._last.clear()
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        prefix = self._prefix or b""
+        said = ((b"" if line.startswith(JSON_LINE) else prefix) + line + b"\n" for line in lines)
+        self._console.write(self._target, b"".join(said))
 
 
 class Stream:

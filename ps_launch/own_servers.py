@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ps_launch.children import Program
 from ps_launch.output import Console
 from ps_protocol.errors import InvalidRequest
+from ps_runtime.own_program import own_program
 
 # For which servers that were told to stop may take. They end their own processes long before: this is for one that is
 # stopped (SIGSTOP), and for a --drain-seconds of minutes.
@@ -47,7 +48,7 @@ class OwnServers:
 
     def program(self) -> Program:
         """Returns what the child runs. It writes its errors where this process does."""
-        return Program(["-m", "ps_server", "up", *self._plan.arguments], self._plan.environment, out=self)
+        return Program(own_program("ps_server", "up", *self._plan.arguments), self._plan.environment, out=self)
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
         """Takes what the servers print: on stderr, because stdout is the script's."""

@@ -26,6 +26,7 @@ from ps_launch.ready import place_in
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import PSError
 from ps_runtime.logs import TEXT
+from ps_runtime.own_program import own_program
 from ps_runtime.quantities import counted
 from ps_runtime.signals import on_signals
 
@@ -147,6 +148,8 @@ class _Shards:
 
         Raises PSError if one cannot start, or ended more often than it may.
         """
+        if self._environment.get("PS_LOG_LEVEL") in ("debug", "info"):
+            self.say(f"starting {counted(len(self._shards), 'shard')}")
         for index in self._shards:
             self.children.start(index, after=0.0)
         while True:
@@ -269,12 +272,12 @@ class _Shards:
     def _program(self, index: int) -> Program:
         """Returns what a shard runs, or a report. A shard that comes back has the ports that it had."""
         if index in self._reports:
-            words = ["-m", "ps_server", "report", *self._reports[index]]
+            words = own_program("ps_server", "report", *self._reports[index])
             return Program(words, self._environment, out=Dropped(), err=Dropped())
         shard = self._shards[index]
         shard.started = time.monotonic()
         # The index is a flag, so that a list of processes shows which shard is which.
-        arguments = ["-m", "ps_server", "shard", "--supervised", "--index", str(index)]
+        arguments = own_program("ps_server", "shard", "--supervised", "--index", str(index))
         arguments += ["--restart-count", str(shard.restarts.count)]
         arguments += ["--with-coordinator"] * (index == COORDINATOR)
         if self._supervision.only is not None:

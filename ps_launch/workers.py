@@ -1,8 +1,9 @@
 """`ps-worker run`: starts workers on this machine and stays until all have ended.
 
 In the parameter-server modes a worker that dies takes no other with it once all declared workers have joined: it is
-started again alone, up to --max-restarts times, and the others continue; the launcher's exit code tells of it. Before
-that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue.
+started again alone, up to --max-restarts times, and the others continue, unless --stop-on-failure was given. Before
+that the others only wait for it, so the launcher stops them. In ddp it always does: the others cannot continue. Each
+failure is said at once, and the first one again at the end, where it has not scrolled away.
 
 A launch may have servers of its own (own_servers.py): they are ready before the first worker starts, and end after the
 last one.
@@ -20,24 +21,36 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, stop_on_signals
-from ps_launch.output import Console, Dropped, WorkerOutput
+from ps_launch.failures import Cause, Failure
+from ps_launch.output import Console, Dropped, WorkerOutput, rank_prefix
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
 from ps_launch.restarts import Restarts
 from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
+from ps_runtime.launch_id import (
+    FINISHED_WITHOUT_CODE,
+    LAUNCH_ID,
+    LAUNCH_RANKS,
+    LAUNCHED,
+    STARTED_FILE,
+    is_launched,
+    new_launch_id,
+)
 from ps_runtime.logs import TEXT
+from ps_runtime.own_program import own_program
+from ps_runtime.quantities import counted
 from ps_runtime.rank import TORCHRUN
 from ps_runtime.signals import on_signals
 
 STOP_SECONDS = 15.0
+LOOK_SECONDS = 0.5  # between two looks for the file that says that all workers have joined
 SERVERS = -1  # the child that runs the servers; workers are numbered from 0, errands from here down
 # What torchrun tells its workers. Libraries take any of it for "torch.distributed was launched", so it is there as a
 # whole, in ddp, or not at all.
@@ -55,6 +68,8 @@ class Launch:
     command:  what follows the interpreter: a script, or -m and a module, and its arguments
     settings: as PS_* variables, empty where they are not given
     log_dir:  gets a file for each worker with what it writes
+    show_ranks: of the workers whose output the console shows; None: of all
+    stop_on_failure: whether a worker that fails for good ends the launch
     servers:  that are started before the workers, and ended after them; None: they are elsewhere, or there are none
     """
 
@@ -67,6 +82,8 @@ class Launch:
     settings: Mapping[str, str]
     max_restarts: int = 0
     log_dir: Path | None = None
+    show_ranks: Collection[int] | None = None
+    stop_on_failure: bool = False
     servers: ServersPlan | None = None
 
 
@@ -92,6 +109,7 @@ def launch(plan: Launch) -> int:
         finally:
             on_signals(later)
             workers.stop()
+        workers.sum_up()
     return workers.code
 
 
@@ -113,6 +131,10 @@ class _Workers:
         self._children = Children(self._program, stack)
         self._servers = OwnServers(plan.servers, self._console) if plan.servers is not None else None
         self._left = set(range(plan.workers))  # the workers that run, or are about to
+        self._failures: list[Failure] = []  # for good, in the order in which they were seen
+        self._causes: dict[int, Cause] = {}  # of each worker's last process, as far as its stderr passes through here
+        self._hidden: dict[int, WorkerOutput] = {}  # the stderr of each that the console does not show
+        self._awaits_joins = plan.mode not in ("single", "ddp")
         self._errands: dict[int, tuple[str, ...]] = {}  # those under way: the words of their commands
         self._sent = 0
 
@@ -120,6 +142,8 @@ class _Workers:
         """Starts all, and stays until all workers have ended, or one has whose end is that of all."""
         if self._servers is not None and not self._start_servers(self._servers):
             return
+        if self._awaits_joins:
+            self._console.say(f"starting {counted(self._plan.workers, 'worker')}")
         for local in range(self._plan.workers):
             self._children.start(local)
         if self._attend() and self._plan.servers is not None and self._plan.servers.shared:
@@ -129,7 +153,8 @@ class _Workers:
     def _attend(self) -> bool:
         """Stays until all workers have ended, and all errands. Returns False if the launch is over before that."""
         while self._left or self._errands:
-            for number, code in self._children.wait():
+            self._look_for_joins()
+            for number, code in self._children.wait(time.monotonic() + LOOK_SECONDS if self._awaits_joins else None):
                 if number == SERVERS:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1
@@ -140,6 +165,14 @@ class _Workers:
                 if code and self._failure_ends_launch(number, code):
                     return False
         return True
+
+    def _look_for_joins(self) -> None:
+        """Says once that all workers have joined: until then there is nothing to see but imports."""
+        if self._awaits_joins and self._started.exists():
+            self._awaits_joins = False
+            plan = self._plan
+            joined = "the first worker has" if plan.elastic else f"{counted(plan.world_size, 'worker')} have"
+            self._console.say(f"{joined if plan.world_size > 1 else 'the worker has'} joined, training begins")
 
     def stop(self) -> None:
         """Ends all that still run, servers last: asks first, and passes on what they write meanwhile."""
@@ -152,6 +185,16 @@ class _Workers:
         if self._servers is not None:
             self._console.until = time.monotonic() + STOP_SECONDS
             self._children.stop(SERVERS_STOP_SECONDS, [SERVERS])
+
+    def sum_up(self) -> None:
+        """Says again which worker failed first, where several workers have written since."""
+        if not self._failures or self._plan.workers == 1:
+            return
+        first = self._failures[0]
+        text = f"{len(self._failures)} of {counted(self._plan.workers, 'worker')} failed"
+        text += f"; the first: {first}" if len(self._failures) > 1 else f": {first}"
+        log = self._logs.get(first.rank - self._plan.first_rank)
+        self._console.say(text + (f"; see {log.name}" if log is not None else ""))
 
     def kill(self) -> None:
         """Ends all that still run at once."""
@@ -190,7 +233,7 @@ class _Workers:
             del self._errands[number]
 
     def _errand_program(self, number: int) -> Program:
-        words = ["-m", "ps_worker", *self._errands[number]]
+        words = own_program("ps_worker", *self._errands[number])
         return Program(words, {**os.environ, **self._plan.settings}, Dropped(), Dropped())
 
     def _worker_program(self, local: int) -> Program:
@@ -201,36 +244,61 @@ class _Workers:
         # One that is started again asks for its own place alone: the others are under way.
         ranks = f"{plan.first_rank}-{plan.first_rank + plan.workers - 1}" if not self._restarts[local].count else ""
         environment |= {LAUNCH_ID: self._launch_id, LAUNCH_RANKS: ranks}
-        if plan.workers == 1 and not self._logs:  # a single worker keeps the terminal, if there is one
+        rank = plan.first_rank + local
+        shown = plan.show_ranks is None or rank in plan.show_ranks
+        if plan.workers == 1 and not self._logs and shown:  # a single worker keeps the terminal, if there is one
             return Program(plan.command, environment)
-        prefix = f"[{plan.first_rank + local}] ".encode() if plan.workers > 1 else None
+        cause = self._causes[local] = Cause()
         out, err = (
-            WorkerOutput(self._console, target.fileno(), prefix, self._logs.get(local))
-            for target in (sys.stdout, sys.stderr)
+            WorkerOutput(
+                self._console,
+                target.fileno(),
+                rank_prefix(rank, target.fileno()) if plan.workers > 1 else None,
+                self._logs.get(local),
+                shown,
+                read,
+            )
+            for target, read in ((sys.stdout, None), (sys.stderr, cause.read))
         )
+        if not shown:
+            self._hidden[local] = err
         return Program(plan.command, environment, out, err)
 
     def _failure_ends_launch(self, local: int, code: int) -> bool:
         """Reports a worker's failure, and starts it again if it may be. Returns whether the launch is over for all."""
         plan, rank = self._plan, self._plan.first_rank + local
-        self._console.say(f"worker {rank} ended with code {code}")
+        if local in self._hidden:
+            self._hidden[local].reveal()
+        failure = Failure(rank, code, self._causes[local].text if local in self._causes else "")
         self._report(local)
+        if code == FINISHED_WITHOUT_CODE:  # another process would be told that the job is done, and end with 0
+            self.code = self.code or code
+            return False
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))
         if pause is not None:
             self._left.add(local)
             self._children.start(local, after=pause)
             count = f"{restarts.count} of {plan.max_restarts}"
-            self._console.say(f"worker {rank} is started again in {pause:g} s (restart {count})")
+            self._console.say(f"{failure}; it is started again in {pause:g} s (restart {count})")
             return False
-        self.code = self.code or (128 - code if code < 0 else code)
+        self._failures.append(failure)
+        self.code = self.code or failure.exit_code
+        ending = self._why_all_end()
+        rest = ending or f"the launch goes on with {len(self._left)} of {counted(plan.workers, 'worker')}"
+        self._console.say(f"{failure}; {rest}" if self._left else str(failure))
+        return bool(ending)
+
+    def _why_all_end(self) -> str:
+        """Returns why a failure ends the whole launch; empty where the others go on."""
+        plan = self._plan
         if plan.mode == "ddp":
-            return True
-        if plan.elastic or self._started.exists():
-            return False
-        if self._left:
-            self._console.say("not all workers of the job had joined, so the others are stopped")
-        return True
+            return "in ddp the others cannot go on, so they are stopped"
+        if plan.stop_on_failure:
+            return "the others are stopped, as --stop-on-failure says"
+        if not plan.elastic and not self._started.exists():
+            return "not all workers of the job had joined, so the others are stopped"
+        return ""
 
 
 def worker_environment(plan: Launch, local: int, meeting: Mapping[str, str]) -> dict[str, str]:

@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
+from ps_protocol.identity import BegunStep
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
@@ -310,6 +312,18 @@ def seconds(message: Duration) -> float:
     return message.ToNanoseconds() / 1e9
 
 
+def timestamp(seconds: float) -> Timestamp:
+    """Returns seconds since 1970 as a message, to the millisecond."""
+    message = Timestamp()
+    message.FromMilliseconds(int(seconds * 1e3))
+    return message
+
+
+def since_1970(message: Timestamp) -> float:
+    """Returns the seconds since 1970 that a message says."""
+    return message.ToMilliseconds() / 1e3
+
+
 def known(table: Mapping[int, T], number: int, what: str) -> T:
     """Returns what an enum's number stands for. Raises InvalidRequest for one that does not exist."""
     if number not in table:
@@ -330,3 +344,13 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         residual_ratio=figures.residual_ratio,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )
+
+
+def begun_message(step: BegunStep, shard: int = 0) -> types_pb2.BegunStep:
+    """Returns what a rank has pushed of its furthest step to one shard as a message."""
+    return types_pb2.BegunStep(shard=shard, clock=step.clock, units=sorted(step.units))
+
+
+def begun_step(message: types_pb2.BegunStep) -> BegunStep:
+    """Returns what a rank has pushed of its furthest step to one shard."""
+    return BegunStep(message.clock, frozenset(message.units))

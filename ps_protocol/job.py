@@ -17,6 +17,7 @@ from ps_protocol.tables import JobTable, validate_table
 MAX_BUCKET_BYTES = 16 * 2**20
 # A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
 MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
+MAX_SCRIPT_BYTES = 2**16  # of what a script has set, which rides with heartbeats
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits

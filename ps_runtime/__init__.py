@@ -6,6 +6,7 @@ command_line.py   The parser of a command, with short errors
 compiled_loops.py What a process is told of compiled loops for tables
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
+dates.py          Dates in words, for people to read in logs
 frame_socket.py   A connection that sends and receives frames, from and into memory that its caller names
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
@@ -14,10 +15,11 @@ memory.py         How much memory this process may still take
 memory_place.py   Where processes can share memory
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server
+own_program.py    How a process starts another program of this project
 quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change
-retry.py          The one retry loop, and what a failed call means
+retry.py          How a failed call is repeated: the pauses, the limit, and what the failure means
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        How a main thread waits for long and hears signals
 status.py         Errors of the project as gRPC statuses, and back

@@ -1,4 +1,4 @@
-"""The one retry loop, and what a failed call means.
+"""How a failed call is repeated: the pauses, the limit of time, and what the failure means.
 
 Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
 """

@@ -7,7 +7,7 @@ storage/       The files of checkpoints, and of rows that memory has no room for
 view/          What people see who watch a cluster, made once a second and kept for 15 minutes
 rpc/           The edge: the only room of the servers that knows gRPC and messages
 ops/           What operators run and read; page/ beside it is what a browser gets
-config.py      What a server process is told: every setting, declared once
+config.py      What a server process is told: the declaration of every setting
 server.py      One server process: a gRPC port, a metrics port, and behind them a coordinator, a shard, or both
 failpoints.py  Places where a server kills itself on request, so that tests can show what a death there does
 cli.py         The command `ps-server`

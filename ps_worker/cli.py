@@ -21,12 +21,26 @@ if TYPE_CHECKING:
     from ps_launch.workers import Launch
 
 USAGE = "ps-worker run [options] SCRIPT [ARGUMENTS ...]\n       ps-worker run [options] -m MODULE [ARGUMENTS ...]"
+
+
+def ranks(text: str) -> str:
+    """Reads ranks with commas between."""
+    for word in text.split(","):
+        try:
+            index(word.strip())
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"expected ranks with commas between, as 0 or 0,3, got {text!r}") from None
+    return text
+
+
 # What the launcher needs to know itself, and its workers do not.
 LAUNCH_SETTINGS = (
     Setting("workers", "how many workers to start here", count, 1, "N"),
     Setting("first_rank", "rank of the first worker here", index, 0, "R"),
     Setting("max_restarts", "how often, in all, a worker that fails is started again", index, 0),
+    Setting("stop_on_failure", "a worker that fails, and is not started again, ends the others too", bool),
     Setting("log_dir", "also write what worker R says to DIR/worker-R.log", path, metavar="DIR"),
+    Setting("show_ranks", "show the output of these alone, as 0 or 0,3; of others when they fail", ranks, metavar="R"),
 )
 
 _OF_REPORTS = frozenset({"server", "job", "tls_cert", "tls_key", "tls_ca", "token_file", "insecure"})
@@ -119,6 +133,8 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
         settings=settings,
         max_restarts=arguments.max_restarts,
         log_dir=arguments.log_dir,
+        show_ranks=None if arguments.show_ranks is None else {int(rank) for rank in arguments.show_ranks.split(",")},
+        stop_on_failure=arguments.stop_on_failure,
         servers=servers_plan(arguments) if with_servers else None,
     )
 

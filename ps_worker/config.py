@@ -25,6 +25,7 @@ from ps_runtime.settings import (
     one_of,
     port_number,
     seconds,
+    seconds_or_none,
 )
 from ps_worker.cluster.options import JobOptions
 
@@ -65,13 +66,18 @@ def new_file(text: str) -> Path:
     return path
 
 
+MODES = (
+    "single, ddp, sync, ssp:K, async, or local:H (as local:8; local:30s: rounds of 30 seconds; local:8/4: in 4 "
+    "fragments); sync where there is a server"
+)
+
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
 # logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, compiled loops
 # are one of the whole process.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
-    Setting("mode", "single, ddp, sync, ssp:K, async or local:H; sync where there is a server", mode_name),
+    Setting("mode", MODES, mode_name),
     Setting("quorum", "in sync, how many live workers an update waits for: Q, or all-N", quorum_text, metavar="Q"),
     Setting("quorum_grace", "seconds that it then waits for the others; 0 if not given", seconds, metavar="S"),
     Setting("job", "the job's name", default="default", metavar="NAME"),
@@ -79,6 +85,13 @@ SETTINGS = (
     Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
     Setting("connect_timeout", "seconds to keep trying a server", seconds, 60.0, "S"),
     Setting("start_timeout", "seconds to wait until all workers of the job have joined", seconds, 1800.0, "S"),
+    Setting(
+        "busy_seconds",
+        "seconds for which a worker counts as live while C code keeps Python's GIL; 0: no longer than the lease",
+        seconds_or_none,
+        1800.0,
+        "S",
+    ),
     Setting("metrics_host", "address to serve metrics on; default: the one that faces the server"),
     Setting("metrics_port", "first worker's port of /metrics; 0: any", port_number, 0),
     Setting(
@@ -162,6 +175,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         local_rank=place.local_rank,
         connect_timeout=values["connect_timeout"],
         start_timeout=values["start_timeout"],
+        busy_seconds=values["busy_seconds"],
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],
         transport=values["transport"],

@@ -63,6 +63,7 @@ class Bucket:
             self.weights.groups(),
             committed or {},
             None if self.weights.sent is None else self.weights.sent.flat.clone(),
+            self.rule.joined_at(),
             self.weights.stage if self.weights.stage.number else None,
         )
 
@@ -71,7 +72,7 @@ class Bucket:
         self.pending.clear()
         values = snapshot.weights, snapshot.state, snapshot.groups
         self.weights.restore(*values, owned, snapshot.sent, snapshot.stage)
-        self.rule.restore(snapshot.version, snapshot.clocks)
+        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
 
 
 class Buckets(Mapping[int, Bucket]):

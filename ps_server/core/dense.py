@@ -16,6 +16,7 @@ from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_p
 from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.agreement import Agreement, square
+from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.pieces import PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
@@ -95,8 +96,8 @@ class OpenUpdate:
     terms:   how many those are
     count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
     present: positions of the slices with a gradient
-    groups, assignment: hyper-parameters to use from this update on, and what is set before it
-    stage:   that of the groups: the highest of a contribution
+    named, assignment: the hyper-parameters that contributions name, and what is set before it
+    stage:   that of the hyper-parameters: the highest of a contribution
     next:    what trains the bucket from this update on; None: what did before
     """
 
@@ -107,30 +108,28 @@ class OpenUpdate:
         self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
-        self.groups: dict[int, HyperParameters] = {}
+        self.named = NamedValues()
         self.assignment: Assignment | None = None
         self.stage = 0
         self.next: StageSpec | None = None
         self._bucket, self._quorum = bucket, quorum
         self._squares = 0.0 if local else None  # of the norms of what was added
-        self._is_empty, self._clock = True, 0
+        self._is_empty = True
 
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
         """Adds one contribution. The order of calls is the order of the sum.
 
         is_last: the update is complete with it, as it seems now
         """
-        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
-        # order contributions came. With a quorum the first may be late: the hyper-parameters are those of the worker
-        # that is furthest, and assignments, which the lowest rank alone sends, count whenever they come.
+        # The first contributor's assignments count: in sync that is the lowest rank's, in whatever order contributions
+        # came. With a quorum the first may be late: assignments, which the lowest rank alone sends, count whenever they
+        # come.
         if self._is_empty or (self._quorum and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
         self._note_stage(gradient)
         if gradient.stage == self.stage:
             for group, changed in (gradient.groups or {}).items():
-                if group not in self.groups or gradient.clock > self._clock:
-                    self.groups[group] = changed
-            self._clock = max(self._clock, gradient.clock)
+                self.named.add(group, changed, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
@@ -156,7 +155,7 @@ class OpenUpdate:
         """Takes what trains the bucket from here on, of whichever contributor is in the highest stage: a worker that
         has joined late may be in an earlier one, and have the lowest rank."""
         if gradient.stage > self.stage:
-            self.stage, self.groups, self._clock = gradient.stage, {}, 0
+            self.stage, self.named = gradient.stage, NamedValues()
         following = None if gradient.assignment is None else gradient.assignment.next
         if following is not None and (self.next is None or following.number > self.next.number):
             self.next = following
@@ -199,6 +198,7 @@ class DenseBucket:
         self._step = None if self._optimizer is None else bare_step(self._optimizer)
         self._divides = _is_fused(self._name, self.bucket)
         self._pieces = self._new_pieces()
+        self._in_use = ValuesInUse()
 
     def begin(self, stage: StageSpec) -> None:
         """Begins a stage, unless the bucket has come to it, or to a later one, already."""
@@ -251,8 +251,7 @@ class DenseBucket:
         steps = update.sum.total is not None and bool(update.present)
         if steps and self._optimizer is not None and self._step is not None:
             if update.stage == self.stage.number:
-                for group in self._optimizer.param_groups:
-                    group.update(update.groups.get(group["index"], {}))
+                self._use(self._in_use.newer(update.named))
             self._step_with(update, self._optimizer, self._step)
         update.sum.close()
         if self.sent is not None:
@@ -394,6 +393,12 @@ class DenseBucket:
         for position in range(len(self._slices)):
             kept = {name: value if owned else value.clone() for name, value in state.get(position, {}).items()}
             self._set_state(self._optimizer, position, kept)
+        self._in_use = ValuesInUse()
+        self._use(groups)
+
+    def _use(self, groups: Mapping[int, HyperParameters]) -> None:
+        """Sets hyper-parameters, of the groups that there are."""
+        assert self._optimizer is not None
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 

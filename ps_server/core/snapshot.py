@@ -33,6 +33,7 @@ class BucketSnapshot:
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     sent:    what workers have, where weights travel in blocks: [numel] float32; None: what they have are the weights
+    pushed:  by rank, the last clock that it has pushed, where `clocks` has one that it has joined at
     stage:   what trains it; None: what its job is registered with
     """
 
@@ -44,6 +45,7 @@ class BucketSnapshot:
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     sent: torch.Tensor | None = None
+    pushed: Mapping[int, int] = field(default_factory=dict)
     stage: StageSpec | None = None
 
     @property
@@ -70,6 +72,7 @@ class TableSnapshot:
     values: HyperParameters = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     seed: int | None = None
+    pushed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

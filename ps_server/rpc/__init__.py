@@ -12,6 +12,7 @@ data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
 figure_messages.py  What processes measure of their own work, as messages, and back
 frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
+handshakes.py       New data connections, until they have shown their ticket: one thread takes all of them
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended

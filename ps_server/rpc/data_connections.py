@@ -71,12 +71,17 @@ class Tickets:
                 del self._good[next(iter(self._good))]
         return ticket
 
-    def redeem(self, ticket: bytes) -> Opener | None:
-        """Uses a ticket up; returns the call that got it, or None if the ticket is not good."""
+    def redeem(self, ticket: bytes, is_of: Callable[[Opener], bool] = lambda _: True) -> Opener | None:
+        """Uses a ticket up; returns the call that got it, or None if the ticket is not good.
+
+        is_of: whether whoever shows the ticket is the one that got it; otherwise it stays good for that one
+        """
         digest, now = _digest(ticket), self._clock()
         with self._lock:
             for name, given in list(self._good.items()):
                 found = next((opener for known, until, opener in given if known == digest and now < until), None)
+                if found is not None and not is_of(found):
+                    return None
                 if found is not None or given[-1][1] <= now:
                     del self._good[name]  # one connection is all that a worker needs
                 if found is not None:

@@ -1,7 +1,6 @@
 """Where workers open data connections: a TCP port, and a unix socket for those on this host.
 
-Each connection has a thread. One that does not show its ticket in time is closed. Few may be there without a ticket:
-the next one closes the oldest, so that silent clients keep no worker out.
+A connection has a thread of its own from its good ticket on. Until then one thread has all of them (handshakes.py).
 """
 
 from __future__ import annotations
@@ -10,29 +9,29 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_protocol.frames import HEADER_BYTES, TICKET_BYTES, Kind, read_header
 from ps_protocol.segment_layout import SOCKET_PREFIX
 from ps_runtime.background import guarded
 from ps_runtime.credentials import Tls
-from ps_runtime.frame_socket import FrameSocket, frames_over, receive_exactly
+from ps_runtime.frame_socket import frames_over
 from ps_runtime.local_sockets import listen
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
+from ps_runtime.troubles import Troubles
 from ps_server.core.limits import Limits
 from ps_server.rpc.data_connections import DataConnection, Opener, Serving, Tickets
+from ps_server.rpc.handshakes import Handshakes
 
 log = logging.getLogger("ps_server")
 
 _BACKLOG = 128
-_PAUSE_SECONDS = 0.05
-_STRANGERS = 64  # connections that have shown no ticket yet; the oldest makes room for the next
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ class DataListener:
     ) -> None:
         self._serving, self._tickets, self._admit, self._limits = serving, tickets, admit, limits
         self._lock = threading.Lock()
-        self._listeners: list[socket.socket] = []
-        self._strangers: dict[int, socket.socket] = {}  # by number, the oldest first
+        self._handshakes = Handshakes(self._open, limits.handshake_seconds)
         self._connections: dict[int, DataConnection] = {}
         self._threads: set[threading.Thread] = set()
         self._next = 0
-        self._stopping = threading.Event()
+        self._is_stopping = False
+        self._troubles = Troubles(log, None)
         self._path: Path | None = None
         self.places = DataPlaces()
 
@@ -92,6 +91,7 @@ class DataListener:
         """Begins to listen. Raises InvalidRequest if the port cannot be had; a directory may take no socket."""
         port = 0 if where.port is None else self._listen_tcp(where.host, where.port, where.tls)
         self.places = DataPlaces(port, *self._listen_here(where.directory))
+        self._handshakes.start()
 
     def _listen_tcp(self, host: str, port: int, tls: Tls | None) -> int:
         try:
@@ -103,11 +103,7 @@ class DataListener:
                 f"cannot listen for data connections on {host}:{port} ({error.strerror}); choose another --data-port"
             ) from None
         contexts = None if tls is None else ReloadingFiles(tls.paths(), lambda: server_context(tls, "data connections"))
-
-        def secure(plain: socket.socket) -> socket.socket:
-            return plain if contexts is None else contexts.get().wrap_socket(plain, server_side=True)
-
-        self._accept(listener, secure)
+        self._handshakes.listen(listener, None if contexts is None else contexts.get)
         return int(listener.getsockname()[1])
 
     def _listen_here(self, directory: Path) -> tuple[str, int]:
@@ -118,83 +114,56 @@ class DataListener:
             log.info("no socket for data connections in %s: %s", directory, error.strerror or error)
             return "", 0
         self._path = directory / name
-        self._accept(listener, lambda plain: plain)
+        self._handshakes.listen(listener, None)
         return name, inode
 
-    def _accept(self, listener: socket.socket, secure: Callable[[socket.socket], socket.socket]) -> None:
-        self._listeners.append(listener)
-
-        def accept() -> None:
-            while not self._stopping.is_set():
-                try:
-                    plain, _ = listener.accept()
-                except OSError:  # it was shut; or this process has too many files open, and some are closed meanwhile
-                    self._stopping.wait(_PAUSE_SECONDS)
-                    continue
-                guarded("data-connections", lambda: self._take(plain, secure))  # noqa: B023 (called at once)
-
-        self._start(accept, "data-listener")
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
+    def _open(self, connection: socket.socket, ticket: bytes) -> None:
+        """Has a connection served in a thread of its own, if its ticket is good."""
+        opener = self._tickets.redeem(ticket, lambda opener: _is_of(connection, opener))
+        if opener is None:
+            connection.close()
+            return
         with self._lock:
-            self._threads.add(thread)
-        thread.start()
-
-    def _take(self, plain: socket.socket, secure: Callable[[socket.socket], socket.socket]) -> None:
-        """Has a new connection served, in a thread of its own."""
-        with self._lock:
+            if self._is_stopping or len(self._threads) >= self._limits.connections:
+                connection.close()
+                return
             self._next += 1
             number = self._next
-            if self._stopping.is_set() or len(self._connections) >= self._limits.connections:
-                plain.close()
-                return
-            self._strangers[number] = plain
-            oldest = next(iter(self._strangers)) if len(self._strangers) > _STRANGERS else None
-            turned_away = None if oldest is None else self._strangers.pop(oldest)
-        if turned_away is not None:
-            _shut(turned_away)
-        self._start(lambda: guarded("data-connections", lambda: self._serve(plain, secure, number)), "data")
-
-    def _serve(self, plain: socket.socket, secure: Callable[[socket.socket], socket.socket], number: int) -> None:
-        connection = plain
+            thread = threading.Thread(
+                target=lambda: self._run(thread, connection, opener, number), name="data", daemon=True
+            )
+            self._threads.add(thread)
         try:
-            plain.settimeout(self._limits.handshake_seconds)
-            connection = secure(plain)
-            until = time.monotonic() + self._limits.handshake_seconds
-            opener = self._tickets.redeem(_ticket(connection, until))
-            if opener is None:
-                return
+            thread.start()
+        except RuntimeError as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
             with self._lock:
-                if self._strangers.pop(number, None) is None or self._stopping.is_set():
-                    return
-            frames = frames_over(connection)
-            self._serve_opened(frames, opener, number)
-        except (OSError, PSError):
-            pass  # a stranger, or a worker whose place is lost
-        finally:
-            with self._lock:
-                self._strangers.pop(number, None)
+                self._threads.discard(thread)
             connection.close()
+            self._troubles.met("", "a data connection is refused: %s", error)
+        else:
+            self._troubles.over("")
 
-    def _serve_opened(self, frames: FrameSocket, opener: Opener, number: int) -> None:
-        made = DataConnection(frames, opener, self._serving, number)
+    def _run(self, thread: threading.Thread, connection: socket.socket, opener: Opener, number: int) -> None:
+        try:
+            guarded("data-connections", lambda: self._serve(connection, opener, number))
+        finally:
+            connection.close()
+            with self._lock:
+                self._threads.discard(thread)
+
+    def _serve(self, connection: socket.socket, opener: Opener, number: int) -> None:
+        made = DataConnection(frames_over(connection), opener, self._serving, number)
         with self._lock:
+            if self._is_stopping:
+                return
             self._connections[number] = made
         try:
-            ended = self._admit(opener, made.abort)
-            try:
-                if not self._stopping.is_set():
+            with contextlib.suppress(OSError, PSError):  # it has gone, or its worker's place is lost
+                ended = self._admit(opener, made.abort)
+                try:
                     made.serve()
-            finally:
-                ended()
+                finally:
+                    ended()
         finally:
             with self._lock:
                 del self._connections[number]
@@ -202,32 +171,26 @@ class DataListener:
     def stop(self) -> None:
         """Ends all connections and threads."""
         with self._lock:
-            self._stopping.set()
-            strangers, connections = list(self._strangers.values()), list(self._connections.values())
-            threads = list(self._threads)
+            self._is_stopping = True
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        for listener in self._listeners:
-            _shut(listener)
-        for stranger in strangers:
-            _shut(stranger)
+        self._handshakes.stop()
+        with self._lock:
+            connections, threads = list(self._connections.values()), list(self._threads)
         for connection in connections:
             connection.abort()
         for thread in threads:
             thread.join()
-        for listener in self._listeners:
-            listener.close()
 
 
-def _ticket(connection: socket.socket, until: float) -> bytes:
-    """Returns what a new connection shows as its ticket. Raises InvalidRequest, or OSError if it does not in time."""
-    first = receive_exactly(connection, HEADER_BYTES, until)
-    header = read_header(first, TICKET_BYTES)
-    if header.kind is not Kind.OPEN or header.size != TICKET_BYTES:
-        raise InvalidRequest("a data connection begins with its ticket")
-    return receive_exactly(connection, TICKET_BYTES, until)
+def _is_of(connection: socket.socket, opener: Opener) -> bool:
+    """Whether a connection is its opener's, as far as certificates tell: a ticket alone is not enough then.
 
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    Not by its host: one worker may reach the two ports of a shard from two addresses.
+    """
+    if not isinstance(connection, ssl.SSLSocket):
+        return True
+    known = {name.decode("utf-8", "replace") for name in opener.auth_context.get("x509_common_name", ())}
+    subject: Any = (connection.getpeercert() or {}).get("subject", ())
+    shown = {value for part in subject for name, value in part if name == "commonName"}
+    return not known or known == shown

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +31,54 @@ from ps_server.core.placement import Place
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_server.core.tables import joined
 from ps_server.storage.any_type import load_any, save_any
-from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
 from ps_server.storage.files import RemotePath
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
+log = logging.getLogger("ps_server")
 
-def export(directory: Path, job: str, name: str | None, output: Path, tables_as: str = "safetensors") -> str:
+
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint holds: buckets' snapshots, what no optimizer steps, and by table its rows of all shards."""
+
+    manifest: Manifest
+    spec: JobSpec
+    buckets: tuple[BucketSpec, ...]
+    snapshots: dict[int, BucketSnapshot]
+    changed: dict[str, torch.Tensor]
+    rows: dict[str, Rows]
+
+
+def export(
+    directory: Path,
+    job: str,
+    name: str | None,
+    output: Path,
+    tables_as: str = "safetensors",
+    told: Callable[[str], object] = log.error,
+    fallback: bool = True,
+) -> str:
     """Writes the files; says what they hold.
 
+    name:      of the checkpoint; None: the last one that is whole, which is what a restore takes
     tables_as: the format of tables/: safetensors, parquet or npy
+    told:      of each checkpoint that was passed over, and why
+    fallback:  False: a damaged one is an error, and none before it is taken
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
     """
     check_format(tables_as)
     if not isinstance(directory, RemotePath) and not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
-    manifest, spec, buckets, snapshots, tables = _read(store, job, name)
-    spec, snapshots = _in_last_stage(spec, buckets, snapshots)
-    model, optimizer, groups = _gather(spec, buckets, snapshots)
-    model |= _changed(store, job, manifest, spec)
+    found = _find(store, job, name, told, fallback)
+    manifest, tables = found.manifest, found.rows
+    spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
+    model, optimizer, groups = _gather(spec, found.buckets, snapshots)
+    model |= found.changed
     model = _as_modules_have_them(model, spec)
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
@@ -95,33 +123,42 @@ def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _read(
-    store: CheckpointStore, job: str, name: str | None
-) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot], dict[str, Rows]]:
-    """Returns the checkpoint of that name, or the last one that is whole. The last: by table, its rows of all shards"""
-    names = [name] if name is not None else list(reversed(store.names(job)))
-    reason = "there is none"
-    for candidate in names:
-        try:
-            manifest = store.manifest(job, candidate)
-            spec = job_spec_from_data(manifest.job)
-            buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-            parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
-            files = store.files(job, manifest, buckets, manifest.shards if parts else ())
-            snapshots = store.read_files(job, files, rows=parts)
-            if not all(parts.values()):
-                raise CheckpointDamaged(f"checkpoint {candidate} has no rows of a table")
-            tables = [joined(each, Place()) for each in parts.values()]
-            spec = _with_seeds(spec, tables)
-            rows: dict[str, Rows] = {
-                table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
-            }
-            return manifest, spec, buckets, snapshots, rows
-        except CheckpointDamaged as error:
-            if name is not None:
-                raise
-            reason = str(error)
-    raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reason}")
+def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[str], object], fallback: bool) -> Found:
+    """Returns the checkpoint of that name, or the last one that is whole."""
+    if name is not None:
+        return _read(store, job, name)
+    reasons = ["there is none"]
+
+    def pass_over(checkpoint: str, error: CheckpointDamaged) -> None:
+        if not fallback:
+            raise error
+        reasons.append(str(error))
+        told(PASSED_OVER % (job, checkpoint, error))
+
+    found = last_whole(store.names(job), lambda checkpoint: _read(store, job, checkpoint), pass_over)
+    if found is None:
+        raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reasons[-1]}")
+    return found
+
+
+def _read(store: CheckpointStore, job: str, name: str) -> Found:
+    """Returns what a checkpoint holds. Raises CheckpointDamaged where any file is not what was written."""
+    manifest = store.manifest(job, name)
+    spec = job_spec_from_data(manifest.job)
+    buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+    parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
+    files = store.files(job, manifest, buckets, manifest.shards if parts else ())
+    snapshots = store.read_files(job, files, rows=parts)
+    if not all(parts.values()):
+        raise CheckpointDamaged(f"checkpoint {name} has no rows of a table")
+    store.check_workers(job, manifest)
+    changed = _changed(store, job, manifest, spec)
+    tables = [joined(each, Place()) for each in parts.values()]
+    spec = _with_seeds(spec, tables)
+    rows: dict[str, Rows] = {
+        table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
+    }
+    return Found(manifest, spec, buckets, snapshots, changed, rows)
 
 
 def _in_last_stage(

@@ -1,4 +1,4 @@
-"""Calls to a shard, through the one retry loop: over its data connection where one is open, otherwise by gRPC."""
+"""Calls to a shard, repeated when they fail: over its data connection where one is open, otherwise by gRPC."""
 
 from __future__ import annotations
 
@@ -276,6 +276,11 @@ class ShardCalls:
             landing.message(message)
             if landing.is_done:
                 return
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return [] if self._link is None else self._link.threads
 
     def close(self) -> None:
         """Closes the connections; calls in flight end."""

@@ -1,14 +1,14 @@
 """A model as flat buffers, so that pushing packs nothing and a pull lands in place.
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
-weights     the parameters as views into them, and which of them a script has changed (weights.py)
+weights     the parameters as parts of them, and which of them a script has changed (weights.py)
 gradients   likewise; which are ready, changed, not finite (gradients.py). In local:H the base lies there (base.py)
 here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -164,7 +164,7 @@ class FlatModel:
 
     def changed_weights(self) -> set[int]:
         """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
-        InvalidRequest or Unsupported, as `Weights.changed`.
+        InvalidRequest, as `Weights.changed`.
         """
         changed = self.weights.changed()
         if changed and self._versions:
@@ -172,6 +172,17 @@ class FlatModel:
                 if any(part.parameter in changed for part in bucket.slices):
                     self._versions.pop(bucket.index, None)
         return changed
+
+    def copies(self, parameters: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Returns copies of parameters' weights as they are, all in the buffers."""
+        return {index: self._buffers.weight_views[index].clone() for index in parameters}
+
+    def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Has parameters what they had when `copies` were made."""
+        for index, copy in copies.items():
+            self._buffers.weight_views[index].copy_(copy)
+        if copies:
+            self.weights.landed()
 
     def has_before(self, index: int, clock: int) -> bool:
         """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was

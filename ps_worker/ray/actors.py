@@ -25,6 +25,7 @@ from ps_launch.one_server import OneServer
 from ps_launch.restarts import ShardRestarts
 from ps_protocol.errors import NotFound, PSError
 from ps_runtime.credentials import access
+from ps_runtime.own_program import own_program
 from ps_runtime.settings import environment
 from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from ps_worker.ray.values import Certificates, WorkerProcess
@@ -133,7 +134,7 @@ class Coordinator(_ServerActor):
 
     def status(self) -> dict[str, Any]:
         """Returns what is running, as `ps-server status --json` has it. Raises PSError with the command's error."""
-        command = [sys.executable, "-m", "ps_server", "status", "--json", "--server", self._address]
+        command = [sys.executable, *own_program("ps_server", "status", "--json", "--server", self._address)]
         variables = {name: text for name, text in self._environment().items() if name != "PS_TOKENS"}
         done = subprocess.run(
             [*command, *["--insecure"] * self._insecure],

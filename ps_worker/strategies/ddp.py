@@ -66,6 +66,9 @@ class Ddp:
         """Steps finished."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Does nothing: the model's own are all there are."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
         return {}
@@ -115,7 +118,7 @@ class Ddp:
     def _share(self) -> tuple[int, int]:
         return self.rank, self.world_size
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     @contextlib.contextmanager

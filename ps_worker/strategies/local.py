@@ -7,11 +7,13 @@ step     `optimizer.step()` steps on this worker. The last step of a round then 
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
 early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
          round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in job_training.py, in rounds. All batches that the worker had leased are leased anew.
+lost     As in job_training.py, in rounds: one that was to be pushed is pushed again. Of a round that is broken off
+         otherwise, all batches that the worker had leased are leased anew.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,11 +32,14 @@ from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.local_round import LocalRound
 from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
+from ps_worker.state.ending import is_cut_short
 from ps_worker.state.inner import InnerStates
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.values import PrepareOptions, SavedState
+
+log = logging.getLogger("ps_worker")
 
 
 class LocalSteps(ParameterServer):
@@ -117,6 +122,7 @@ class LocalTraining(JobTraining):
         self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
         self._hooks: list[RemovableHandle] = []
+        self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         """Returns what keeps the state of the script's own optimizers."""
@@ -146,9 +152,21 @@ class LocalTraining(JobTraining):
 
     def close(self) -> None:
         """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
+        if not self._closing:
+            self._say_if_never_warm()
         for hook in self._hooks:
             hook.remove()
         super().close()
+
+    def _say_if_never_warm(self) -> None:
+        """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""
+        local = self._local
+        if 0 < self.steps <= local.warm_up and self.participation.is_main and not is_cut_short():
+            log.warning(
+                "mode %s never left its warm-up: all %d steps of this job were rounds of one step, as in sync "
+                "(prepare(..., outer={'warm_up': N}) makes the warm-up of %d steps shorter)",
+                *(local.mode, self.steps, local.warm_up),
+            )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -187,9 +205,15 @@ class LocalTraining(JobTraining):
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
+        self._follow_job()
+        if not self._round.made:
+            self._began = self._told()
         self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
+
+    def _tell(self) -> None:
+        self.participation.script.begin(lambda: self._began, at_any_time=True)  # a newcomer begins with a round
 
     def samples(self, count: int) -> None:
         """Adds samples that the step at hand uses."""
@@ -222,15 +246,16 @@ class LocalTraining(JobTraining):
             self.step(0)
 
     def _ended(self, index: int | None) -> EndedStep:
-        participation = self.participation
-        alone = participation.options.world_size == 1 and self._local.averages(self._round.number)
+        alone = self.participation.options.world_size == 1 and self._local.averages(self._round.number)
         if index is None or not alone:
             return self._round.end_empty() if index is None else self._round.end(index)
         if self._round.end_alone():
             self._assignments.set_all()
-            self._assignments.send(participation.connection, participation.ranks, False, False)
-            participation.settle()
         return self._round.end_empty()
+
+    def _send_assignments(self) -> None:
+        if self._assignments.send(self.participation.connection, self.participation.ranks, False, False):
+            self.participation.settle()
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
@@ -247,6 +272,8 @@ class LocalTraining(JobTraining):
     def come_back(self) -> bool:
         """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
         staged = super().come_back()
+        if self._at_hand is not None:  # the round is pushed again: its difference is still in the buffers
+            return staged
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
         self.data.rollback()

@@ -97,8 +97,13 @@ class ParameterServer:
         """The same."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Has the model the weights with every update that is staged; see JobTraining.refresh."""
+        if self._training is not None:
+            self._training.refresh()
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has the weights that were pulled last."""
+        """Returns none: the model has them, after `refresh`."""
         return {}
 
     def prepare(
@@ -149,11 +154,12 @@ class ParameterServer:
         shares = PreparedLoader(share, self._device, timer)
         return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 
-    def keep(self, things: Sequence[Any]) -> None:
-        """Has the state of these rolled back with the job, from `prepare` of the models on."""
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
+        """Has the state of these rolled back with the job, from `prepare` of the models on, and brought to workers that
+        join late, but for what is this worker's own."""
         if self._training is not None:
             for thing in things:
-                self._training.checkpoint.add(thing)
+                self._training.checkpoint.add(thing, any(thing is each for each in own))
             self._training.checkpoint.try_restore()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -169,7 +175,9 @@ class ParameterServer:
             raise InvalidRequest(
                 f"session.{what.split()[0]}: this worker takes no part in the job yet; call prepare first"
             )
-        return self._rounds.exchange(value, what)
+        assert self._joining is not None
+        with self._joining.script.standing():
+            return self._rounds.exchange(value, what)
 
     def close(self) -> None:
         """Leaves the job and ends every thread and connection."""

@@ -45,6 +45,9 @@ class Single:
         """Steps finished."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Does nothing: the model's own are all there are."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
         return {}
@@ -71,7 +74,7 @@ class Single:
         self._log_refused(refused_of_loader(loader))
         return PreparedLoader(loader, self._device, self._metrics.timer)
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -157,7 +157,8 @@ class StreamedTraining(LocalTraining):
             super().empty_step()
             return
         self._metrics.empty_step()
-        self.checkpoint.stepping()
+        self._follow_job()
+        self.checkpoint.stepping(is_empty=True)
         self._in_place(self._bring)
         self._metrics.at(self.steps)
 

@@ -327,10 +327,9 @@ def test_a_worker_that_fails_is_started_again_alone_as_often_as_was_asked_for(tm
         "[1] worker 1 start 2",
     ]
     assert done.stderr.splitlines() == [
-        "ps-worker: worker 1 ended with code 7",
-        "ps-worker: worker 1 is started again in 0.5 s (restart 1 of 2)",
-        "ps-worker: worker 1 ended with code -9",
-        "ps-worker: worker 1 is started again in 1 s (restart 2 of 2)",
+        "ps-worker: starting 2 workers",
+        "ps-worker: worker 1 failed with code 7; it is started again in 0.5 s (restart 1 of 2)",
+        "ps-worker: worker 1 was ended by SIGKILL; it is started again in 1 s (restart 2 of 2)",
     ]
 
 
@@ -382,6 +381,6 @@ def test_an_address_where_nobody_answers_is_one_line_and_an_error(tmp_path: Path
     assert done.returncode == 1
     assert done.stdout == ""
     *said, last = [line for line in done.stderr.splitlines() if line]
-    assert last == "ps-worker: worker 0 ended with code 1"
+    assert last == "ps-worker: worker 0 failed with code 1"
     assert re.fullmatch(rf"worker 0: gave up after 1.5 s: coordinator at {address} does not answer \(.*\)", said[-1])
     assert sum("WARNING" in line for line in said) <= 1, "at most one word on the way that it is still trying"

@@ -65,7 +65,7 @@ def test_a_late_worker_of_the_same_launch_ends_with_0_and_says_why(run: Run, add
     assert ended(late) == (0, 0)
     assert late.err.count(": job 'default' has finished: its last worker was done at 20") == 2
     assert "Traceback" not in late.err
-    assert "ended with code" not in late.err
+    assert "failed with code" not in late.err
     assert ended(run("b", "ends")) == (0, 1), "another launch begins the job anew"
     assert ended(run("a", "ends")) == (0, 0), "and the first has finished all the same"
     assert python("-m", "ps_server", "end", "--server", address, "--job", "default").returncode == 0

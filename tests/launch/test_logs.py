@@ -188,7 +188,7 @@ def test_the_error_that_ends_a_worker_is_a_line_in_json(tmp_path: Path) -> None:
     assert (error["level"], error["role"], error["rank"]) == ("critical", "worker", 0)
     assert "rank must be from 0 to world_size - 1 = 1, got 3" in error["message"]
     assert 'File "<string>", line 1' in error["exception"]
-    assert json_lines(done.stderr)[-1]["message"] == "worker 0 ended with code 1"
+    assert json_lines(done.stderr)[-1]["message"] == "worker 0 failed with code 1"
 
 
 @pytest.mark.long

@@ -103,7 +103,7 @@ def test_a_second_run_goes_on_from_the_checkpoint_of_the_first(start: Start, tmp
 def test_the_exit_code_is_that_of_the_workers(tmp_path: Path) -> None:
     done = run("--shards", "1", "--workers", "2", script(tmp_path, "sys.exit(7 * int(os.environ['PS_RANK']))"))
     assert done.returncode == 7, done.stderr
-    assert "worker 1 ended with code 7" in done.stderr
+    assert "worker 1 failed with code 7" in done.stderr
 
 
 @pytest.mark.long

@@ -232,6 +232,7 @@ def test_a_shard_that_dies_in_a_row_is_given_up_after_as_many_restarts_as_were_a
     assert command.process.wait(RETURN_SECONDS) == 1
     said = [line for line in command.err.splitlines() if line.startswith("ps-server:")]
     assert said == [
+        "ps-server: starting 2 shards",
         "ps-server: shard 1 ended with code -9; starting it again (restart 1)",
         "ps-server: shard 1 ended with code -9; starting it again in 1 s (restart 2)",
         "ps-server: shard 1 ended with code -9 after 2 restarts in a row, which is all that --max-shard-restarts "

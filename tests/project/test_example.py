@@ -109,7 +109,10 @@ def test_without_tqdm_and_matplotlib_progress_is_in_plain_lines_and_there_is_no_
         monkeypatch.setattr(sys, "stderr", terminal)  # where there would be a bar
         launching.run_here(monkeypatch, EXAMPLES / "char_gpt.py", *TINY, f"--out={tmp_path}")
     printed, _ = capsys.readouterr()
-    assert len(re.findall(r"^step \d/6: loss \d\.\d{3}$", printed, re.MULTILINE)) == 6
+    first, *others = re.findall(r"^step (.*)$", printed, re.MULTILINE)
+    assert re.fullmatch(r"1/6: loss \d\.\d{3}", first)
+    assert len(others) == 5
+    assert all(re.fullmatch(r"\d/6: loss \d\.\d{3}, \d+\.\d steps/s, \d+ s left", line) for line in others)
     assert "no picture, because matplotlib is not installed: pip install '.[examples]'\n" in printed
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", "result.json"}
 
@@ -122,9 +125,13 @@ def test_demo_trains_on_a_cluster_and_says_what_came_of_it(tmp_path: Path) -> No
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["mode"], result["shards"], result["workers"], result["steps"]) == ("sync", 2, 2, 6)
     assert {"loss.png", "model.safetensors", "result.json"} <= {file.name for file in tmp_path.iterdir()}
-    for role in ("coordinator and shard 0", "shard 1", "worker 0", "worker 1"):
-        assert f"/metrics  {role}\n" in done.stdout
-    assert f"{result['first_loss']:.3f} at the start, {result['last_loss']:.3f} at the end" in done.stdout
+    first = f"{result['first_loss']:.3f}"
+    assert f"{first} in the first step, {result['last_loss']:.3f} at the end" in done.stdout
+    assert f"[0] step 1/6: loss {first}\n" in done.stdout
+    began, ended = done.stdout.split("What the model writes")
+    assert re.search(r"watch the job in a browser, while it trains: http://127\.0\.0\.1:\d+/\n", began)
+    assert "http:" not in ended, "no address of a server that has ended"
+    assert "docs/training.md" in ended
 
 
 @pytest.mark.parametrize("loss", [0.1, 0.5, math.nan])

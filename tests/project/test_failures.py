@@ -1,7 +1,8 @@
-"""docs/failures.md has a row for every pair of failures that the simulator makes."""
+"""docs/failures.md has a whole section for every failure, and a row for every pair that the simulator makes."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from tests.simulation.faults import KINDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "failures.md"
 TITLE = "# Two failures at once"
 
 Pair = tuple[str, ...]
@@ -46,3 +48,49 @@ def test_a_pair_that_is_missing_or_told_twice_is_seen() -> None:
 
 def test_every_row_says_what_is_seen_and_what_holds() -> None:
     assert all(len(cells) == 4 and all(cells) for cells in rows(PAGE.read_text()))
+
+
+# -- one failure -----------------------------------------------------------------------------------------------------
+
+PARTS = ["You see", "Who waits", "What is lost", "How it ends", "Do"]
+MOST_LINES = 15  # of a section: it fits a screen
+
+
+def sections(text: str) -> dict[str, str]:
+    """The text of each failure by itself, by its title."""
+    single, _, _ = text.partition(f"\n{TITLE}\n")
+    _, *found = re.split(r"^### ", single, flags=re.MULTILINE)
+    return {
+        title: body for title, _, body in (re.split(r"^## ", each, flags=re.M)[0].partition("\n") for each in found)
+    }
+
+
+def faults_of(body: str) -> list[str]:
+    """What a section lacks."""
+    faults = []
+    if re.findall(r"^\* \*\*(.+?)\*\*: \S", body, re.MULTILINE) != PARTS:
+        faults.append("the parts")
+    last = body.strip().splitlines()[-1]
+    if not last.startswith("Tests: "):
+        faults.append("its tests at the end")
+    missing = [name for name in re.findall(r"test_\w+\.py", last) if not list(TESTS.rglob(name))]
+    faults += [f"{name} is not there" for name in missing]
+    if len(body.splitlines()) > MOST_LINES:
+        faults.append("it is too long")
+    return faults
+
+
+def test_every_failure_says_what_is_seen_who_waits_what_is_lost_how_it_ends_and_what_to_do() -> None:
+    found = sections(PAGE.read_text())
+    assert len(found) >= 47
+    assert {title: faults_of(body) for title, body in found.items() if faults_of(body)} == {}
+
+
+def test_a_section_that_lacks_a_part_is_seen() -> None:
+    whole = "".join(f"* **{part}**: x.\n" for part in PARTS) + "\nTests: test_failures.py.\n"
+    assert faults_of(whole) == []
+    assert faults_of(whole.replace("* **Do**: x.\n", "")) == ["the parts"]
+    assert faults_of(whole.replace("**Who waits**: x.", "**Who waits**:")) == ["the parts"]
+    assert faults_of(whole.replace("Tests: ", "")) == ["its tests at the end"]
+    assert faults_of(whole.replace("test_failures", "test_gone")) == ["test_gone.py is not there"]
+    assert faults_of("long\n" * MOST_LINES + whole) == ["it is too long"]

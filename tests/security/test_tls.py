@@ -124,7 +124,7 @@ def test_a_data_port_looks_at_no_ticket_of_who_shows_no_certificate(
     make_cluster: MakeCluster, certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, looked_at = free_ports(1), list[bytes]()
-    monkeypatch.setattr(Tickets, "redeem", lambda tickets, ticket: looked_at.append(ticket))
+    monkeypatch.setattr(Tickets, "redeem", lambda tickets, ticket, is_of: looked_at.append(ticket))
     make_cluster(shards=1, tls=server_tls(certs), data_port=port)
     good, others = client(certs).tls, client(certs / "others").tls
     for tls in (None, Tls(ca=certs / "ca.pem"), others):

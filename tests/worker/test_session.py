@@ -421,7 +421,7 @@ class Recorded(Single):
         super().__init__(metrics, device, wanted=False)
         self.called: list[str] = []
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         self.called.append(f"keep {len(things)}")
 
     def no_sync(self) -> AbstractContextManager[None]:
