@@ -123,11 +123,7 @@ def check_next(
     """
     for optimizer in optimizers:
         optimizer_name(optimizer)
-    groups = _groups(models, optimizers)
-    for key, tensor in _named(models):
-        if groups.pop(id(tensor), None) is not None:
-            is_trained(key, tensor)
-    _refuse_unknown(len(groups))
+    check_known(models, optimizers)
     tables = named_tables(models)
     check(list(tables.values()), optimizers)
     for name, table in tables.items():
@@ -138,6 +134,16 @@ def check_next(
                 f"the rows of table {name!r} are stepped by {rows_of[name]} as long as the job runs, and {cls} has its "
                 f"weight now: leave it out, or give it a {rows_of[name]} of its own"
             )
+
+
+def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises InvalidRequest for optimizers with parameters in common, or of no model; Unsupported for parameters that
+    would train in a type that servers cannot step."""
+    groups = _groups(models, optimizers)
+    for key, tensor in _named(models):
+        if groups.pop(id(tensor), None) is not None:
+            is_trained(key, tensor)
+    _refuse_unknown(len(groups))
 
 
 def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

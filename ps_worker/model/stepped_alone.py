@@ -45,10 +45,13 @@ class SteppedAlone:
         self._own += prepared
         self._handed_over += [each for each in handed_over if not _is_in(each, prepared)]
 
-    def replace(self, optimizers: Sequence[Optimizer]) -> None:
-        """Counts optimizers as the session's own no more: others step their parameters from here on."""
-        self._own = [each for each in self._own if not _is_in(each, optimizers)]
-        self._replaced += optimizers
+    def take_over(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
+        """As `know`; and counts those as the session's own no more that had any of their parameters."""
+        taken = {id(tensor) for each in prepared for tensor in _tensors(each)}
+        replaced = [each for each in self._own if any(id(tensor) in taken for tensor in _tensors(each))]
+        self._own = [each for each in self._own if not _is_in(each, replaced)]
+        self._replaced += replaced
+        self.know(prepared, handed_over)
 
     def close(self) -> None:
         """Looks no more, and lets go of all optimizers."""
@@ -60,23 +63,26 @@ class SteppedAlone:
         if _is_in(optimizer, self._own):
             self.steps += 1
             return
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor in self._names]
+        tensors = [tensor for tensor in _tensors(optimizer) if tensor in self._names]
         # A step changes nothing that has no gradient. So a script may keep an optimizer of old. A table's handle never
         # has one: its rows do.
         names = [self._names[each] for each in tensors if each.grad is not None or id(each) in self._handles]
-        if names:
+        if names or _is_in(optimizer, self._replaced):
             self._met(self._message(optimizer, names))
 
     def _message(self, optimizer: Optimizer, names: list[str]) -> str:
         shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN))
-        what = f"{type(optimizer).__name__} steps {shown} on this worker alone: "
+        name = type(optimizer).__name__  # a prepared one has that of the script's own
+        if _is_in(optimizer, self._replaced):
+            return (
+                f"this {name} was replaced by a later call of prepare: step the optimizer that this call has returned"
+            )
+        what = f"{name} steps {shown} on this worker alone: "
         if _is_in(optimizer, self._handed_over):
             return (
                 f"{what}it was handed to prepare, which has returned another optimizer. Step that one: "
                 "model, optimizer, loader = session.prepare(model, optimizer, loader)"
             )
-        if _is_in(optimizer, self._replaced):
-            return f"{what}a later call of prepare has replaced it. Step the optimizer that this call has returned"
         return (
             f"{what}the session trains them, and does not know this optimizer. Hand it over before its first step: "
             "optimizer = session.prepare(optimizer)"
@@ -95,6 +101,10 @@ def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
         for number, model in enumerate(models)
         for name, parameter in model.named_parameters()
     }
+
+
+def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _is_in(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:

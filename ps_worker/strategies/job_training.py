@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import InvalidRequest, UnknownWorker
+from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker, Unsupported
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -553,6 +553,11 @@ class JobTraining:
 
     # -- the next stage of the script --------------------------------------------------------------------------------
 
+    @property
+    def rows_of(self) -> Mapping[str, str]:
+        """By the name of a table, the optimizer that steps its rows."""
+        return {table.rows.name: table.optimizer for table in self._model.spec.tables}
+
     def begin_stage(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
         """Has these optimizers step their parameters from the next step on, in place of those that had any of them;
         returns their numbers. Their state is what they have, taken over as at `prepare`.
@@ -562,8 +567,8 @@ class JobTraining:
         """
         known, taken = self._steps.stage.optimizers, {id(tensor) for each in optimizers for tensor in tensors_in(each)}
         live = {n: each for n, each in known.items() if not any(id(tensor) in taken for tensor in tensors_in(each))}
-        first = self._numbers
-        new = dict(enumerate(optimizers, first))
+        new = dict(enumerate(optimizers, self._numbers))
+        self._check_limit()
         stage = self.following(live | new, new.keys())
         states = {n: states_of([each]) for n, each in new.items()}
         for each in states.values():
@@ -581,6 +586,17 @@ class JobTraining:
         self.checkpoint.enter(stage.number, list(stage.optimizers.values()))
         self.checkpoint.trains(fresh)
         return list(new)
+
+    def _check_limit(self) -> None:
+        """Raises Unsupported or LimitExceeded where the servers can begin no other stage."""
+        limit = self.participation.stage_limit
+        if limit == 0:
+            raise Unsupported(
+                "the servers are of an earlier version, and step a job's parameters with the optimizers that it began "
+                "with: upgrade them, or begin another job: session.close(), then connect(job=...) with another name"
+            )
+        if self._steps.stage.number + 1 >= limit:
+            raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
         """Returns the stage in which these optimizers step, by number, of which some are new. Raises as `next_stage`;
