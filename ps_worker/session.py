@@ -37,6 +37,7 @@ from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
+from ps_worker.own_steps import OwnSteps
 from ps_worker.state.ending import end_by_signal
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
@@ -139,6 +140,7 @@ class Session:
         self._pid = os.getpid()
         self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
+        self._own_steps: OwnSteps | None = None  # from `prepare` on, in the modes with servers
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -274,6 +276,8 @@ class Session:
             log.log(logging.WARNING if loops.is_trouble else logging.INFO, "%s", loops.text)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
         self._models = list(models)
+        if self._config.consistency is not None:  # in the others an optimizer that nobody knows does no harm
+            self._own_steps = OwnSteps(models, steppers)
         speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
@@ -415,6 +419,10 @@ class Session:
         """Leaves the job and closes every connection; may be called more than once."""
         if self._pid != os.getpid():
             return  # a forked child, of a DataLoader say: the session is its parent's
+        if self._own_steps is not None:
+            self._own_steps.warn_of_none()
+            self._own_steps.close()
+            self._own_steps = None
         self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()

@@ -12,6 +12,7 @@ no_sync.py          Lends a session's `no_sync` to the user's model, for scripts
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
 optimizer_state.py  Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 overlap.py          Which buckets leave while backward still runs
+refusals.py         Models that the modes with servers refuse, each with what to do instead
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
 separate_base.py    The base of local steps with memory of its own: of each bucket, what was pulled last
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`

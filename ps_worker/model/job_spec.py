@@ -15,6 +15,14 @@ from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.tensors import DTYPE_NAMES
+from ps_worker.model.refusals import (
+    REFUSALS,
+    refuse_lazy,
+    refuse_sharded,
+    refuse_sparse,
+    refuse_synchronised,
+    refuse_wrapped,
+)
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
 from ps_worker.values import PrepareOptions
@@ -38,10 +46,12 @@ def describe(
     """
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
-        _refuse_lazy(model)
-        _refuse_wrapped(model)
+        refuse_lazy(model)
+        refuse_wrapped(model)
+        refuse_sharded(model)
+        refuse_synchronised(model)
         if options.local is None:
-            _refuse_sparse(model)
+            refuse_sparse(model)
     tables = named_tables(models)
     if tables and options.local is not None:
         raise Unsupported(
@@ -97,7 +107,9 @@ def _parameters(
         tensors.append(tensor)
     if groups:
         raise InvalidRequest(
-            f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models over"
+            f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare: hand all models "
+            "over, and put a parameter of its own (of a loss, say) into a module: self.scale = nn.Parameter(...) in "
+            "its __init__"
         )
     return tuple(parameters), tensors
 
@@ -135,9 +147,7 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
             _refuse_dtype(key, tensor)
 
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
-    checks += [
-        partial(check, model) for model in models for check in (_refuse_lazy, _refuse_wrapped, _refuse_sparse, dtypes)
-    ]
+    checks += [partial(check, model) for model in models for check in (*REFUSALS, dtypes)]
     refused = []
     for check in checks:
         try:
@@ -147,27 +157,6 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
     return refused
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            owner = model.get_submodule(key.rpartition(".")[0])
-            raise InvalidRequest(
-                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
-            )
-
-
 def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPE_NAMES:
         raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for key, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")

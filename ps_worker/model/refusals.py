@@ -1,0 +1,76 @@
+"""Models that the modes with servers refuse, each with what to do instead. Nothing has joined a job then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises InvalidRequest for a tensor that has no shape yet."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            owner = model.get_submodule(key.rpartition(".")[0])
+            raise InvalidRequest(
+                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
+            )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises Unsupported for a model in DistributedDataParallel."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises Unsupported for a model of FSDP or with DTensors, of which this process has a part."""
+    fsdp = _class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    name = next((type(module).__name__ for module in model.modules() if fsdp and isinstance(module, fsdp)), None)
+    distributed = _class_if_imported("torch.distributed.tensor", "DTensor")
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if distributed is not None and isinstance(tensor, distributed):
+            name = f"{key} is a DTensor"
+            break
+    if name is not None:
+        raise Unsupported(
+            f"the model is sharded over a process group ({name}), and a worker of a parameter server holds the whole "
+            "model: hand the plain model to prepare, before fully_shard, FSDP or parallelize_module; in place of the "
+            "sharding, activation checkpointing and smaller batches save memory"
+        )
+
+
+def _class_if_imported(module: str, name: str) -> type | None:
+    """Returns a class if something has imported its module: otherwise no object is of that class."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def refuse_synchronised(model: nn.Module) -> None:
+    """Raises Unsupported for a SyncBatchNorm, which would silently be a BatchNorm: it needs a process group."""
+    for key, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise Unsupported(
+                f"{key or 'the model'} is a SyncBatchNorm, which takes its statistics over a process group, and there "
+                "is none with servers: each worker would silently use those of its own batch. Leave "
+                "convert_sync_batchnorm out (BatchNorm: statistics of each worker), use GroupNorm, or train in mode ddp"
+            )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raises Unsupported for an embedding with sparse gradients. In local:H no gradient leaves, and it may train."""
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
+
+
+REFUSALS: tuple[Callable[[nn.Module], None], ...] = (
+    refuse_lazy,
+    refuse_wrapped,
+    refuse_sharded,
+    refuse_synchronised,
+    refuse_sparse,
+)
