@@ -14,7 +14,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
 from ps_protocol.job import JobSpec, NonFinite
-from ps_protocol.layout import ParameterSpec
+from ps_protocol.layout import Held, ParameterSpec
 from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
@@ -70,6 +70,7 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 data_type=DATA_TYPE_NUMBERS[p.dtype],
                 group=p.group or 0,
                 frozen=p.group is None,
+                held=None if p.held is None else job_pb2.HeldElements(torch_type=p.held.dtype, shape=p.held.shape),
             )
             for p in spec.parameters
         ],
@@ -167,7 +168,8 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
-    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
+    held = Held(message.held.torch_type, tuple(message.held.shape)) if message.HasField("held") else None
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, held)
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:

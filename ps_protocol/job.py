@@ -212,9 +212,13 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
         raise InvalidRequest(f"{parameter.name}: expected a group below {group_count}, got {parameter.group}")
     if parameter.group is not None and not DATA_TYPES[parameter.dtype].floating:
         raise InvalidRequest(f"{parameter.name}: an optimizer steps floating-point parameters, got {parameter.dtype}")
-    if len(parameter.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_ELEMENTS for size in parameter.shape):
-        expected = f"up to {MAX_DIMENSIONS} dimensions of 0 to {MAX_ELEMENTS}"
-        raise InvalidRequest(f"{parameter.name}: expected {expected}, got {parameter.shape}")
+    shapes = [parameter.shape] if parameter.held is None else [parameter.shape, parameter.held.shape]
+    for shape in shapes:
+        if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_ELEMENTS for size in shape):
+            expected = f"up to {MAX_DIMENSIONS} dimensions of 0 to {MAX_ELEMENTS}"
+            raise InvalidRequest(f"{parameter.name}: expected {expected}, got {shape}")
+    if parameter.held is not None and not (1 <= len(parameter.held.dtype) <= 32 and parameter.held.dtype.isprintable()):
+        raise InvalidRequest(f"{parameter.name}: expected an element type's name, got {parameter.held.dtype[:32]!r}")
     if parameter.numel > MAX_ELEMENTS:
         raise LimitExceeded(f"{parameter.name}: a parameter may have {MAX_ELEMENTS} elements, got {parameter.numel}")
 

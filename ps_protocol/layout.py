@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGNMENT_BYTES = 64
 DEFAULT_BUCKET_BYTES = 4 * 2**20
@@ -47,11 +47,21 @@ DATA_TYPES: dict[str, DataType] = {
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a tensor is that travels as its bytes: its element type by torch's name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """One named tensor of the model.
 
     group:     the optimizer group that steps it; None for what none steps
     optimizer: the job's optimizer that the group belongs to
+    held:      what its bytes are, if it is of a type that no bucket has; for exports alone. No part of what is
+               compared: a server of an earlier version leaves it out
     """
 
     name: str
@@ -59,6 +69,7 @@ class ParameterSpec:
     dtype: str
     group: int | None
     optimizer: int = 0
+    held: Held | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:

@@ -120,18 +120,28 @@ class RowInitializer(_message.Message):
     def __init__(self, distribution: _Optional[_Union[RowDistribution, str]] = ..., scale: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "shape", "data_type", "group", "frozen")
+    __slots__ = ("name", "shape", "data_type", "group", "frozen", "held")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     data_type: _types_pb2.DataType
     group: int
     frozen: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: _Optional[bool] = ...) -> None: ...
+    held: HeldElements
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: _Optional[bool] = ..., held: _Optional[_Union[HeldElements, _Mapping]] = ...) -> None: ...
+
+class HeldElements(_message.Message):
+    __slots__ = ("torch_type", "shape")
+    TORCH_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    torch_type: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, torch_type: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
     __slots__ = ("hyper_parameters", "optimizer")

@@ -5,12 +5,16 @@
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
+Tensors that were not trained have their own element types. safetensors has no complex128: such a tensor has pairs of
+float64, one dimension more, for torch.view_as_complex. Nor has it float8_e8m0fnu and float4: these have their bytes.
+
 `optimizer_state_dict` puts the last two together as what torch.optim's own load_state_dict takes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,9 @@ import torch
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
+from ps_protocol.layout import FROZEN, BucketSpec, Held, bucket_layout
 from ps_protocol.tables import TableSpec
-from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.tensors import BYTES_DTYPES, TORCH_DTYPES
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_server.core.tables import joined
@@ -48,6 +52,7 @@ def export(directory: Path, job: str, name: str | None, output: Path, tables_as:
     manifest, spec, buckets, snapshots, tables = _read(store, job, name)
     model, optimizer, groups = _gather(spec, buckets, snapshots)
     model |= _changed(store, job, manifest, spec)
+    model |= {p.name: _held(model[p.name], p.held) for p in spec.parameters if p.held is not None}
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
@@ -139,6 +144,21 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
     except (safetensors.SafetensorError, ValueError, IndexError) as error:
         raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
     return {spec.parameters[index].name: tensor for index, tensor in frozen.items()}
+
+
+def _held(elements: torch.Tensor, held: Held) -> torch.Tensor:
+    """Returns a tensor that has travelled as its bytes. Where a file cannot have its type: complex numbers as pairs of
+    real ones, others as their bytes, one dimension more."""
+    dtype = BYTES_DTYPES.get(held.dtype)
+    if dtype is None or math.prod(held.shape) * dtype.itemsize != elements.numel():
+        return elements
+    try:
+        safetensors.torch.load(safetensors.torch.save({"": torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)}))
+    except (KeyError, safetensors.SafetensorError):
+        if dtype.is_complex:
+            return torch.view_as_real(elements.view(dtype)).reshape(*held.shape, 2)
+        return elements.reshape(*held.shape, dtype.itemsize)
+    return elements.view(dtype).reshape(held.shape)
 
 
 def _gather(

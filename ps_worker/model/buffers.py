@@ -57,7 +57,8 @@ class FlatBuffers:
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
-        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.frozen}
+        trained = (self.spec.parameters[index] for index in self.trained)
+        spaces = {space_of(parameter): parameter.dtype for parameter in trained}  # one of empty ones has no bucket
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}

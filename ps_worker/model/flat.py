@@ -17,7 +17,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of, elements_of, put_elements
 from ps_worker.model.base import Base
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
@@ -150,7 +150,7 @@ class FlatModel:
             return self.assigned(bucket)
         flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
         for part in bucket.slices:
-            whole = self._tensors[part.parameter].detach().reshape(-1)
+            whole = elements_of(self._tensors[part.parameter])
             flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
         return bytes_of(flat)
 
@@ -256,8 +256,7 @@ class FlatModel:
     def _land_frozen(self, bucket: BucketSpec, values: torch.Tensor) -> None:
         for part in bucket.slices:
             tensor, pulled = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
-            with torch.no_grad():
-                whole = tensor.contiguous().view(-1)  # the tensor's own memory, unless it is channels_last, say
-                whole[part.start : part.start + part.length] = pulled.to(tensor.device)
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole.view(tensor.shape))
+            whole = elements_of(tensor)
+            whole[part.start : part.start + part.length] = pulled.to(tensor.device)
+            if whole.data_ptr() != tensor.data_ptr():
+                put_elements(tensor, whole)

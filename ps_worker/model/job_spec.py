@@ -11,12 +11,13 @@ from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
-from ps_protocol.layout import ParameterSpec
+from ps_protocol.layout import Held, ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
-from ps_protocol.tensors import DTYPE_NAMES
+from ps_protocol.tensors import BYTES_NAMES, DTYPE_NAMES
 from ps_worker.model.refusals import (
     REFUSALS,
+    refuse_elements,
     refuse_lazy,
     refuse_sharded,
     refuse_sparse,
@@ -101,9 +102,13 @@ def _parameters(
         if id(tensor) in known:
             continue
         known.add(id(tensor))
-        _refuse_dtype(key, tensor)
         group, optimizer = groups.pop(id(tensor), (None, 0))
-        parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
+        refuse_elements(key, tensor, is_trained=group is not None)
+        if tensor.dtype in DTYPE_NAMES:
+            parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
+        else:
+            held = Held(BYTES_NAMES[tensor.dtype], tuple(tensor.shape))
+            parameters.append(ParameterSpec(key, (tensor.nbytes,), "uint8", None, held=held))
         tensors.append(tensor)
     if groups:
         raise InvalidRequest(
@@ -142,12 +147,14 @@ def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimi
 def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Returns the messages of the errors that `describe` would raise for models and their optimizers: a dry run."""
 
-    def dtypes(model: nn.Module) -> None:
+    trained = {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
+
+    def elements(model: nn.Module) -> None:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            _refuse_dtype(key, tensor)
+            refuse_elements(key, tensor, id(tensor) in trained)
 
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
-    checks += [partial(check, model) for model in models for check in (*REFUSALS, dtypes)]
+    checks += [partial(check, model) for model in models for check in (*REFUSALS, elements)]
     refused = []
     for check in checks:
         try:
@@ -155,8 +162,3 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
         except (InvalidRequest, Unsupported) as error:
             refused.append(str(error))
     return refused
-
-
-def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")

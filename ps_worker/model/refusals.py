@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.tensors import BYTES_NAMES, DTYPE_NAMES
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -67,6 +69,31 @@ def refuse_sparse(model: nn.Module) -> None:
             raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
 
 
+def refuse_elements(key: str, tensor: torch.Tensor, is_trained: bool) -> None:
+    """Raises Unsupported for a tensor whose elements a server cannot hold, or cannot train."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        raise Unsupported(
+            f"{key} is a {type(tensor).__name__}, a tensor made of others: hand the model to prepare as it was before "
+            "it was quantized or packed, and convert what stays frozen afterwards: it does not travel again"
+        )
+    if tensor.layout is not torch.strided or tensor.dtype not in _KNOWN:
+        raise Unsupported(
+            f"{key}: expected a dense tensor of a plain type, got {tensor.dtype}, {tensor.layout}: make it one before "
+            "prepare, or keep it out of the model's parameters and buffers (a plain attribute)"
+        )
+    if is_trained and tensor.dtype.is_complex:
+        raise Unsupported(
+            f"{key} is {tensor.dtype} and trained, and servers step real numbers: keep it as its real view, "
+            "nn.Parameter(torch.view_as_real(w)), and take torch.view_as_complex(...) of that in forward"
+        )
+    if is_trained and tensor.dtype in BYTES_NAMES:
+        raise Unsupported(
+            f"{key} is {tensor.dtype} and in an optimizer, and servers step float32, bfloat16, float16 and float64: "
+            "leave it out of the optimizer, or keep it in one of these and convert it in forward"
+        )
+
+
+_KNOWN = DTYPE_NAMES.keys() | BYTES_NAMES.keys()
 REFUSALS: tuple[Callable[[nn.Module], None], ...] = (
     refuse_lazy,
     refuse_wrapped,

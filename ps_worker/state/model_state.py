@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ps_protocol.tensors import DTYPE_NAMES, elements_of, put_elements
 from ps_worker.state.encoding import OwnTensors, Residual
 
 log = logging.getLogger("ps_worker")
@@ -107,17 +108,19 @@ class FrozenTensor:
             return True
         if self._first is None:
             return self._tensor._version != self._version
-        return not torch.equal(self._tensor, self._first)
+        return not torch.equal(elements_of(self._tensor), elements_of(self._first))
 
     def copy(self) -> torch.Tensor:
-        """Returns its value now, on the host."""
-        return self._tensor.detach().to("cpu", copy=True)
+        """Returns its value now, on the host; its bytes, flat, where no bucket has its type."""
+        now = self._tensor.detach() if self._tensor.dtype in DTYPE_NAMES else elements_of(self._tensor)
+        return now.to("cpu", copy=True)
 
     def takes(self, value: torch.Tensor) -> bool:
         """Whether a value fits."""
-        return value.shape == self._tensor.shape and value.dtype == self._tensor.dtype
+        if self._tensor.dtype in DTYPE_NAMES:
+            return value.shape == self._tensor.shape and value.dtype == self._tensor.dtype
+        return value.shape == (self._tensor.nbytes,) and value.dtype == torch.uint8
 
     def put(self, value: torch.Tensor) -> None:
         """Sets its value."""
-        with torch.no_grad():
-            self._tensor.copy_(value)
+        put_elements(self._tensor, value.contiguous().view(-1))
