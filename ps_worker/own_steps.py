@@ -41,9 +41,7 @@ class OwnSteps:
         self.stepped = False
         self._raised = False
         self._own = list(optimizers)
-        self._replaced = weakref.WeakSet[torch.optim.Optimizer]()
         _known.update(self._own)
-        # The hook would keep this object, and with it the models, for a session that is never closed.
         # A table's handle may have an optimizer of its own, made at any time: its rows ride with the next push.
         handles = {id(table.weight) for table in named_tables(models).values()}
         self._parameters = {
@@ -52,6 +50,7 @@ class OwnSteps:
             for key, parameter in model.named_parameters()
             if id(parameter) not in handles
         }
+        # The hook would keep this object, and with it the models, for a session that is never closed.
         this = weakref.ref(self)
 
         def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -60,13 +59,6 @@ class OwnSteps:
                 steps._stepping(optimizer)
 
         self._hook = register_optimizer_step_pre_hook(hook)
-
-    def replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Takes these as the session's own from here on, and no other."""
-        self._forget_own()
-        self._replaced.update(self._own)
-        self._own = list(optimizers)
-        _known.update(self._own)
 
     def warn_of_none(self) -> None:
         """Warns where the models have gradients, and no optimizer of the session was ever stepped."""
@@ -80,9 +72,6 @@ class OwnSteps:
     def close(self) -> None:
         """Lets every optimizer step the models again."""
         self._hook.remove()
-        self._forget_own()
-
-    def _forget_own(self) -> None:
         for optimizer in self._own:
             _known.discard(optimizer)
 
@@ -110,16 +99,11 @@ class OwnSteps:
         return None
 
     def _message(self, optimizer: torch.optim.Optimizer, name: str) -> str:
-        kind = type(optimizer).__name__
-        if optimizer in self._replaced:
-            return (
-                f"{kind} steps {name}, and a later session.prepare(optimizer) has replaced it: step the optimizer that "
-                "this has returned"
-            )
         return (
-            f"{kind} steps {name} of a prepared model, and session.prepare has not returned this optimizer: this "
-            "worker would train alone. Write model, optimizer = session.prepare(model, optimizer) and step what that "
-            "returns. For a next stage write optimizer = session.prepare(optimizer) with the new one"
+            f"{type(optimizer).__name__} steps {name} of a prepared model, and session.prepare has not returned this "
+            "optimizer: this worker would train alone. Write model, optimizer = session.prepare(model, optimizer) and "
+            "step what that returns. For a next stage with a new optimizer, close the session, connect with another "
+            'job name (job="NAME-stage2") and prepare the model with it: it starts from the weights that it has'
         )
 
 

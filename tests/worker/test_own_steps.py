@@ -173,3 +173,20 @@ def test_without_servers_any_optimizer_steps() -> None:
         net = make_net()
         model, _ = session.prepare(net, sgd(net))
         step(model, sgd(model), drawn(1, 5, 3))
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async", "local:2", "local:4/2"])
+def test_a_next_stage_is_a_session_of_another_job(shared: Cluster, job: str, mode: str) -> None:
+    """What the error says to do: the second stage starts from the first one's weights, with a fresh optimizer."""
+    with connected(shared, mode, job) as session:
+        net = make_net()
+        model, optimizer = session.prepare(net, sgd(net))
+        for number in range(4):
+            step(model, optimizer, drawn(number, 5, 3))
+    before = weights_of(net)
+    with connected(shared, mode, f"{job[:120]}-stage2") as session:
+        model, optimizer = session.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        assert same(weights_of(model), before)
+        step(model, optimizer, drawn(9, 5, 3))
+        assert session.clock == 1
+        assert not same(weights_of(model), before)
