@@ -32,6 +32,6 @@ for epoch in range(5):
     mean = session.mean(loss.item())  # over all workers
     if session.is_main:
         print(f"epoch {epoch}: loss {mean:.3f}")
-session.barrier()  # all workers have made their last step
+
 if session.is_main:
-    save_file(session.global_weights(), "model.safetensors")
+    save_file(session.global_weights(model), "model.safetensors")

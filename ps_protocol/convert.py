@@ -7,14 +7,12 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
-from ps_protocol.identity import BegunStep
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
@@ -72,8 +70,6 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 data_type=DATA_TYPE_NUMBERS[p.dtype],
                 group=p.group or 0,
                 frozen=p.group is None,
-                element_type=p.element,
-                not_saved=not p.is_saved,
             )
             for p in spec.parameters
         ],
@@ -171,8 +167,7 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
-    more = message.element_type, not message.not_saved
-    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more)
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:
@@ -293,18 +288,6 @@ def seconds(message: Duration) -> float:
     return message.ToNanoseconds() / 1e9
 
 
-def timestamp(seconds: float) -> Timestamp:
-    """Returns seconds since 1970 as a message, to the millisecond."""
-    message = Timestamp()
-    message.FromMilliseconds(int(seconds * 1e3))
-    return message
-
-
-def since_1970(message: Timestamp) -> float:
-    """Returns the seconds since 1970 that a message says."""
-    return message.ToMilliseconds() / 1e3
-
-
 def known(table: Mapping[int, T], number: int, what: str) -> T:
     """Returns what an enum's number stands for. Raises InvalidRequest for one that does not exist."""
     if number not in table:
@@ -325,13 +308,3 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         residual_ratio=figures.residual_ratio,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )
-
-
-def begun_message(step: BegunStep, shard: int = 0) -> types_pb2.BegunStep:
-    """Returns what a rank has pushed of its furthest step to one shard as a message."""
-    return types_pb2.BegunStep(shard=shard, clock=step.clock, units=sorted(step.units))
-
-
-def begun_step(message: types_pb2.BegunStep) -> BegunStep:
-    """Returns what a rank has pushed of its furthest step to one shard."""
-    return BegunStep(message.clock, frozenset(message.units))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from ps_runtime.troubles import Troubles
 
@@ -20,19 +19,6 @@ log = logging.getLogger("ps_runtime")
 _troubles = Troubles(log, None)
 _errors: Counter[str] = Counter()
 _lock = threading.Lock()
-
-
-def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
-    """Waits for threads that are about to end, for so many seconds in all.
-
-    A thread that is still there when the interpreter ends is stopped where it next asks for the GIL. In C++ code that
-    aborts the process ("terminate called without an active exception"), and freeing a tensor is enough for it: torch
-    lets go of the GIL meanwhile.
-    """
-    until = time.monotonic() + seconds
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(0.0, until - time.monotonic()))
 
 
 def errors() -> Mapping[str, int]:

@@ -15,14 +15,12 @@ from typing import Any
 from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_runtime.background import join_within
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
-_HANG_UP_SECONDS = 1.0
 # A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
@@ -61,7 +59,6 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def server_activate(self) -> None:
         # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
-        self._serving: set[threading.Thread] = set()
         self._lock = threading.Lock()
         super().server_activate()
 
@@ -82,8 +79,6 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         plain, handle = request
-        with self._lock:
-            self._serving.add(threading.current_thread())
         try:
             plain.settimeout(CONNECTION_SECONDS)
             super().process_request_thread(self.secure(plain), client_address)
@@ -94,18 +89,8 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def _over(self, handle: socket.socket) -> None:
         with self._lock:
-            self._serving.discard(threading.current_thread())
             del self._open[handle]
             handle.close()
-
-    def hang_up(self) -> None:
-        """Ends all connections, and waits a moment for their threads: what a page shows may be made by torch."""
-        with self._lock:
-            threads = list(self._serving)
-            for handle in self._open:
-                with contextlib.suppress(OSError):
-                    handle.shutdown(socket.SHUT_RDWR)
-        join_within(threads, _HANG_UP_SECONDS)
 
     def service_actions(self) -> None:
         """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
@@ -247,6 +232,5 @@ def serve(
         server.shutdown()
         server.server_close()
         thread.join()
-        server.hang_up()
 
     return server.server_port, stop

@@ -187,9 +187,7 @@ def _add_export(add: Callable[..., CommandLine]) -> None:
     directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
     export = add("export", text, directory, JOB, words="[options] OUT")
-    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last]")
-    text = "end with an error where that one is damaged; by default it is the last that is whole, as for a restore"
-    export.add_argument("--no-fallback", action="store_true", help=text)
+    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
     text = "of the tables of rows in OUT/tables [default safetensors]"
     export.add_argument("--format", choices=("safetensors", "parquet", "npy"), default="safetensors", help=text)
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
@@ -233,12 +231,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from ps_server.storage.export import export
 
         output = Path(arguments.output)
-        where = arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format
-
-        def told(text: str) -> None:
-            print(logs.line_of(Speaker("ps-server"), text, logs.TEXT), file=sys.stderr, flush=True)
-
-        print(export(*where, told=told, fallback=not arguments.no_fallback))
+        print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format))
         return 0
     if arguments.command == "plan":
         return _plan(arguments)

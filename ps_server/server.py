@@ -31,7 +31,6 @@ from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
-from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import (
     coordinator_gauges,
@@ -214,16 +213,13 @@ class Server:
     def _make_coordinator(self) -> Coordinator:
         config = self._config
         assert config.shard_count is not None
-        charge = Charge()
 
         def connect(index: int, address: str) -> ShardClient:
-            return ShardClient(index, address, self._access, config.server_call_seconds, charge)
+            return ShardClient(index, address, self._access, config.server_call_seconds)
 
         policy = config.checkpoint_policy(self.address)
-        timing = replace(config.timing, deserted=config.job_timeout, absence=config.absence_seconds)
-        coordinator = Coordinator(
-            config.shard_count, connect, config.lease, config.limits, policy, timing, charge=charge
-        )
+        timing = replace(config.timing, deserted=config.job_timeout)
+        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
         coordinator.start()
         return coordinator
 

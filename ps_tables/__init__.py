@@ -23,7 +23,6 @@ optimizers.py     Optimizers that step some rows of a table, with the state of e
 places.py         Where rows lie: what trains them works on places in memory
 removed.py        Ids that were rows and are none any more, of late
 saved.py          Rows in the state_dict of a model
-sizes.py          How much memory so many rows take, and how many rows so much memory holds
 sums.py           Sums of rows by their places, in the order of the rows
 table.py          A table: its rows come into being, are trained, expire and are read
 """

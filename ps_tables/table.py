@@ -20,7 +20,8 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.row_ids import Ids, chance_order, mix
+from ps_protocol.row_ids import Ids, mix
+from ps_protocol.row_optimizers import numbers_kept
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
@@ -35,6 +36,17 @@ from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
+INDEX_BYTES = 32  # of an id: two and a half slots, the id itself, and its version
+
+
+def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
+    """Returns the bytes of a row and its optimizer's state."""
+    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim))
+
+
+def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
+    """Returns the bytes that a row takes, with its optimizer's state and its place in the index."""
+    return record_bytes(spec, optimizer, values) + INDEX_BYTES
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class Table:
         salt: int = 0,
         beyond: Beyond | None = None,
     ) -> None:
-        self.spec, self._capacity = spec, capacity
+        self.spec = spec
         self._name, self._values = optimizer, dict(values)
         self._rows = Entries(capacity, salt)
         self._weights = RowArray(capacity, spec.dim)
@@ -107,7 +119,7 @@ class Table:
         if beyond is not None:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
-        self._removed = RemovedIds(capacity)
+        self._removed = RemovedIds()
         self._copy: TableCopy | None = None  # the last one
         self.version = 0  # updates made
 
@@ -153,11 +165,11 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
+        evicted = self._forget(self._rows.make_room(len(new), version), version)
         room = max(0, self._rows.limit - len(self._rows))
         no_room = max(0, len(new) - room)
         if no_room:
-            new = new[np.argsort(chance_order(update.ids[new]), kind="stable")[:room]]
+            new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
         if len(new):
             ids = update.ids[new]
             numbers[new] = self._rows.add(ids, version)
@@ -216,18 +228,18 @@ class Table:
         if self._copy is not None:
             self._copy.end()
         waiting = self._candidates
-        exact = [self._rows.exact_since, *([] if waiting is None else [waiting.entries.exact_since])]
-        removed = {"": self._removed} | ({} if waiting is None else {"waiting.": waiting.removed})
-        if since is not None and (since < max(exact) or any(each.after(since) is None for each in removed.values())):
+        admitted = None if waiting is None or since is None else waiting.admitted.after(since)
+        if since is not None and (
+            since < max(self._rows.exact_since, waiting.entries.exact_since if waiting is not None else 0)
+            or (waiting is not None and admitted is None)
+        ):
             since = None
         others: dict[str, np.ndarray] = {"version": np.array([self.version])}
         if since is not None:
-            others["since"] = np.array([since])
-            for prefix, each in removed.items():
-                others[f"{prefix}removed"] = np.concatenate([np.empty(0, np.int64), *(each.after(since) or ())])
-            others["oldest"] = np.array([self._rows.oldest])
+            others |= {"since": np.array([since]), "oldest": np.array([self._rows.oldest])}
         if since is not None and waiting is not None:
             others["waiting.oldest"] = np.array([waiting.entries.oldest])
+            others["waiting.removed"] = np.concatenate([np.empty(0, np.int64), *(admitted or ())])
         columns = {name: CopiedColumn(each.dim, torch.float32) for name, each in self._in_memory().items()}
         rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
         waits = waiting.copy(self.version, since or 0) if waiting is not None else None
@@ -274,7 +286,7 @@ class Table:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
             waiting.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
-        self._removed = RemovedIds(self._capacity, self.version)
+        self._removed = RemovedIds(self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
         """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
 from ps_protocol.errors import (
     Fenced,
-    FinishedWithout,
     InvalidRequest,
     JobFinished,
     JobInUse,
@@ -57,7 +56,6 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Fenced",
-    "FinishedWithout",
     "Ftrl",
     "InvalidRequest",
     "JobFinished",

@@ -141,8 +141,6 @@ class OnServers:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, on rank 0. In a checkpoint the others wait for it: they look for the best one's files."""
-        if self._stepper is not None and self.args.should_save:
-            self.session.global_weights(self.model)  # in ssp and async the model has every acknowledged update then
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if _internal_call and self._stepper is not None:
             self.session.barrier()

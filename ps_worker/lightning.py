@@ -183,13 +183,6 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
             if getattr(callback, "dirpath", None) is not None:
                 callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the weights of the job, with every acknowledged update, on the worker that writes checkpoints."""
-        if not self._joined or not self.is_global_zero:
-            state: dict[str, Any] = super().lightning_module_state_dict()
-            return state
-        return self.session.global_weights(self.lightning_module)
-
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns the whole state on the worker that writes checkpoints; the others need not fetch it."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}

@@ -54,13 +54,9 @@ class StepTimer:
     Nothing of it is inside the user's modules: there, it would be copied, saved and compiled with them. Forward counts
     only if a gradient or a step comes of it: what a script does between a step and its next batch is in no phase, nor
     is an evaluation.
-
-    has_gradients: backward has ever finished one
-    has_asked:     the script has ever asked a loader for a batch
     """
 
     def __init__(self) -> None:
-        self.has_gradients = self.has_asked = False
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "forward"
         self._mark = self.began = time.perf_counter()
@@ -83,7 +79,6 @@ class StepTimer:
 
     def asked(self) -> None:
         """Notes that the script asks a loader for a batch."""
-        self.has_asked = True
         (self.begin if self._phase == "forward" else self.switch)("data")
 
     def yielded(self) -> None:
@@ -100,7 +95,7 @@ class StepTimer:
         """Notes that backward has finished a gradient. Also a hook of a parameter."""
         if self._phase != "backward":
             self.switch("backward")
-            self._trained = self.has_gradients = True
+            self._trained = True
 
     def since_mark(self, moment: float) -> float:
         """Returns the seconds from the last switch to a moment."""

@@ -32,13 +32,13 @@ from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
-from ps_worker.given import check_own, non_finite_named, sort_given, wire_named
+from ps_worker.given import non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
-from ps_worker.state.ending import end_by_signal, is_cut_short
+from ps_worker.state.ending import end_by_signal
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
 from ps_worker.strategies.local import LocalSteps
@@ -140,7 +140,6 @@ class Session:
         self._pid = os.getpid()
         self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
-        self._has_loaders = False  # that `prepare` returned
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -203,7 +202,6 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
         outer: Mapping[str, Any] | None = None,
-        own: Sequence[Any] = (),
     ) -> Any:
         """Makes models, their optimizers, loaders and schedulers ready to train; returns them in the order given.
 
@@ -211,8 +209,7 @@ class Session:
         optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
         rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
         `state_dict` and `load_state_dict`, come back as they are; if the job is rolled back to a checkpoint, so is
-        their state, and a worker that joins a job under way takes it over from another one. All models and optimizers
-        go into one call; more loaders may be prepared later. Blocks until
+        their state. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
         every declared worker has joined.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
@@ -235,9 +232,6 @@ class Session:
                       In local:H/F also "delay" (1) and "mixing" (0.5): how many steps later what was pulled of a
                       fragment is mixed in, and what the worker keeps of its own weights then
 
-        own:          those of the things whose state is each worker's own, and not the job's as a schedule is: a worker
-                      that joins late does not take it over from another. It is rolled back all the same
-
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
@@ -245,7 +239,6 @@ class Session:
         which servers refuse a worker.
         """
         given = sort_given(things)
-        check_own(own, given.others)
         _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
         if given.models:
@@ -261,8 +254,7 @@ class Session:
             prepared |= self._prepare_models(given.models, given.optimizers, options)
         for loader in given.loaders:
             prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
-            self._has_loaders = True
-        self._strategy.keep(given.others, own)
+        self._strategy.keep(given.others)
         in_order = tuple(prepared[id(thing)] for thing in things)
         return in_order[0] if len(in_order) == 1 else in_order
 
@@ -334,15 +326,8 @@ class Session:
         return self._collectives().broadcast(x, source)
 
     def barrier(self) -> None:
-        """Returns when every live worker has called it, as `mean` does, with all their steps in the model's weights.
-
-        In ssp, async and with a quorum it fetches the weights for that: they have every update that was acknowledged
-        before the call, and are the same on all workers until one makes a step. Weights that the script has set since
-        its last step stay. In sync the last step's are these already, and in local:H, where a worker has weights of its
-        own within a round, `global_weights` has them. `mean`, `gather` and `broadcast` fetch nothing.
-        """
+        """Returns when every live worker has called it; see `mean`."""
         self._collectives().barrier()
-        self._strategy.refresh()
 
     def log(self, **values: Any) -> None:
         """Shows values of this worker, such as its loss, to all that watch the job: `session.log(loss=loss.item())`.
@@ -405,21 +390,14 @@ class Session:
         self._strategy.samples(count)
 
     def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Returns a copy of a model's state_dict with the weights of the job, to evaluate and to save, in every mode.
+        """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
 
-        ssp, async, quorum: every update that was acknowledged before the call, of any worker. They are fetched from the
-                            servers, and the model has them from then on. With a quorum an update that waits for more
-                            workers is made with those that have come. After `barrier` they have all workers' steps
-        single, ddp, sync:  the model's own, which are these already. No server is called
-        local:H, local:Ts:  those that the round began with, the same on all workers. The model has weights of its own
-                            within a round, and keeps them. No server is called
-        local:H/F:          what was pulled last of each fragment; one that is under way is waited for
-
-        Buffers, such as BatchNorm's statistics, are this worker's. Weights that the script has set since its last step
-        are as it has set them. After `close` they are the model's own.
+        In local:H each worker has weights of its own within a round. Then these are the ones that the round began
+        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In local:H/F they are what
+        was pulled last of each fragment, and a fragment that is under way is waited for. In all other modes they are
+        the model's own. It calls no server.
 
         model: the one of several; may be left out where there is one
-        Raises PSError as `optimizer.step()` does.
         """
         models = self._models
         if model is None and len(models) != 1:
@@ -427,8 +405,6 @@ class Session:
         own = models[0] if model is None else self.unwrap(model)
         if not any(own is each for each in models):
             raise InvalidRequest("session.global_weights(model) takes a model that was handed to prepare")
-        _check_process(self._pid)
-        self._strategy.refresh()
         return with_values(own, self._strategy.global_values())
 
     @staticmethod
@@ -440,7 +416,6 @@ class Session:
         """Leaves the job and closes every connection; may be called more than once."""
         if self._pid != os.getpid():
             return  # a forked child, of a DataLoader say: the session is its parent's
-        self._warn_of_unused_loaders()
         self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()
@@ -450,17 +425,6 @@ class Session:
         with _opening:
             if self in _open:
                 _open.remove(self)
-
-    def _warn_of_unused_loaders(self) -> None:
-        """Warns where a script has trained, and asked no loader that `prepare` returned for a batch."""
-        has_trained, has_asked = self._metrics.timer.has_gradients, self._metrics.timer.has_asked
-        divides = self._has_loaders and self.mode != "single" and self._config.world_size != 1
-        if divides and has_trained and not has_asked and not is_cut_short():
-            log.warning(
-                "no batch was asked of a loader that prepare returned: this worker has trained with all of the data, "
-                "and not with its share. Write model, optimizer, loader = session.prepare(model, optimizer, loader)"
-            )
-        self._has_loaders = False  # it is said once
 
     def __enter__(self) -> Session:
         return self

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.identity import BegunStep, Identity
+from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
@@ -59,16 +59,6 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class Continued:
-    """What a worker's launch goes on with: when the job began, when it was trained last (None: not known), in seconds
-    since 1970, and how many other workers are live."""
-
-    began: float
-    trained: float | None
-    live: int
-
-
-@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -78,8 +68,6 @@ class JoinResult:
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
-    begun:         by shard, what they had pushed of their furthest step; empty: not known
-    continued:     for the first worker of a launch, if others have trained the job
     """
 
     identity: Identity
@@ -89,35 +77,15 @@ class JoinResult:
     restore_count: int = 0
     state: SavedState | None = None
     pushed: int | None = None
-    begun: Mapping[int, BegunStep] = field(default_factory=dict)
-    continued: Continued | None = None
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers that take part.
-
-    asked: the rank of the one that is to tell what its script has set, and the number of that request
-    """
+    """The workers that take part."""
 
     ranks: tuple[int, ...]
     world_size: int
     started: bool
-    asked: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class HeartbeatAnswer:
-    """What the coordinator answers to a sign of life.
-
-    script_request: this worker is to tell what its script has set; 0: it is not
-    script:         what the job's script has set, for a worker that asked
-    script_coming:  another worker is to tell it, and has not yet
-    """
-
-    script_request: int
-    script: SavedState | None
-    script_coming: bool
 
 
 @dataclass(frozen=True)

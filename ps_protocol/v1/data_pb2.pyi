@@ -87,7 +87,7 @@ class PushResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted", "whole_buckets", "all_staged")
+    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted", "whole_buckets")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
@@ -95,7 +95,6 @@ class PullRequest(_message.Message):
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
     WHOLE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    ALL_STAGED_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
@@ -103,8 +102,7 @@ class PullRequest(_message.Message):
     notify_bytes: int
     times_wanted: bool
     whole_buckets: _containers.RepeatedScalarFieldContainer[int]
-    all_staged: bool
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ..., all_staged: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BucketTimes(_message.Message):
     __slots__ = ("staged_microseconds", "applied_microseconds", "admitted_microseconds")

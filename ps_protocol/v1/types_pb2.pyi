@@ -34,8 +34,6 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNREACHABLE: _ClassVar[ErrorReason]
     ERROR_REASON_UNTRUSTED: _ClassVar[ErrorReason]
     ERROR_REASON_JOB_FINISHED: _ClassVar[ErrorReason]
-    ERROR_REASON_FINISHED_WITHOUT: _ClassVar[ErrorReason]
-    ERROR_REASON_DEPOSED: _ClassVar[ErrorReason]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -82,8 +80,6 @@ ERROR_REASON_FORBIDDEN: ErrorReason
 ERROR_REASON_UNREACHABLE: ErrorReason
 ERROR_REASON_UNTRUSTED: ErrorReason
 ERROR_REASON_JOB_FINISHED: ErrorReason
-ERROR_REASON_FINISHED_WITHOUT: ErrorReason
-ERROR_REASON_DEPOSED: ErrorReason
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType
@@ -153,13 +149,3 @@ class DataRange(_message.Message):
     start: int
     stop: int
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
-
-class BegunStep(_message.Message):
-    __slots__ = ("shard", "clock", "units")
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    UNITS_FIELD_NUMBER: _ClassVar[int]
-    shard: int
-    clock: int
-    units: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shard: _Optional[int] = ..., clock: _Optional[int] = ..., units: _Optional[_Iterable[int]] = ...) -> None: ...

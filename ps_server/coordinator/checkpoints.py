@@ -205,17 +205,6 @@ class JobCheckpoints:
             log.error("job %s: worker %d goes on without its state: %s", self._spec.name, rank, error)
             return None
 
-    def newest_state(self, above: int) -> tuple[int, bytes] | None:
-        """Returns the newest state that a worker of any rank has left behind, or that the last checkpoint has.
-
-        above: only of a clock above this one
-        """
-        try:
-            return self._states.newest(above)
-        except CheckpointDamaged as error:
-            log.error("job %s: a worker that joins late goes on without the job's schedule: %s", self._spec.name, error)
-            return None
-
     def abandon(self) -> None:
         """Makes void what is being made: its manifest is written now or never."""
         with self._changed:
@@ -317,13 +306,6 @@ class JobCheckpoints:
             self.request(seconds, standing, last)
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
-
-    def last_made_at(self) -> float | None:
-        """Returns when the last checkpoint was complete, in seconds since 1970; None where nobody knows."""
-        last = self._progress.last
-        with contextlib.suppress(PSError, OSError):
-            return None if last is None else self._job.checkpointing.store.made_at(self._spec.name, last.name)
-        return None
 
     def statistics(self) -> CheckpointStatistics:
         """Returns how many checkpoints there were, and what the last one is."""

@@ -17,11 +17,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
-from ps_protocol.identity import BegunStep
 from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
@@ -37,20 +36,6 @@ log = logging.getLogger("ps_server")
 LEASE_KEY_BYTES = 16
 
 Roster = tuple[list[int], int, bool]
-
-
-@dataclass(frozen=True)
-class CountedEverywhere:
-    """A worker that every shard counts.
-
-    clock:  from which on all do
-    pushed: as Member.pushed
-    begun:  as Member.begun
-    """
-
-    clock: int
-    pushed: int | None
-    begun: Mapping[int, BegunStep]
 
 
 class _OnDisk:
@@ -132,32 +117,9 @@ class JobMembers:
             return [members[rank] for rank in sorted(members)]
 
     def rejoining(self) -> tuple[int, ...]:
-        """Returns the ranks that are expected to join again, after a rollback or because no worker was left."""
+        """Returns the ranks that are expected to join again after a rollback."""
         with self._lock:
             return tuple(sorted(self._membership.rejoining))
-
-    def absent(self) -> tuple[Member, ...]:
-        """Returns the workers that were taken off as silent and may come back, by rank; `expires`: until when."""
-        with self._lock:
-            return tuple(member for _, member in sorted(self._membership.absent.items()))
-
-    def done(self) -> tuple[int, ...]:
-        """Returns the ranks whose workers have left because their scripts had come to their ends."""
-        with self._lock:
-            return tuple(sorted(self._membership.done))
-
-    def stand_still(self) -> bool:
-        """Whether no worker can be in a step: there is none, or training has not begun."""
-        with self._lock:
-            membership = self._membership
-            return not (membership.members or membership.rejoining or self._joining) or not (
-                membership.started or membership.in_doubt
-            )
-
-    def newly_awaited(self) -> tuple[int, ...]:
-        """Returns the ranks that the job waits for because no worker was left, once; later none."""
-        with self._lock:
-            return self._membership.newly_awaited()
 
     def last_incarnation(self) -> int:
         """Returns the last incarnation that was given out."""
@@ -212,7 +174,7 @@ class JobMembers:
             if self._closed:
                 raise TryLater("the cluster is stopping")
             membership = self._membership
-            rank = membership.claim(rank, request, self._joining.ranks(), self._clock.now())
+            rank = membership.claim(rank, request, self._joining.ranks())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -239,7 +201,7 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> CountedEverywhere:
+    def count(self, reservation: Reservation) -> Counted:
         """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
 
         Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
@@ -266,12 +228,9 @@ class JobMembers:
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
         pushed = [counted.pushed for counted in each if counted.pushed is not None]
-        begun = {
-            shard.index: counted.begun for shard, counted in zip(shards, each, strict=True) if counted.begun is not None
-        }
-        return CountedEverywhere(clock, min(pushed, default=None), begun if len(begun) == len(each) else {})
+        return Counted(clock, min(pushed, default=None))
 
-    def admit(self, reservation: Reservation, request: JoinRequest, counted: CountedEverywhere) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, counted: Counted) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
         if the job was rolled back.
         """
@@ -287,9 +246,8 @@ class JobMembers:
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
-                    clock=counted.clock,
+                    clock=counted.frontier,
                     pushed=counted.pushed,
-                    begun=counted.begun,
                     pid=request.pid,
                     host=request.host,
                     metrics_address=request.metrics_address,
@@ -297,9 +255,7 @@ class JobMembers:
                     attempt=request.attempt,
                     launch=request.launch,
                     since=self._clock.since_1970(),
-                ),
-                request.launch_ranks,
-                is_back=request.previous is not None,
+                )
             )
             return self._membership.members[rank]
 
@@ -324,8 +280,7 @@ class JobMembers:
         older = reservation.older
         with self._lock:
             self._joining.drop(reservation)
-            now = self._clock.now()
-            fenced = older is not None and self._membership.leave(older.rank, older.incarnation, now, expired=True)
+            fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
             if older is not None and fenced:
                 self._fenced[older.rank] = older
         self.removals.add((reservation.rank, reservation.incarnation))
@@ -351,13 +306,12 @@ class JobMembers:
         """
         with self._lock:
             self._fenced.pop(rank, None)
-            for members in (self._membership.members, self._membership.away, self._membership.absent):
+            for members in (self._membership.members, self._membership.away):
                 member = members.get(rank)
                 if member is not None and member.incarnation == incarnation:
                     check_key(rank, key, member.key)
-                    self.attendance.left(done, self._clock.since_1970())
-                    self._membership.absent.pop(rank, None)
-                    return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
+                    self.attendance.left(done)
+                    return member, self._membership.leave(rank, incarnation)
             return None
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
@@ -365,17 +319,10 @@ class JobMembers:
         with self._lock:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
-            for member in ended:
-                self._membership.leave(member.rank, member.incarnation, now, expired=True)
-            expired = self._membership.take_silent(now)
-            if expired or ended:
-                self.attendance.lost()
+            expired = [member for member in self._membership.expired(now) if member not in ended]
+            for member in (*expired, *ended):
+                self._membership.leave(member.rank, member.incarnation)
             return expired, ended
-
-    def forget_absent(self) -> list[int]:
-        """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
-        with self._lock:
-            return self._membership.forget_absent(self._clock.now())
 
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""
@@ -386,11 +333,6 @@ class JobMembers:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""
         with self._lock:
             return self._membership.stop_waiting(self._clock.now())
-
-    def doubt_is_over(self) -> bool:
-        """Returns whether a worker has turned out to live, after it seemed that none was left: see Membership."""
-        with self._lock:
-            return self._membership.doubt_is_over(self._clock.now())
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
         """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.

@@ -21,7 +21,6 @@ intervals.py     Sets of whole numbers that mostly lie together: kept as the int
 limits.py        How much anyone may take: every limit of a server by name, with its default
 loose.py         A table's protocol in a job of sync whose rule is looser than the job's
 membership.py    The live workers of a job: leases, incarnations, ranks
-named_values.py  Whose hyper-parameters an update is made with: one rule for buckets and tables
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
 quorum.py        One bucket's protocol in sync with a quorum: an update waits for some workers, and the late count next

@@ -63,14 +63,13 @@ class Bucket:
             self.weights.groups(),
             committed or {},
             None if self.weights.sent is None else self.weights.sent.flat.clone(),
-            self.rule.joined_at(),
         )
 
     def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
         """Becomes what a snapshot is. owned: its tensors are this bucket's to keep."""
         self.pending.clear()
         self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups, owned, snapshot.sent)
-        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
+        self.rule.restore(snapshot.version, snapshot.clocks)
 
 
 class Buckets(Mapping[int, Bucket]):

@@ -15,7 +15,6 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.agreement import Agreement, square
-from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.pieces import PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
@@ -86,7 +85,7 @@ class OpenUpdate:
     terms:   how many those are
     count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
     present: positions of the slices with a gradient
-    named, assignment: the hyper-parameters that contributions name, and what is set before it
+    groups, assignment: hyper-parameters to use from this update on, and what is set before it
     """
 
     def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False, local: bool = False) -> None:
@@ -96,24 +95,26 @@ class OpenUpdate:
         self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
-        self.named = NamedValues()
+        self.groups: dict[int, HyperParameters] = {}
         self.assignment: Assignment | None = None
         self._bucket, self._quorum = bucket, quorum
         self._squares = 0.0 if local else None  # of the norms of what was added
-        self._is_empty = True
+        self._is_empty, self._clock = True, 0
 
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
         """Adds one contribution. The order of calls is the order of the sum.
 
         is_last: the update is complete with it, as it seems now
         """
-        # The first contributor's assignments count: in sync that is the lowest rank's, in whatever order contributions
-        # came. With a quorum the first may be late: assignments, which the lowest rank alone sends, count whenever they
-        # come.
+        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
+        # order contributions came. With a quorum the first may be late: the hyper-parameters are those of the worker
+        # that is furthest, and assignments, which the lowest rank alone sends, count whenever they come.
         if self._is_empty or (self._quorum and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
         for group, changed in (gradient.groups or {}).items():
-            self.named.add(group, changed, gradient.clock)
+            if group not in self.groups or gradient.clock > self._clock:
+                self.groups[group] = changed
+        self._clock = max(self._clock, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
@@ -162,7 +163,7 @@ class DenseBucket:
         self._divides = _is_fused(self._name, bucket)
         self._pieces = self._new_pieces()
         self._quorum, self._local = spec.consistency.quorum is not None, spec.local is not None
-        self._open, self._in_use = self._new_update(), ValuesInUse()
+        self._open = self._new_update()
         self.agreement: Agreement | None = None
         codec = weight_codec(spec, bucket)
         self.sent = SentWeights(codec, bucket.numel) if isinstance(codec, Blocks) else None
@@ -202,7 +203,8 @@ class DenseBucket:
         if update.assignment is not None:
             self.assign(update.assignment)
         if self._optimizer is not None and self._step is not None and update.sum.total is not None:
-            self._use(self._in_use.newer(update.named))
+            for group in self._optimizer.param_groups:
+                group.update(update.groups.get(group["index"], {}))
             self._step_with(update, self._optimizer, self._step)
         update.sum.close()
         if self.sent is not None:
@@ -337,12 +339,6 @@ class DenseBucket:
         for position in range(len(self._slices)):
             kept = {name: value if owned else value.clone() for name, value in state.get(position, {}).items()}
             self._set_state(self._optimizer, position, kept)
-        self._in_use = ValuesInUse()
-        self._use(groups)
-
-    def _use(self, groups: Mapping[int, HyperParameters]) -> None:
-        """Sets hyper-parameters, of the groups that there are."""
-        assert self._optimizer is not None
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 

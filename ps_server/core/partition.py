@@ -14,7 +14,7 @@ the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -178,7 +178,7 @@ class JobPartition:
             self.roster[rank] = Live(incarnation, start, command.key)
             for rule in self.rules.values():
                 rule.add_worker(rank, start)
-        return Counted(frontier, self.reached.pushed(rank), self.reached.begun(rank))
+        return Counted(frontier, self.reached.pushed(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation
@@ -402,15 +402,6 @@ class JobPartition:
         if rule is not None:
             return rule.admit_all(pulls)
         return self.bucket(index).rule.admit_all([(rank, 0) for rank, _ in pulls])
-
-    def owed(self, index: int) -> Mapping[int, int]:
-        """Returns what a pull of a bucket or table that wants all that is staged has to wait for; see UpdateRule.owed.
-        With a quorum it has that applied: schedule the bucket."""
-        return self.rules[index].owed() if index in self.rules else {}
-
-    def has(self, index: int, owed: Mapping[int, int]) -> bool:
-        """Whether this is in the weights of a bucket or table."""
-        return not owed or self.rules[index].has(owed)
 
     # -- leased data -------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,6 @@ class PullCall:
     run:          of the job that the caller belongs to; empty: any
     times_wanted: it records a timeline: see PushTimes in ps_server/shard/times.py
     whole:        of the buckets, those of which it has not the version before, where weights travel in blocks
-    all_staged:   the answer has every update that is staged when it comes
     """
 
     job: str
@@ -215,4 +214,3 @@ class PullCall:
     run: str = ""
     times_wanted: bool = False
     whole: frozenset[int] = frozenset()
-    all_staged: bool = False

@@ -32,7 +32,6 @@ class BucketSnapshot:
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     sent:    what workers have, where weights travel in blocks: [numel] float32; None: what they have are the weights
-    pushed:  by rank, the last clock that it has pushed, where `clocks` has one that it has joined at
     """
 
     index: int
@@ -43,7 +42,6 @@ class BucketSnapshot:
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     sent: torch.Tensor | None = None
-    pushed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +67,6 @@ class TableSnapshot:
     values: HyperParameters = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     seed: int | None = None
-    pushed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

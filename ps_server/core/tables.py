@@ -25,16 +25,14 @@ from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.loose import table_rule
-from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
-from ps_tables.increments import merged, newest
-from ps_tables.sizes import index_bytes, record_bytes, rows_within
-from ps_tables.table import Beyond, InFile, Table
+from ps_tables.increments import merged
+from ps_tables.table import INDEX_BYTES, Beyond, InFile, Table, record_bytes
 
 MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
 
@@ -79,7 +77,6 @@ class TableRows:
 
         self._made, self._table = made, made(table.rows)
         self._open: list[RowsContribution] = []
-        self._in_use = ValuesInUse()
         self.counts = RowCounts()
 
     def __len__(self) -> int:
@@ -97,11 +94,9 @@ class TableRows:
             return
         parts = [rows for each in added for rows in each.rows]
         update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
-        named = NamedValues()
-        for each in added:
-            if each.values is not None:
-                named.add(0, each.values, each.clock)
-        values = self._in_use.newer(named).get(0)
+        # Those of the first one count, as in a bucket: in sync the lowest rank's; with a quorum, the furthest worker's.
+        first = max((each for each in added if each.values is not None), key=lambda each: each.clock, default=None)
+        values = None if first is None else first.values
         count = max(1, sum(each.in_mean for each in added))
         done = self._table.apply(update, count, self._table.version + 1, values)
         self.counts += RowCounts(
@@ -172,16 +167,10 @@ class TableRows:
         return self._table.values
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
-        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore.
-
-        Where there is room for fewer rows than when they were saved, those trained longest ago are evicted.
-        """
+        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore."""
         if seed is not None and seed != self.spec.initializer.seed:
             self._table = self._made(self.spec.seeded(seed))
-        self._in_use = ValuesInUse()
-        fitting = newest(tensors, self._table.capacity)
-        self._table.restore(fitting, values)
-        self.counts += RowCounts(evicted=len(tensors["ids"]) - len(fitting["ids"]))
+        self._table.restore(tensors, values)
 
 
 @dataclass
@@ -218,13 +207,12 @@ class ShardTable:
     def without_rows(self, committed: Committed) -> TableSnapshot:
         """Returns a snapshot of the table as it is, to which its rows are still to come."""
         clocks, seed = self.rule.extent().clocks, self.rows.spec.initializer.seed
-        which = self.index, self.rule.version, clocks
-        return TableSnapshot(*which, {}, self.rows.values, committed, seed, self.rule.joined_at())
+        return TableSnapshot(self.index, self.rule.version, clocks, {}, self.rows.values, committed, seed)
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
         self.rows.restore(snapshot.tensors, snapshot.values, snapshot.seed)
-        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
+        self.rule.restore(snapshot.version, snapshot.clocks)
 
 
 class Tables(Mapping[int, ShardTable]):
@@ -398,8 +386,7 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
     """Returns the rows of some shards that belong to this one, of which there may be another number now.
 
     Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
-    part has had of leased data is not committed. A step that one part has had counts as pushed: its rows are not to
-    come twice.
+    part has had of leased data is not committed.
     """
     newest = max(int(part.tensors["version"]) for part in parts)
     kept: dict[str, list[torch.Tensor]] = {}
@@ -414,16 +401,15 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
                     kept.setdefault(name, []).append(rows + age if name == f"{prefix}last" and age else rows)
     tensors = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in kept.items()}
     tensors["version"] = torch.tensor([newest])
-    ranks = sorted({rank for part in parts for rank in part.clocks})
+    ranks = {rank for part in parts for rank in part.clocks}
     return TableSnapshot(
         parts[0].index,
         max(part.version for part in parts),
-        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in ranks},
+        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in sorted(ranks)},
         tensors,
         parts[0].values,
         in_all([part.committed for part in parts]),
         parts[0].seed,
-        {rank: max(part.pushed.get(rank, part.clocks.get(rank, 0)) for part in parts) for rank in ranks},
     )
 
 
@@ -442,24 +428,21 @@ class TableSize:
 
 
 def table_size(table: JobTable, place: Place) -> TableSize:
-    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file.
-
-    Where ids wait for admission, memory is to hold as many of these as rows.
-    """
+    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file."""
     record = record_bytes(table.rows, table.optimizer, table.values)
-    waits, memory = table.rows.admit_after > 1, place.table_bytes
     share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
-    fit = max(1, min(share, rows_within(memory, record, waits)))
-    in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
+    fit = max(1, min(share, place.table_bytes // (record + INDEX_BYTES)))
+    in_memory = TableSize(fit, fit, fit * (record + INDEX_BYTES))
     if fit == share or not place.file_bytes:
         return in_memory
     # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
-    known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
-    rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
+    known = INDEX_BYTES + PLACE_BYTES
+    rows = min(share, 3 * place.table_bytes // (4 * known), (place.table_bytes + place.file_bytes) // (record + known))
     if rows <= fit:
         return in_memory
-    left = memory - rows * PLACE_BYTES - index_bytes(rows, waits)
-    return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
+    return TableSize(
+        rows, (place.table_bytes - rows * known) // record, place.table_bytes, min(rows, place.file_bytes // record)
+    )
 
 
 def _beyond(table: JobTable, size: TableSize, place: Place) -> Beyond | None:

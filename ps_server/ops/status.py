@@ -9,7 +9,7 @@ from typing import Any
 from ps_protocol.errors import PSError, Unreachable
 from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.quantities import counted, ranges, ranks_text, size_text
+from ps_runtime.quantities import counted, ranges, size_text
 from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
 from ps_server.rpc import convert
@@ -135,10 +135,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
         rejoining = ", ".join(map(str, job["rejoining_ranks"]))
-        waiting = f"; waits for workers {rejoining} to join again"
-    if job["absent_ranks"]:
-        absent = ranks_text(job["absent_ranks"])
-        waiting = f"; all others have left, and it waits for {absent} to come back before it ends"
+        waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
     return [
         f"job {job['name']}: {mode_text(job)}, {workers}{waiting}; "
         f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "

@@ -14,15 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.convert import (
-    begun_message,
-    consistency_message,
-    data_ranges,
-    duration,
-    seconds,
-    timestamp,
-    worker_figures_message,
-)
+from ps_protocol.convert import consistency_message, data_ranges, duration, seconds, worker_figures_message
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
@@ -74,24 +66,12 @@ def worker_process(request: membership_pb2.ReportWorkerEndRequest) -> WorkerProc
     return WorkerProcess(request.launch, request.host, request.pid, request.incarnation)
 
 
-def told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
-    """Returns what a worker tells of its script: its clock then, and the content."""
-    return (request.script.clock, request.script.content) if request.HasField("script") else None
-
-
 def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
     """Returns a worker's place in a job."""
     member, state = result.member, None
     if result.state is not None:
         clock, content = result.state
         state = membership_pb2.WorkerState(clock=clock, content=content)
-    continued = None
-    if result.continued is not None:
-        continued = membership_pb2.ContinuedJob(
-            begin_time=timestamp(result.continued.began), live_count=result.continued.live
-        )
-        if result.continued.trained is not None:
-            continued.train_time.CopyFrom(timestamp(result.continued.trained))
     return membership_pb2.JoinResponse(
         worker=types_pb2.WorkerIdentity(
             job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key, run=result.run
@@ -102,8 +82,6 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
-        begun=[begun_message(step, shard) for shard, step in sorted(member.begun.items())],
-        continued=continued,
     )
 
 
@@ -350,7 +328,6 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
-        absent_ranks=job.absent,
         workers=[
             _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
             for worker in job.workers

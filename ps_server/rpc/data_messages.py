@@ -126,11 +126,9 @@ def _pull(
     in_segment: bool,
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
-    all_staged = isinstance(request, data_pb2.PullRequest) and request.all_staged
     buckets, notify, whole = tuple(request.buckets), request.notify_bytes, frozenset(request.whole_buckets)
     return PullCall(
-        *(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted, whole),
-        all_staged=all_staged,
+        *(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted, whole)
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ps_protocol.convert import duration, timestamp
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ps_protocol.convert import duration
 from ps_protocol.figures import PHASES
 from ps_protocol.v1 import cluster_pb2
 from ps_server.coordinator.events import Event
@@ -25,7 +27,7 @@ def view_response(
             shards=[convert.shard_status(shard.shard, shard.statistics, shard.silent, sees) for shard in view.shards],
             jobs=[convert.job_status(job.statistics) for job in jobs.values()],
         ),
-        view_time=timestamp(view.time),
+        view_time=_timestamp(view.time),
         lease_duration=duration(view.lease),
         jobs=[_job(name, job) for name, job in jobs.items()],
         shards=[_shard(shard, sees) for shard in view.shards],
@@ -37,7 +39,7 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
     return [
         cluster_pb2.Event(
             number=event.number,
-            event_time=timestamp(event.time),
+            event_time=_timestamp(event.time),
             kind=event.kind,
             job=event.job,
             text=event.text,
@@ -60,6 +62,12 @@ def history_message(samples: Samples) -> cluster_pb2.History:
             for (name, rank), values in series.items()
         ],
     )
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    message = Timestamp()
+    message.FromMilliseconds(int(seconds * 1e3))
+    return message
 
 
 def _job(name: str, job: JobView) -> cluster_pb2.JobView:

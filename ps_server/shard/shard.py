@@ -257,13 +257,9 @@ class Shard:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
         job = self._hosted.get(call.job, call.run, call.incarnation != READER)
         if isinstance(call, RowsPull | TablePull):
-            pull, table = self._pulls.check_rows(job, call, outbox, principal)
-            indices: tuple[int, ...] = (table,)
+            self._pulls.ask_rows(job, call, outbox, principal)
         else:
-            pull, indices = self._pulls.check(job, call, outbox, principal), call.buckets
-        self._pulls.ask(job, pull, indices)
-        if pull.all_staged:  # with a quorum, an open update waits for no more now
-            self._updates.schedule(job, [index for index in indices if index in job.state.rules])
+            self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
         """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it;

@@ -35,8 +35,6 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
             "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
         }
-        if bucket.pushed:
-            described["pushed"] = {str(rank): clock for rank, clock in bucket.pushed.items()}
         if isinstance(bucket, TableSnapshot):
             kind = _CHANGES if bucket.changes_only else _ROWS
             tensors |= {f"{bucket.index}/{kind}/{name}": tensor for name, tensor in bucket.tensors.items()}
@@ -116,29 +114,25 @@ def _snapshot(
     state: Mapping[int, Mapping[str, torch.Tensor]],
     sent: torch.Tensor | None,
 ) -> BucketSnapshot:
-    version, clocks, pushed = _reached(index, described)
+    version, clocks = _reached(index, described)
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    committed = _committed(described.get("data", {}))
-    return BucketSnapshot(index, version, clocks, weights, state, groups, committed, sent, pushed)
+    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})), sent)
 
 
 def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:
-    version, clocks, pushed = _reached(index, described)
+    version, clocks = _reached(index, described)
     committed, seed = _committed(described.get("data", {})), described.get("seed")
     if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
         raise ValueError(f"table {index}: a seed is a number from 0 to 2^64 - 1, got {str(seed)[:80]}")
-    values = _hyper_parameters(described["values"])
-    return TableSnapshot(index, version, clocks, tensors, values, committed, seed, pushed)
+    return TableSnapshot(index, version, clocks, tensors, _hyper_parameters(described["values"]), committed, seed)
 
 
-def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Returns the version of a bucket or a table, its clocks, and what was pushed; earlier versions wrote no such."""
+def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int]]:
+    """Returns the version and the clocks of a bucket or a table."""
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
-    pushed = {int(rank): clock for rank, clock in described.get("pushed", {}).items()}
-    numbers = version, *clocks, *clocks.values(), *pushed, *pushed.values()
-    if any(type(number) is not int or number < 0 for number in numbers):
+    if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
         raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
-    return version, clocks, pushed
+    return version, clocks
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:

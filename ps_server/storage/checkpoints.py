@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -52,10 +51,6 @@ _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
 
-PASSED_OVER = "job %s: checkpoint %s cannot be used, trying the one before: %s"
-
-T = TypeVar("T")
-
 Rows = Mapping[int, list[TableSnapshot]]  # by table, its rows on each shard that were read
 
 
@@ -69,28 +64,6 @@ class Wanted:
     stored: StoredPart
     buckets: Sequence[BucketSpec] = ()
     is_base: bool = False
-
-
-def last_whole(
-    names: Sequence[str],
-    take: Callable[[str], T | None],
-    pass_over: Callable[[str, CheckpointDamaged], object],
-) -> T | None:
-    """Returns what `take` makes of the last checkpoint that is whole: what a restore continues from, and an export has.
-
-    names:     oldest first
-    take:      raises CheckpointDamaged where one is not whole; returns None for one that is not meant
-    pass_over: is told of each that was damaged, and why
-    """
-    for name in reversed(names):
-        try:
-            taken = take(name)
-        except CheckpointDamaged as error:
-            pass_over(name, error)
-            continue
-        if taken is not None:
-            return taken
-    return None
 
 
 def wanted(chain: Sequence[StoredPart], buckets: Sequence[BucketSpec]) -> list[Wanted]:
@@ -287,10 +260,7 @@ class CheckpointStore:
             newer = written_by_newer(data)
             if newer is not None:
                 raise VersionMismatch(f"{path} is {newer}")
-            manifest = unsealed(data)
-            if manifest.name != name:
-                raise ValueError(f"is the manifest of checkpoint {manifest.name}")
-            return manifest
+            return unsealed(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(path, error) from None
 
@@ -303,11 +273,6 @@ class CheckpointStore:
             raise _unreadable(path, error) from None
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)
         return state
-
-    def check_workers(self, job: str, manifest: Manifest) -> None:
-        """Raises CheckpointDamaged if the state of a worker is not what was written."""
-        for worker in manifest.workers.values():
-            self.read_worker(job, manifest.name, worker.part)
 
     def read_files(
         self,

@@ -68,14 +68,6 @@ class Disk:
         """Returns when a file was written last, in seconds since 1970."""
         return os.lstat(path).st_mtime
 
-    def term(self) -> int:
-        """Returns 0: a lock of the system ends with its process, and needs no number."""
-        return 0
-
-    def taken_over(self) -> str:
-        """Returns nothing: while this process lives, nobody takes its lock over."""
-        return ""
-
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
         """Locks a file until what it returns is called or this process ends, however it ends. `holder`: its content.
 

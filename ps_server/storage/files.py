@@ -56,14 +56,6 @@ class Files(Protocol):
         Raises BlockingIOError, with that text, if another process has locked it.
         """
 
-    def term(self) -> int:
-        """Returns the number of the lease that `lock` has taken, which rises with each holder; 0: a lock of the system
-        needs none, since it ends with its process."""
-
-    def taken_over(self) -> str:
-        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows. Waits for no
-        store."""
-
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
 

@@ -95,16 +95,6 @@ class Lease:
         if self._lost:
             raise OSError(errno.ESTALE, self._lost)
 
-    @property
-    def number(self) -> int:
-        """Its number: higher than that of every holder before."""
-        return self._number
-
-    @property
-    def lost(self) -> str:
-        """Who has taken it over, as far as is known; empty: nobody. Unlike `check`, this waits for nothing."""
-        return self._lost
-
     def release(self) -> None:
         """Gives the lease back: another process gets it at once."""
         self._stop.set()

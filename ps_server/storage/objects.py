@@ -112,14 +112,6 @@ class Objects:
         self._lease = lease
         return lease.release
 
-    def term(self) -> int:
-        """Returns the number of the lease, which rises with each holder; 0: none was taken."""
-        return self._lease.number if self._lease is not None else 0
-
-    def taken_over(self) -> str:
-        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows."""
-        return self._lease.lost if self._lease is not None else ""
-
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it. What it returns is closed by the caller."""
         with _told(path):

@@ -132,7 +132,6 @@ class ViewMaker:
             started=job.started,
             rolling_back=job.rolling_back,
             rejoining=job.rejoining,
-            absent=job.absent,
             silent=silent,
             missing=[index for index in range(sources.shard_count) if index not in sources.shards],
             phases=_sum_phases(span for span in spans.values() if span is not None),

@@ -8,7 +8,6 @@ owner makes the next one (participation.py).
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_protocol.row_ids import Ids
-from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_worker.cluster import convert
@@ -31,7 +29,6 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_memory import share_rows
 from ps_worker.cluster.rows import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
-from ps_worker.cluster.threads import JOIN_SECONDS
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
@@ -203,17 +200,13 @@ class Connection:
         """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""
         return self._note(self._rows.pull_table(self.clock, table, count_only))
 
-    def pull(self, frozen: bool = False, all_staged: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones.
-
-        all_staged: with every update, of any worker, that is staged when the call comes to the shard
-        """
+    def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
+        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones."""
         pulls = []
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if bucket.frozen == frozen]
             if wanted:
-                ways = self._network if frozen else self._transports
-                pulls.append(ways[index].pull(self.clock, wanted, all_staged))
+                pulls.append((self._network if frozen else self._transports)[index].pull(self.clock, wanted))
         return self._note(pulls)
 
     def push_pull(
@@ -319,14 +312,6 @@ class Connection:
             transport.close()
         self._pushers.close()
         self._rows.close()
-        join_within(self._threads(), JOIN_SECONDS)
-
-    def _threads(self) -> Iterator[threading.Thread]:
-        yield from (*self._pushers.threads, *self._rows.threads)
-        for calls in self._calls.values():
-            yield from calls.threads
-        for transport in {*self._network.values(), *self._transports.values()}:
-            yield from transport.threads
 
     def end(self) -> None:
         """Closes; when it returns, nothing lands in the model or is read from it any more."""

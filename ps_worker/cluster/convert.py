@@ -10,12 +10,10 @@ import socket
 from collections.abc import Callable, Sequence, Set
 
 from ps_protocol.convert import (
-    begun_step,
     data_range_messages,
     duration,
     group_update_messages,
     seconds,
-    since_1970,
     wire_format,
     wire_format_number,
 )
@@ -28,8 +26,6 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
     Assignment,
     BucketPush,
-    Continued,
-    HeartbeatAnswer,
     JoinResult,
     PulledBucket,
     RoundNews,
@@ -47,11 +43,6 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     return types_pb2.WorkerIdentity(
         job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
     )
-
-
-def heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -> membership_pb2.HeartbeatRequest:
-    """Says that a worker lives, and how many steps it has finished. script_wanted: as in CoordinatorClient.heartbeat"""
-    return membership_pb2.HeartbeatRequest(worker=identity(worker), clock=clock, script_wanted=script_wanted)
 
 
 def open_request(worker: Identity) -> bytes:
@@ -176,14 +167,12 @@ def pull_request(
     notify_bytes: int | None = None,
     times: bool = False,
     whole: Sequence[int] = (),
-    all_staged: bool = False,
 ) -> bytes:
     """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     times:        each is to bring its times; with no bucket, the answer is the shard's clock
     whole:        those of which this worker has not the version before
-    all_staged:   with every update that is staged when it comes
     """
     return data_pb2.PullRequest(
         worker=identity(worker),
@@ -193,7 +182,6 @@ def pull_request(
         notify_bytes=notify_bytes,
         times_wanted=times,
         whole_buckets=whole,
-        all_staged=all_staged,
     ).SerializeToString()
 
 
@@ -318,25 +306,7 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
-        {step.shard: begun_step(step) for step in response.begun},
-        _continued(response.continued) if response.HasField("continued") else None,
     )
-
-
-def _continued(job: membership_pb2.ContinuedJob) -> Continued:
-    trained = since_1970(job.train_time) if job.HasField("train_time") else None
-    return Continued(since_1970(job.begin_time), trained, job.live_count)
-
-
-def worker_state(state: SavedState | None) -> membership_pb2.WorkerState | None:
-    """Returns a worker's own state, or what its script has set."""
-    return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
-
-
-def heartbeat_answer(response: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
-    """Reads what the coordinator answers to a sign of life."""
-    script = SavedState(response.script.clock, response.script.content) if response.HasField("script") else None
-    return HeartbeatAnswer(response.script_request, script, response.script_coming)
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

@@ -7,7 +7,6 @@ of a few MiB, over data connections where there are some, otherwise by gRPC.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -205,10 +204,7 @@ class RowTransport:
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
         for shard in self._calls:
-            if shard in push.counted_on:
-                yield RowsPush(push.table), shard, None
-            else:
-                yield push, shard, None if rows is None or places is None else rows.part(places[shard])
+            yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
     def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
         """Returns room in shared memory for parts of some sizes, each of a shard; None: there is none."""
@@ -337,11 +333,6 @@ class RowTransport:
         calls.stream("PullTable", request, land, begin)
         self._waits.over("rows")
         return TablePart(b"".join(pieces), last.row_count, last.seed)
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Its threads, which end soon after `close`."""
-        return self._pool.threads
 
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""

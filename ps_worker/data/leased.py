@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_worker.data.loaders import NO_POSITION, PreparedLoader, rebuilt, shuffles
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.data.loaders import PreparedLoader, rebuilt
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
@@ -313,14 +313,6 @@ class LeasedLoader:
         """Returns this worker's batches in a pass if all that take part now are equally fast."""
         return self._leases.share()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raises Unsupported: which batches are used is in the servers' checkpoints."""
-        raise Unsupported(NO_POSITION)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises Unsupported, as `state_dict` does."""
-        raise Unsupported(NO_POSITION)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
@@ -344,5 +336,5 @@ def loader_spec(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
         size=len(loader.dataset),  # type: ignore[arg-type]
         batch_size=loader.batch_size or 1,
         drop_last=bool(loader.drop_last),
-        seed=seed if shuffles(loader.sampler) else None,
+        seed=seed if type(loader.sampler) is RandomSampler else None,
     )

@@ -14,16 +14,7 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
-NO_POSITION = (
-    "a loader that prepare has divided has no state_dict: what a worker has taken of its share is no position in the "
-    "data of all. Save at the end of a pass, and resume with prepare(..., seed=first); or let the servers make "
-    "checkpoints, which have each worker's position (docs/save-and-resume.md)"
-)
-
 Share = Callable[[], tuple[int, int]]  # (index, how many shares)
-
-# Where torchdata's StatefulDataLoader has samplers of its own. It is not imported: the name will do.
-_TORCHDATA_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
 # A dataset with one of these knows how many workers there are; the last is that of Hugging Face's datasets.
 _PARTS = ("world_size", "num_replicas", "_distributed")
@@ -118,22 +109,6 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns that of a loader which is used as it is (torchdata's StatefulDataLoader).
-
-        Raises Unsupported for others: the position in a worker's share is in the servers' checkpoints alone.
-        """
-        return dict(self._stateful().state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next loop go on from there, or raises Unsupported, as `state_dict` does."""
-        self._stateful().load_state_dict(state)
-
-    def _stateful(self) -> Any:
-        if not hasattr(self._loader, "state_dict"):
-            raise Unsupported(NO_POSITION)
-        return self._loader
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
@@ -159,7 +134,7 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
     refuse_undividable(loader)
     loader = with_plain_batches(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
-    sampler = ShareSampler(size, share, shuffles(loader.sampler), bool(loader.drop_last), seed)
+    sampler = ShareSampler(size, share, type(loader.sampler) is RandomSampler, bool(loader.drop_last), seed)
     return rebuilt(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
 
 
@@ -170,25 +145,14 @@ def refuse_undividable(loader: DataLoader[Any]) -> None:
     loader = with_plain_batches(loader)
     sampler, batches = loader.sampler, loader.batch_sampler
     plain = type(sampler) is SequentialSampler or (
-        shuffles(sampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined, arg-type]
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
-    if not plain or (batches is not None and not _is(batches, BatchSampler)):
+    if not plain or (batches is not None and type(batches) is not BatchSampler):
         name = type(sampler).__name__ if not plain else type(batches).__name__
         raise Unsupported(
             f"the loader's {name} cannot be divided among workers; use shuffle=True or False, or divide the data by "
             "session.rank and session.world_size and do not hand this loader to prepare"
         )
-
-
-def shuffles(sampler: object) -> bool:
-    """Whether a sampler is that of shuffle=True, of torch's DataLoader or torchdata's StatefulDataLoader."""
-    return _is(sampler, RandomSampler)
-
-
-def _is(sampler: object, cls: type) -> bool:
-    """Whether a sampler is of a class of torch, and of no subclass, or of torchdata's class of the same name."""
-    kind = type(sampler)
-    return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__ == _TORCHDATA_SAMPLERS)
 
 
 def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
@@ -203,9 +167,8 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
 def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Returns the same loader; one with a BatchSampler as if it had been made with that one's sampler and size."""
     batches = loader.batch_sampler
-    if loader.batch_size is not None or not _is(batches, BatchSampler):
+    if loader.batch_size is not None or type(batches) is not BatchSampler:
         return loader
-    assert isinstance(batches, BatchSampler)
     return rebuilt(loader, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
 
 

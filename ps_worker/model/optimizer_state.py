@@ -11,7 +11,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
 from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -34,23 +34,16 @@ def check_states(spec: JobSpec, states: States) -> None:
         assert parameter.group is not None
         name = spec.optimizer_of(parameter.group)
         for key, value in state.items():
-            shape = tuple(_real(value).shape)
-            if not is_scalar_state(name, key) and shape != parameter.shape:
-                of_parts = ", the last one of real and imaginary parts" if parameter.element else ""
+            if not is_scalar_state(name, key) and tuple(value.shape) != parameter.shape:
                 raise InvalidRequest(
-                    f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, got "
-                    f"{shape}{of_parts}"
+                    f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, "
+                    f"got {tuple(value.shape)}"
                 )
         missing = required_state(name, spec.groups[parameter.group]) - state.keys()
         if state and missing:
             raise Unsupported(
                 f"the optimizer state of {parameter.name} lacks {', '.join(sorted(missing))}, which {name} needs"
             )
-
-
-def _real(state: torch.Tensor) -> torch.Tensor:
-    """Returns state as it is on the shards: of a complex parameter the real and the imaginary parts."""
-    return torch.view_as_real(state.detach().resolve_conj()) if state.is_complex() else state.detach()
 
 
 def states_before(
@@ -102,7 +95,7 @@ def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int,
     flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
     for position, value in present.items():
         part = bucket.slices[position]
-        whole = _real(value).reshape(-1)
+        whole = value.detach().reshape(-1)
         flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
     return bytes_of(flat)
 
@@ -137,7 +130,7 @@ class StateCollector:
                     value = values[position].clone()
                     state[chunk.state] = value if before is None else torch.maximum(before, value)
             else:
-                whole = _real(self._whole(part.parameter, chunk.state)).view(-1)
+                whole = self._whole(part.parameter, chunk.state).view(-1)
                 whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
 
     def _whole(self, index: int, name: str) -> torch.Tensor:
@@ -145,6 +138,5 @@ class StateCollector:
         with self._lock:
             state = self.states.setdefault(index, {})
             if name not in state:
-                parts = torch.zeros(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype])
-                state[name] = whole_of(parts, parameter.element)
+                state[name] = torch.zeros(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype])
             return state[name]

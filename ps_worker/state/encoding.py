@@ -131,8 +131,6 @@ class WorkerState:
     per_step: batches taken for one step
     own:      of the model
     inner:    the state of optimizers that step on the worker (inner.py); None where there is none, or it is too large
-    at_step:  without a loader: the settings when the script began its next step, which is behind what it does between
-              two steps; None: not known
     """
 
     clock: int
@@ -141,7 +139,6 @@ class WorkerState:
     per_step: int
     own: OwnTensors = field(default_factory=OwnTensors)
     inner: list[dict[int, dict[str, Any]]] | None = None
-    at_step: Settings | None = None
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -162,16 +159,10 @@ def encode(state: WorkerState) -> bytes:
         "held": sorted(state.own.frozen),
         "residual": None if state.own.residual is None else sorted(state.own.residual),
         "inner": plain(state.inner, tensors, "the optimizer's state"),
-        "at_step": None if state.at_step is None else _settings(state.at_step, tensors),
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
     return write_document(document, tensors | frozen | residual, FORMAT)
-
-
-def _settings(settings: Settings, tensors: dict[str, torch.Tensor]) -> Any:
-    stateful, groups = plain(settings.stateful, tensors, "state"), plain(settings.groups, tensors, "groups")
-    return [_random(settings.random, tensors), stateful, groups]
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -197,7 +188,11 @@ def decode(data: bytes) -> WorkerState:
         return WorkerState(
             clock=_whole(document["clock"]),
             script=ScriptState(
-                _settings_of((document["random"], document["stateful"], document["groups"]), decoded),
+                Settings(
+                    _random_of(decoded(document["random"])),
+                    list(decoded(document["stateful"])),
+                    _groups_of(decoded(document["groups"])),
+                ),
                 [_loader_of(loader, decoded) for loader in document["loaders"]],
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
@@ -207,19 +202,9 @@ def decode(data: bytes) -> WorkerState:
                 _residual_of(document.get("residual", []), tensor),
             ),
             inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
-            at_step=_at_step_of(document.get("at_step"), decoded),  # nor this
         )
     except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
-
-
-def _settings_of(value: Any, decoded: Callable[[Any], Any]) -> Settings:
-    random, stateful, groups = value
-    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)))
-
-
-def _at_step_of(value: Any, decoded: Callable[[Any], Any]) -> Settings | None:
-    return None if value is None else _settings_of(value, decoded)
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:

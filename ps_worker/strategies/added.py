@@ -26,9 +26,6 @@ log = logging.getLogger("ps_worker")
 class AddedJob(RemoteOptimizers, Protocol):
     """A job beside the first, with one optimizer: number 0."""
 
-    def refresh(self) -> None:
-        """Fetches the weights."""
-
     def empty_step(self) -> None:
         """Makes a step without a gradient."""
 
@@ -113,11 +110,6 @@ class AddedGroups:
             for added in self._groups:
                 stack.enter_context(added.job.no_sync())
             yield
-
-    def refresh(self) -> None:
-        """Fetches the weights of all jobs beside; see JobTraining.refresh."""
-        for added in self._groups:
-            added.job.refresh()
 
     def load(self, optimizer: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of what was added to one optimizer; leaves out all other."""

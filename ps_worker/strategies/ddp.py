@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
-
-log = logging.getLogger("ps_worker")
 
 
 class Ddp:
@@ -66,9 +63,6 @@ class Ddp:
         """Steps finished."""
         return self.clock
 
-    def refresh(self) -> None:
-        """Does nothing: the model's own are all there are."""
-
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
         return {}
@@ -95,17 +89,7 @@ class Ddp:
 
     def _stepped(self) -> int:
         self.clock += 1
-        if self.clock == 1:
-            self._warn_unless_run()
         return self.clock
-
-    def _warn_unless_run(self) -> None:
-        if self.world_size > 1 and self._models and not any(_has_run(model) for model in self._models):
-            log.warning(
-                "the first step was made, and no model that prepare returned has run: DDP averages the gradients of "
-                "those, so this process trains alone. Write model, optimizer = session.prepare(model, optimizer), and "
-                "call that model"
-            )
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns the loader with this rank's share of its data."""
@@ -118,7 +102,7 @@ class Ddp:
     def _share(self) -> tuple[int, int]:
         return self.rank, self.world_size
 
-    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
+    def keep(self, things: Sequence[Any]) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     @contextlib.contextmanager
@@ -147,11 +131,6 @@ class Ddp:
     def close(self) -> None:
         """Lets go of the models. The process group stays until the process ends."""
         self._models.clear()
-
-
-def _has_run(model: DistributedDataParallel) -> bool:
-    """Whether a model has run forward. torch notes it for itself; a hook would go into what torch.compile compiles."""
-    return bool(getattr(model, "_lazy_init_ran", True))
 
 
 def _leave_process_group() -> None:

@@ -7,8 +7,7 @@ step     `optimizer.step()` steps on this worker. The last step of a round then 
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
 early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
          round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in job_training.py, in rounds: one that was to be pushed is pushed again. Of a round that is broken off
-         otherwise, all batches that the worker had leased are leased anew.
+lost     As in job_training.py, in rounds. All batches that the worker had leased are leased anew.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class LocalSteps(ParameterServer):
         training = self._join(models, [outer], options, partial(self._training_class, optimizers=optimizers))
         assert isinstance(training, LocalTraining)
         self._local = training
-        self._alone.know(optimizers, optimizers)
         return models, optimizers
 
     @property
@@ -122,7 +120,6 @@ class LocalTraining(JobTraining):
         self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
         self._hooks: list[RemovableHandle] = []
-        self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         """Returns what keeps the state of the script's own optimizers."""
@@ -205,15 +202,9 @@ class LocalTraining(JobTraining):
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
-        self._follow_job()
-        if not self._round.made:
-            self._began = self._told()
         self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-
-    def _tell(self) -> None:
-        self.participation.script.begin(lambda: self._began, at_any_time=True)  # a newcomer begins with a round
 
     def samples(self, count: int) -> None:
         """Adds samples that the step at hand uses."""
@@ -246,16 +237,15 @@ class LocalTraining(JobTraining):
             self.step(0)
 
     def _ended(self, index: int | None) -> EndedStep:
-        alone = self.participation.options.world_size == 1 and self._local.averages(self._round.number)
+        participation = self.participation
+        alone = participation.options.world_size == 1 and self._local.averages(self._round.number)
         if index is None or not alone:
             return self._round.end_empty() if index is None else self._round.end(index)
         if self._round.end_alone():
             self._assignments.set_all()
+            self._assignments.send(participation.connection, participation.ranks, False, False)
+            participation.settle()
         return self._round.end_empty()
-
-    def _send_assignments(self) -> None:
-        if self._assignments.send(self.participation.connection, self.participation.ranks, False, False):
-            self.participation.settle()
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
@@ -272,8 +262,6 @@ class LocalTraining(JobTraining):
     def come_back(self) -> bool:
         """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
         staged = super().come_back()
-        if self._at_hand is not None:  # the round is pushed again: its difference is still in the buffers
-            return staged
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
         self.data.rollback()

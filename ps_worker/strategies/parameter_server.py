@@ -9,7 +9,6 @@ beside     A group that is added to an optimizer later is a job of its own, with
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -31,9 +30,7 @@ from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
-from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.model.streamed_round import step_maker
-from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.strategy import Prepared
@@ -41,8 +38,6 @@ from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import PrepareOptions
-
-log = logging.getLogger("ps_worker")
 
 
 class ParameterServer:
@@ -64,7 +59,6 @@ class ParameterServer:
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
         self._rounds: Rounds | None = None  # likewise
-        self._alone: SteppedAlone  # likewise
 
     @property
     def rank(self) -> int:
@@ -97,13 +91,8 @@ class ParameterServer:
         """The same."""
         return self.clock
 
-    def refresh(self) -> None:
-        """Has the model the weights with every update that is staged; see JobTraining.refresh."""
-        if self._training is not None:
-            self._training.refresh()
-
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has them, after `refresh`."""
+        """Returns none: the model has the weights that were pulled last."""
         return {}
 
     def prepare(
@@ -111,9 +100,7 @@ class ParameterServer:
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
         training = self._join(models, optimizers, options)
-        prepared = [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
-        self._alone.know(prepared, optimizers)
-        return models, prepared
+        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
 
     def _join(
         self,
@@ -126,7 +113,6 @@ class ParameterServer:
         self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device, make=make)
         self._training, self._rounds = training, Rounds(self._joining, training)
-        self._alone = SteppedAlone(models, refuse)
         return training
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
@@ -154,12 +140,11 @@ class ParameterServer:
         shares = PreparedLoader(share, self._device, timer)
         return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 
-    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
-        """Has the state of these rolled back with the job, from `prepare` of the models on, and brought to workers that
-        join late, but for what is this worker's own."""
+    def keep(self, things: Sequence[Any]) -> None:
+        """Has the state of these rolled back with the job, from `prepare` of the models on."""
         if self._training is not None:
             for thing in things:
-                self._training.checkpoint.add(thing, any(thing is each for each in own))
+                self._training.checkpoint.add(thing)
             self._training.checkpoint.try_restore()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -175,28 +160,14 @@ class ParameterServer:
             raise InvalidRequest(
                 f"session.{what.split()[0]}: this worker takes no part in the job yet; call prepare first"
             )
-        assert self._joining is not None
-        with self._joining.script.standing():
-            return self._rounds.exchange(value, what)
+        return self._rounds.exchange(value, what)
 
     def close(self) -> None:
         """Leaves the job and ends every thread and connection."""
         if self._training is not None:
-            warn_of_no_step(self._alone, self._metrics)
-            self._alone.close()
             self._training.close()
         elif self._joining is not None:
             self._joining.close()
-
-
-def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:
-    """Warns, at the end of a script, where it made gradients, and no step of the optimizers that `prepare` returned."""
-    if not alone.steps and metrics.timer.has_gradients and not alone.is_closed and not is_cut_short():
-        log.warning(
-            "no step was made through this session, although backward has made gradients: what this worker trained, it "
-            "trained alone. Step the optimizer that prepare returns: "
-            "model, optimizer, loader = session.prepare(model, optimizer, loader)"
-        )
 
 
 def join(

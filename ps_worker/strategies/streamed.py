@@ -157,8 +157,7 @@ class StreamedTraining(LocalTraining):
             super().empty_step()
             return
         self._metrics.empty_step()
-        self._follow_job()
-        self.checkpoint.stepping(is_empty=True)
+        self.checkpoint.stepping()
         self._in_place(self._bring)
         self._metrics.at(self.steps)
 

@@ -25,8 +25,7 @@ from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
 from ps_tables.saved import saved_rows
-from ps_tables.sizes import record_bytes, rows_within
-from ps_tables.table import Table
+from ps_tables.table import Table, row_bytes
 from ps_worker.tables.ahead import SALT, Batch
 from ps_worker.tables.optimizers import TableOptimizer
 
@@ -173,9 +172,8 @@ class LocalRows:
     def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters) -> Table:
         """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        record = record_bytes(spec, optimizer, values)
-        capacity = min(MAX_ROWS, spec.max_rows) or rows_within(memory, record, spec.admit_after > 1)
-        return Table(spec, optimizer, values, capacity, SALT)
+        capacity = spec.max_rows or memory // row_bytes(spec, optimizer, values)
+        return Table(spec, optimizer, values, min(MAX_ROWS, capacity), SALT)
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
         """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""

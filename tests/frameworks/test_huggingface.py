@@ -122,13 +122,3 @@ def test_accelerate_with_one_worker_equals_accelerate_alone_to_the_last_digit(
         "huggingface_jobs", "accelerated_beside_plain", cluster=shared, job=job, mode=mode, workers=1
     )
     assert plain == served
-
-
-@pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
-def test_accelerate_and_the_hub_save_and_load_all_of_a_prepared_model(
-    shared: Cluster, job: str, mode: str, tmp_path: Path
-) -> None:
-    [found] = run_workers(
-        "huggingface_jobs", "saved_by_others", str(tmp_path), cluster=shared, job=job, mode=mode, workers=1
-    )
-    assert all(found.values()), found

@@ -101,7 +101,7 @@ def test_torchrun_and_variables_start_the_same_script(up: tuple[Command, str], s
     )
     assert torchrun.process.wait(90) == 0, torchrun.err
     for rank in range(2):
-        assert f"worker {rank} of 2: ssp:1 Everything AdamW\n" in torchrun.out
+        assert f"worker {rank} of 2: ssp:1 Everything ServerOptimizer\n" in torchrun.out
         assert (tmp_path / f"ssp:1-{rank}.safetensors").exists()
     until(lambda: not status.fetch(address)["jobs"])
 

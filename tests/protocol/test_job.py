@@ -65,7 +65,6 @@ SMALL = tuple(ParameterSpec(f"p{i}", (2**20,), "float32", 0) for i in range(1000
     [
         JOB,
         replace(JOB, parameters=SMALL, bucket_bytes=4 * 2**20),
-        with_parameter(element="complex64", shape=(3, 2)),
         *(with_table(own) for own in (None, Consistency(None), Consistency(0), Consistency(4))),
         with_table(Consistency(None), Consistency(4)),
         with_table(Consistency(4), Consistency(4)),
@@ -127,8 +126,6 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (with_parameter(name="x" * (MAX_NAME_LENGTH + 1)), InvalidRequest, "got 513"),
         (with_parameter(dtype="complex64"), InvalidRequest, "layer.weight: expected one of float32.*got complex64"),
         (with_parameter(dtype="int64"), InvalidRequest, "layer.weight: an optimizer steps floating-point"),
-        (with_parameter(element="Complex 64"), InvalidRequest, "layer.weight: expected the name of an element type"),
-        (with_parameter(element="complex64", shape=()), InvalidRequest, "a last dimension that counts its parts"),
         (with_parameter(group=2), InvalidRequest, "layer.weight: expected a group below 2, got 2"),
         (with_parameter(group=-1), InvalidRequest, "layer.weight: expected a group below 2, got -1"),
         (with_parameter(shape=(-1,)), InvalidRequest, "layer.weight: expected up to 64 dimensions of 0 to "),
@@ -163,16 +160,6 @@ def test_a_learning_rate_that_a_scheduler_moved_makes_no_other_job() -> None:
     assert difference(JOB, replace(JOB)) is None
     later = replace(JOB, groups=({"lr": 5e-4, "betas": (0.8, 0.9)}, JOB.groups[1]))
     assert difference(JOB, later) is None
-
-
-def test_an_element_type_is_compared_where_the_servers_have_kept_it() -> None:
-    complex_one = with_parameter(element="complex64")
-    said = difference(complex_one, with_parameter(element="complex128"))
-    assert said == (
-        "parameter 'layer.weight' has element type complex64 in the registered job and complex128 in this one"
-    )
-    assert difference(JOB, complex_one) is None, "a server of an earlier version has kept none"
-    assert difference(with_parameter(is_saved=False), JOB) is None
 
 
 @pytest.mark.parametrize(
@@ -265,8 +252,6 @@ def jobs(draw: st.DrawFn) -> JobSpec:
                 shape=tuple(draw(st.lists(st.integers(0, 2**63), max_size=4))),
                 dtype=draw(st.sampled_from(list(DATA_TYPES))),
                 group=draw(st.none() | st.integers(0, 2**32 - 1)),
-                element=draw(st.sampled_from(["", "complex64", "float8_e4m3fn"])),
-                is_saved=draw(st.booleans()),
             )
             for _ in range(draw(st.integers(0, 3)))
         ),

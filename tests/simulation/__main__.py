@@ -38,9 +38,7 @@ def main() -> None:
     for seed in seeds:
         for mode in modes[seed % len(modes) :][:1] if arguments.in_turn else modes:
             runs += 1
-            cluster = Cluster(
-                mode, seed, arguments.trace, tables=arguments.tables, loose=arguments.loose, wholesale=seed % 3 == 0
-            )
+            cluster = Cluster(mode, seed, arguments.trace, tables=arguments.tables, loose=arguments.loose)
             handler = Log(cluster.world)
             if arguments.trace:
                 log.setLevel(logging.INFO)

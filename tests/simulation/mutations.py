@@ -18,7 +18,6 @@ import torch
 from ps_protocol.errors import TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids
-from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
@@ -40,7 +39,6 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
-from ps_server.shard.terms import Terms
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
@@ -500,31 +498,4 @@ ROWS = (
     in_rows(divides_by_those_with_rows, ("sync",), faults=(WORKER_HANGS,), known=("sync", 0)),
     in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 2)),
     in_rows(forgets_counts, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
-)
-
-
-# -- what strikes a whole launch, or the store -----------------------------------------------------------------------
-
-
-def forgets_that_all_died(patch: pytest.MonkeyPatch) -> None:
-    """The first worker that comes back after all have died trains alone."""
-    patch.setattr(Membership, "_is_carried", lambda *_: True)
-
-
-def goes_on_when_deposed(patch: pytest.MonkeyPatch) -> None:
-    """A coordinator whose lease another one has taken over goes on, and shards obey it."""
-    patch.setattr(Charge, "lost", "")
-    patch.setattr(Terms, "check", lambda *_, **__: None)
-
-
-DEPOSED = frozenset({"lost its place", "wrong roster", "wrong members", "gave up", "stuck", "another run", "no job"})
-WHOLESALE = (
-    Mutation(
-        forgets_that_all_died,
-        EVERY_MODE,
-        frozenset({"trains alone"}),
-        faults=("all workers are killed",),
-        known=("sync", 2),
-    ),
-    Mutation(goes_on_when_deposed, EVERY_MODE, DEPOSED, faults=("another coordinator takes over",), known=("sync", 1)),
 )

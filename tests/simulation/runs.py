@@ -7,7 +7,6 @@ run alone.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.local import Local
 from ps_protocol.modes import local_rounds
 from ps_protocol.optimizers import hyper_parameters
-from ps_server.core.membership import RETURN_LEASES
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_beginning, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
@@ -133,33 +131,11 @@ class Tries:
         return replace(life, done=done)
 
 
-class Comeback:
-    """A launch that has died as a whole, and comes back one by one.
-
-    missing:   the ranks that are not back
-    is_judged: nothing else had gone wrong before, so that nobody could be taken for live who is not
-    """
-
-    def __init__(self, missing: set[int], died: float, is_judged: bool) -> None:
-        self.missing, self.died, self.is_judged = missing, died, is_judged
-        self._first = math.inf  # when the first was back
-
-    def joined(self, rank: int, now: float) -> None:
-        """Notes that a rank is back."""
-        self.missing.discard(rank)
-        self._first = min(self._first, now)
-
-    def waits(self, now: float, lease: float) -> bool:
-        """Whether those that are back have to wait for the others."""
-        return self.is_judged and bool(self.missing) and now < self._first + (RETURN_LEASES - 1) * lease
-
-
 class Run:
     """One run of a job.
 
     identity: by which the servers tell it from others
     workers:  by rank, the process that was started last
-    comeback: of its launch, which has died as a whole
     gone:     ranks that are not started again
     target:   the clock at which all of them hold; None: they train on
     may_end:  why the job may be lost; empty: it may not
@@ -178,7 +154,6 @@ class Run:
         self.everybody: list[Worker] = []
         self.tries = Tries()
         self.gone: set[int] = set()
-        self.comeback: Comeback | None = None
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
         self.end_is_forgotten = False

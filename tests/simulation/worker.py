@@ -508,7 +508,6 @@ class Worker:
 
     def attempt(self, place: Place, number: int) -> None:
         """Notes that it begins a step."""
-        self.cluster.promises.steps(self)
         self.life.attempted.append(number)
         self.run.tries.begun(number, place.result.restore_count)
 

@@ -21,8 +21,7 @@ from ps_server.storage import row_files
 from ps_server.storage.row_files import DiskRows, RowFiles
 from ps_tables import cold
 from ps_tables.contributions import RowGradients
-from ps_tables.sizes import record_bytes
-from ps_tables.table import Applied, Beyond, Table
+from ps_tables.table import Applied, Beyond, Table, record_bytes
 
 IN_MEMORY, CAPACITY = 200, 3_000
 SPEC = TableSpec("item", 5, Initializer("normal", 1.0, 7))

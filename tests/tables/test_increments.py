@@ -15,8 +15,8 @@ from ps_server.storage.row_files import RowFiles
 from ps_tables import entries
 from ps_tables.copies import TableCopy
 from ps_tables.increments import in_order, merged
-from ps_tables.sizes import record_bytes
-from ps_tables.table import Beyond, Table
+from ps_tables.removed import LEAST_KEPT
+from ps_tables.table import Beyond, Table, record_bytes
 from tests.tools.one_thread import one_thread
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC
@@ -152,7 +152,7 @@ def test_where_admitted_ids_are_forgotten_the_copy_is_of_all_rows() -> None:
         train(table, 0, version)
     assert table.copy(9).since == 9
     assert table._candidates is not None
-    table._candidates.removed.add(11, np.arange(1_025), 0)
+    table._candidates.admitted.add(11, np.arange(LEAST_KEPT + 1), 0)
     assert table.copy(9).since is None
 
 
