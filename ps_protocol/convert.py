@@ -176,6 +176,11 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:
+    if message.HasField("consistency"):
+        raise InvalidRequest(
+            f"table {message.name!r} has a consistency of its own, which servers of this version do not offer: every "
+            "table is under its job's mode"
+        )
     spec = TableSpec(
         message.name,
         message.dim,
@@ -183,7 +188,6 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
         message.admit_after,
         message.expire_after,
         message.max_rows,
-        consistency(message.consistency) if message.HasField("consistency") else None,
         message.initial_rows,
     )
     return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
@@ -211,7 +215,6 @@ def _table_message(table: JobTable) -> job_pb2.TableSpec:
         max_rows=rows.max_rows,
         optimizer=table.optimizer,
         hyper_parameters=hyper_messages(table.values),
-        consistency=None if rows.consistency is None else consistency_message(rows.consistency),
         initial_rows=rows.initial_rows,
     )
 

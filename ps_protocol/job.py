@@ -97,10 +97,6 @@ class JobSpec:
         """
         return self.local is not None and (self.local.fragments is not None or self.weight_wire in BLOCK_WIRES)
 
-    def is_loose(self, table: JobTable) -> bool:
-        """Whether a table has a looser rule than the job."""
-        return table.rows.consistency not in (None, self.consistency)
-
     def optimizer_of(self, group: int) -> str:
         """Returns the name of the optimizer that a group belongs to."""
         return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
@@ -177,26 +173,6 @@ def _validate_tables(spec: JobSpec, names: set[str]) -> None:
         if table.rows.name in names:
             raise InvalidRequest(f"names of parameters and tables must be unique, got {table.rows.name!r} twice")
         names.add(table.rows.name)
-        _validate_consistency(spec, table)
-    is_trained = any(parameter.group is not None for parameter in spec.parameters)
-    if spec.tables and not is_trained and all(spec.is_loose(table) for table in spec.tables):
-        raise InvalidRequest(
-            f"each table has a consistency of its own, and no other weights are trained: nothing is under the mode "
-            f"{spec.consistency}. Name the mode that the tables are to have, and leave consistency= out"
-        )
-
-
-def _validate_consistency(spec: JobSpec, table: JobTable) -> None:
-    own, name = table.rows.consistency, table.rows.name
-    if own is None:
-        return
-    if spec.consistency.quorum is not None:
-        raise InvalidRequest(f"table {name!r}: its consistency is {own}, and a job with a quorum has one rule for all")
-    if own.is_stricter_than(spec.consistency):
-        raise InvalidRequest(
-            f"table {name!r}: its consistency is {own}, which is stricter than the mode {spec.consistency}: a "
-            "table may be looser than its job, and no stricter"
-        )
 
 
 def _validate_name(name: str, what: str) -> None:

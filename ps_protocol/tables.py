@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.modes import Consistency
 
 MAX_DIM = 4096
 MAX_UPDATES = 2**62  # that have trained a table's rows before a job
@@ -38,7 +37,6 @@ class TableSpec:
     admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
     expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
     max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
-    consistency:  the table's own rule, looser than its job's; None: that of the job
     initial_rows: rank 0 says which rows the table begins with, and it begins when they are here
     """
 
@@ -48,7 +46,6 @@ class TableSpec:
     admit_after: int = 0
     expire_after: int = 0
     max_rows: int = 0
-    consistency: Consistency | None = None
     initial_rows: bool = False
 
     def seeded(self, seed: int | None) -> TableSpec:
@@ -84,7 +81,6 @@ class JobTable:
             ("admit_after", ours.admit_after, others.admit_after),
             ("expire_after", ours.expire_after, others.expire_after),
             ("max_rows", ours.max_rows, others.max_rows),
-            ("consistency", ours.consistency or "of the job", others.consistency or "of the job"),
             ("initial_rows", ours.initial_rows, ours.initial_rows and others.initial_rows),
             ("optimizer", self.optimizer, other.optimizer),
         ):
@@ -133,5 +129,3 @@ def validate_table(spec: TableSpec) -> None:
     if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
         numbers = "finite" if start.kind == "constant" else "finite, and from 0 on"
         raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be {numbers}, got {start.scale}")
-    if spec.consistency is not None and spec.consistency.aggregate:
-        raise InvalidRequest(f"table {spec.name!r}: its consistency must be ssp:K or async, got {spec.consistency}")

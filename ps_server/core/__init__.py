@@ -19,7 +19,6 @@ pieces.py        Adds the last contribution to an update and steps SGD, piece by
 figures.py       What processes measure of their own work, for people who watch
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default
-loose.py         A table's protocol in a job of sync whose rule is looser than the job's
 membership.py    The live workers of a job: leases, incarnations, ranks
 named_values.py  Whose hyper-parameters an update is made with: one rule for buckets and tables
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone

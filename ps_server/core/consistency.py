@@ -217,12 +217,6 @@ class UpdateRule(Generic[T]):
         """Has what is staged applied although no push is taken for now. What waits for its worker's peers stays: in
         sync, an update without them would be another one."""
 
-    def hold(self, clock: int | None) -> None:
-        """Has contributions of later clocks wait, so that a snapshot has those up to this one; None: no longer.
-
-        Nothing needs to wait where an update has all workers' contributions of one clock, or a snapshot is of no clock.
-        """
-
     def is_at(self, clock: int) -> bool:
         """Whether a snapshot of a clock, which all workers share, is to be taken now."""
         return self.version == clock

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
-from ps_protocol.modes import Consistency
 from ps_server.core.validation import check_once
 
 TABLES_TOLD = 100  # of a job, each by itself: whoever registers a job chooses how many there are, and their names
@@ -80,7 +79,6 @@ class TableFigures:
 
     nbytes:    of memory: rows, their optimizer's state, and the index
     file_rows: of the rows, those in a file that memory has no room for; file_bytes: of that file
-    consistency: the table's own rule; None: that of its job
     """
 
     name: str
@@ -89,7 +87,6 @@ class TableFigures:
     counts: RowCounts = RowCounts()
     file_rows: int = 0
     file_bytes: int = 0
-    consistency: Consistency | None = None
 
 
 def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:

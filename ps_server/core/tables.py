@@ -21,12 +21,12 @@ from ps_server.core.beginnings import ComingRows
 from ps_server.core.budget import StagingBudget
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import BeginRows, Staged, StageRows
-from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
-from ps_server.core.loose import table_rule
 from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
+from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
@@ -247,8 +247,9 @@ class Tables(Mapping[int, ShardTable]):
         self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
-            own, begun = table.rows.consistency, not table.rows.initial_rows
-            rule: UpdateRule[RowsContribution] = table_rule(spec.consistency, own, roster, begun)
+            rule: UpdateRule[RowsContribution] = update_rule(spec.consistency, roster, not table.rows.initial_rows)
+            if table.rows.initial_rows:
+                rule.awaits = NOT_BEGUN
             size = table_size(table, checker.place)
             rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
             self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)
@@ -283,7 +284,6 @@ class Tables(Mapping[int, ShardTable]):
                     each.rows.counts,
                     each.rows.in_file.rows,
                     each.rows.in_file.nbytes,
-                    each.spec.rows.consistency,
                 )
                 for each in self.values()
             ]

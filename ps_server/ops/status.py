@@ -214,8 +214,7 @@ def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
         for part in held["tables"]:
             before = total.setdefault(part["table"], dict.fromkeys(part, 0))
             total[part["table"]] = {
-                name: value if name in ("table", "consistency") else before[name] + value
-                for name, value in part.items()
+                name: value if name == "table" else before[name] + value for name, value in part.items()
             }
     return total
 
@@ -223,7 +222,7 @@ def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
 def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     """Returns one line on each table of a job, and one on what its workers look up."""
     lines = [
-        f"  table {name}{_own_mode(table)}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
+        f"  table {name}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
         f"{table['admitted_row_count']} admitted, {table['expired_row_count']} expired, "
         f"{table['evicted_row_count']} evicted{_found(table)}{_in_file(table)}"
         for name, table in tables(status, job["name"]).items()
@@ -234,11 +233,6 @@ def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
         ratio = sum(each["looked_up_id_count"] for each in figures) / distinct
         lines.append(f"  an id comes {ratio:.1f} times in a lookup, on average")
     return lines
-
-
-def _own_mode(table: dict[str, Any]) -> str:
-    """Returns a table's own mode; empty if it has that of its job."""
-    return f" ({Consistency(**table['consistency'])})" if table["consistency"] else ""
 
 
 def _found(table: dict[str, Any]) -> str:

@@ -302,8 +302,7 @@ function drawTables(job, status) {
       asked,
       asked ? `${((100 * found) / asked).toFixed(1)} %` : "–",
     ];
-    const { consistency } = of[0];
-    return [consistency ? `${name} (${mode({ consistency })})` : name, ...cells.map((cell) => [cell, "number"])];
+    return [name, ...cells.map((cell) => [cell, "number"])];
   });
   $("rows").hidden = names.length === 0;
   fill($("tables"), heads, rows);

@@ -391,12 +391,16 @@ def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) ->
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as plain data, by field name: durations in seconds, times as text, None where not set."""
+    """Returns a message as plain data, by field name: durations in seconds, times as text, None where not set.
+
+    Without deprecated fields, which nothing sets any more.
+    """
     return {
         field.name: _plain(getattr(message, field.name))
         if not field.has_presence or message.HasField(field.name)
         else None
         for field in message.DESCRIPTOR.fields
+        if not field.GetOptions().deprecated
     }
 
 

@@ -328,7 +328,6 @@ class HostedJob:
                 task.check(part.index, part.rule)
             for table in self.tables.values():  # before a thread looks whether the task wants one
                 table.saved.build_on(built_on)
-                table.rule.hold(task.clock)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
             if refusal is not None and refusal.clock is None:
                 for part in self.parts.values():
@@ -349,9 +348,6 @@ class HostedJob:
                 return
             reached = rule.extent()
         task.copy(bucket.index, reached)
-        with self.lock:
-            if self.snapshot_task is task:
-                rule.hold(None)
 
     def look_at_tables(self) -> None:
         """Looks at all tables: with a worker that is gone, one may have all rows of a snapshot's clock."""

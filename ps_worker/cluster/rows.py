@@ -120,17 +120,15 @@ class RowTransport:
         all pushes, and wait for nothing else.
 
         ranges: the leased data that the step used
-        ends:   the job has no buckets to pull: a pull of the first table under its mode ends the step, maybe one of no
-                rows
+        ends:   the job has no buckets to pull: a pull of the first table ends the step, maybe one of no rows
         """
         parts = [part for push in pushes for part in self._parts(push)]
         every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
         wanted = {(asked.table, asked.shard): asked for asked in every}
         of_ahead = set(wanted)
-        of_mode = next((n for n, table in enumerate(self._spec.tables) if not self._spec.is_loose(table)), 0)
         for shard in self._calls if ends else ():
-            dim = self._spec.tables[of_mode].rows.dim
-            wanted.setdefault((of_mode, shard), _Asked(of_mode, shard, np.empty(0, np.int64), dim))
+            dim = self._spec.tables[0].rows.dim
+            wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), dim))
         room = self._room(
             [
                 *(
@@ -162,7 +160,7 @@ class RowTransport:
                 pulled[key] = self._pull(clock, asked, self._place_on(asked.shard, room))
         for each in ahead:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
-        ended = [pull for (table, _), pull in pulled.items() if table == of_mode] if ends else []
+        ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:

@@ -69,7 +69,7 @@ def describe(
         weight_wire=options.weight_wire,
         more_optimizers=tuple(classes[1:]),
         group_optimizers=tuple(of_group) if len(classes) > 1 else (),
-        tables=described_tables(tables, optimizers, consistency),
+        tables=described_tables(tables, optimizers),
         local=options.local,
     )
     validate(spec)

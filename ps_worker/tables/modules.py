@@ -35,9 +35,6 @@ class Embedding(nn.Module):
     expire_after: a row is forgotten when so many steps that trained others have not trained it; 0: never
     max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
     lazy_decay:   the optimizer may have a weight_decay, though a row then decays only in the steps that have it
-    consistency:  "async" or "ssp:K": on servers, the rows are under this rule, which is looser than the mode; each
-                  worker's step is an update of its own then. By default they are under the mode. In `single` and `ddp`
-                  it does nothing
     ids:          finds this table's ids in a batch of a prepared loader, as the loader makes it: a tensor, or a list of
                   tensors. On servers, a step then brings the rows of the next batch along. `announce` does so by hand
 
@@ -56,13 +53,12 @@ class Embedding(nn.Module):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
-        consistency: str | None = None,
         ids: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self.ids_of = IdsOf(ids)
         limits = admit_after, expire_after, max_rows
-        self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay, consistency)
+        self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
                 f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
@@ -146,7 +142,6 @@ class EmbeddingBag(Embedding):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
-        consistency: str | None = None,
         ids: Callable[[Any], Any] | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
@@ -161,7 +156,6 @@ class EmbeddingBag(Embedding):
             expire_after=expire_after,
             max_rows=max_rows,
             lazy_decay=lazy_decay,
-            consistency=consistency,
             ids=ids,
         )
         self.mode = mode

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.modes import parse_table_consistency
 from ps_protocol.optimizers import tensors_kept
 from ps_protocol.row_ids import Ids
 from ps_protocol.row_optimizers import TORCH_OPTIMIZERS
@@ -46,13 +45,11 @@ class TableSettings:
     expire_after: int = 0
     max_rows: int = 0
     lazy_decay: bool = False
-    consistency: str | None = None
 
     def spec(self, name: str, dim: int, seed: int) -> TableSpec:
         """Returns the table that they describe. Raises InvalidRequest for settings that no table can have."""
         start = Initializer(self.initial, self.scale, seed)
-        own = None if self.consistency is None else parse_table_consistency(self.consistency)
-        spec = TableSpec(name, dim, start, self.admit_after, self.expire_after, self.max_rows, own)
+        spec = TableSpec(name, dim, start, self.admit_after, self.expire_after, self.max_rows)
         validate_table(spec)
         return spec
 

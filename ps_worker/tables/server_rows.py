@@ -15,7 +15,6 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
-from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import JobTable
 from ps_protocol.tensors import is_finite
@@ -325,28 +324,25 @@ class ServerTables:
 
 
 def described_tables(
-    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
+    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[JobTable, ...]:
     """Returns the tables of a job's models, each with what steps it. Raises InvalidRequest or Unsupported for tables
     that cannot be trained so.
 
     modules: by name; see named_tables
-    mode:    of the job; a table that names the same has none of its own
     """
     for name, module in modules.items():
         if not isinstance(module.local, LocalRows):
             raise Unsupported(f"table {name!r} is on the servers of another session already")
         module.local.name = name
     check(list(modules.values()), optimizers)
-    return tuple(_described(name, module, optimizers, mode) for name, module in modules.items())
+    return tuple(_described(name, module, optimizers) for name, module in modules.items())
 
 
-def _described(
-    name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
-) -> JobTable:
+def _described(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> JobTable:
     assert isinstance(module.local, LocalRows)
     spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
-    spec = replace(spec, consistency=None if spec.consistency == mode else spec.consistency, initial_rows=True)
+    spec = replace(spec, initial_rows=True)
     owner = next((optimizer for optimizer in optimizers if group_of(optimizer, module.weight) is not None), None)
     if owner is None:  # it stays as it is: no step ever reaches it
         return JobTable(spec, "SGD", {"lr": 0.0})

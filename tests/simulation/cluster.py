@@ -52,7 +52,6 @@ class Cluster:
 
     faults: the kinds that there are, where not all are wanted: these are frequent then
     tables: its job has some; otherwise the seed says whether
-    loose:  its job has two, of which one is looser than the mode
     """
 
     def __init__(
@@ -62,11 +61,10 @@ class Cluster:
         tracing: bool = False,
         faults: Collection[str] | None = None,
         tables: bool = False,
-        loose: bool = False,
         wholesale: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables, loose)
+        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
         self.lease, self.job = LEASE, job_under_test(mode, drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
