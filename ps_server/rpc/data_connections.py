@@ -197,7 +197,14 @@ class ConnectionCall:
         self._connection.sender.put(self._frame(Kind.LAST, Parts(answer)), self.over)
 
     def end(self) -> None:
-        """Ends the call, with the error if one was set."""
+        """Ends the call, with the error if one was set.
+
+        Where the token or certificate of the connection's ticket is known no more, the whole connection ends: its
+        worker calls by gRPC then, with what it shows now, and gets another ticket. A token that is renewed would end
+        every worker otherwise.
+        """
+        if self._code is grpc.StatusCode.UNAUTHENTICATED:
+            self._connection.abort()
         status = next((value for key, value in self._trailers if key == STATUS_KEY), None)
         frame = self._frame(Kind.END, Parts(b"")) if status is None else self._frame(Kind.ERROR, Parts(status))
         self._connection.sender.put(frame, self.over)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, Unauthenticated
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
@@ -138,7 +138,7 @@ class NetworkTransport:
                 try:
                     self._calls.try_once("Push", message)
                 except PSError as error:
-                    if not error.retryable:
+                    if not error.retryable and not isinstance(error, Unauthenticated):  # which may have a newer token
                         raise
                     if draft.wait():
                         self._calls.unary("Push", message)

@@ -310,8 +310,12 @@ def test_the_same_script_trains_in_every_mode(
 
 
 FAILS = """
-count = int(os.environ["PS_RESTART_COUNT"])
+count, begun = int(os.environ["PS_RESTART_COUNT"]), __file__ + ".begun"
 say("worker", os.environ["PS_RANK"], "start", count)
+if os.environ["PS_RANK"] == "0":
+    open(begun, "w").close()
+while not os.path.exists(begun):  # or worker 0 may be ended before it says anything
+    time.sleep(0.01)
 if os.environ["PS_RANK"] == "1" and count < 2:
     os.kill(os.getpid(), 9) if count else sys.exit(7)
 """
