@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.identity import BegunStep, Identity
+from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
@@ -78,7 +78,6 @@ class JoinResult:
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
-    begun:         by shard, what they had pushed of their furthest step; empty: not known
     continued:     for the first worker of a launch, if others have trained the job
     """
 
@@ -89,7 +88,6 @@ class JoinResult:
     restore_count: int = 0
     state: SavedState | None = None
     pushed: int | None = None
-    begun: Mapping[int, BegunStep] = field(default_factory=dict)
     continued: Continued | None = None
 
 

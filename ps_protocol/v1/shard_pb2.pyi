@@ -145,14 +145,12 @@ class AddWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class AddWorkerResponse(_message.Message):
-    __slots__ = ("frontier", "pushed_clock", "begun")
+    __slots__ = ("frontier", "pushed_clock")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     pushed_clock: int
-    begun: _types_pb2.BegunStep
-    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., begun: _Optional[_Union[_types_pb2.BegunStep, _Mapping]] = ...) -> None: ...
+    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ...) -> None: ...
 
 class RemoveWorkerRequest(_message.Message):
     __slots__ = ("worker", "coordinator_term")

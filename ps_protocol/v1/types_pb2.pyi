@@ -153,13 +153,3 @@ class DataRange(_message.Message):
     start: int
     stop: int
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
-
-class BegunStep(_message.Message):
-    __slots__ = ("shard", "clock", "units")
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    UNITS_FIELD_NUMBER: _ClassVar[int]
-    shard: int
-    clock: int
-    units: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shard: _Optional[int] = ..., clock: _Optional[int] = ..., units: _Optional[_Iterable[int]] = ...) -> None: ...

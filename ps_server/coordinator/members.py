@@ -17,11 +17,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
-from ps_protocol.identity import BegunStep
 from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
@@ -37,20 +36,6 @@ log = logging.getLogger("ps_server")
 LEASE_KEY_BYTES = 16
 
 Roster = tuple[list[int], int, bool]
-
-
-@dataclass(frozen=True)
-class CountedEverywhere:
-    """A worker that every shard counts.
-
-    clock:  from which on all do
-    pushed: as Member.pushed
-    begun:  as Member.begun
-    """
-
-    clock: int
-    pushed: int | None
-    begun: Mapping[int, BegunStep]
 
 
 class _OnDisk:
@@ -239,7 +224,7 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> CountedEverywhere:
+    def count(self, reservation: Reservation) -> Counted:
         """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
 
         Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
@@ -266,12 +251,9 @@ class JobMembers:
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
         pushed = [counted.pushed for counted in each if counted.pushed is not None]
-        begun = {
-            shard.index: counted.begun for shard, counted in zip(shards, each, strict=True) if counted.begun is not None
-        }
-        return CountedEverywhere(clock, min(pushed, default=None), begun if len(begun) == len(each) else {})
+        return Counted(clock, min(pushed, default=None))
 
-    def admit(self, reservation: Reservation, request: JoinRequest, counted: CountedEverywhere) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, counted: Counted) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
         if the job was rolled back.
         """
@@ -287,9 +269,8 @@ class JobMembers:
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
-                    clock=counted.clock,
+                    clock=counted.frontier,
                     pushed=counted.pushed,
-                    begun=counted.begun,
                     pid=request.pid,
                     host=request.host,
                     metrics_address=request.metrics_address,

@@ -122,7 +122,6 @@ def _data(job: SavedJob) -> dict[str, Any]:
     for worker in (*data["workers"], *data["away"], *data["absent"]):
         for time in _TIMES:
             del worker[time]
-        del worker["begun"]  # the answer to its join has it, or to the join that comes when that was lost
     if job.left is None:  # earlier releases know nothing of it: they go on with the file where it says nothing of it
         del data["absent"], data["left"]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.convert import (
-    begun_message,
     consistency_message,
     data_ranges,
     duration,
@@ -102,7 +101,6 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
-        begun=[begun_message(step, shard) for shard, step in sorted(member.begun.items())],
         continued=continued,
     )
 

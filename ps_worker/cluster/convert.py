@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Sequence, Set
 
 from ps_protocol.convert import (
-    begun_step,
     data_range_messages,
     duration,
     group_update_messages,
@@ -318,7 +317,6 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
-        {step.shard: begun_step(step) for step in response.begun},
         _continued(response.continued) if response.HasField("continued") else None,
     )
 

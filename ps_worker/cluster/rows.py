@@ -205,10 +205,7 @@ class RowTransport:
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
         for shard in self._calls:
-            if shard in push.counted_on:
-                yield RowsPush(push.table), shard, None
-            else:
-                yield push, shard, None if rows is None or places is None else rows.part(places[shard])
+            yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
     def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
         """Returns room in shared memory for parts of some sizes, each of a shard; None: there is none."""

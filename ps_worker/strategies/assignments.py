@@ -3,9 +3,7 @@
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
 sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
          worker sends.
-again    If the place is lost and the step is pushed again from the next one, they go with it again. The weights that
-         come from the servers meanwhile overwrite the script's, so these are copied.
-lost     They are lost if the step is given up, or if the one worker that sends dies in that step.
+lost     They are lost with the step at hand if the place is lost, or if the one worker that sends dies in that step.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -14,11 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from ps_protocol.layout import BucketSpec
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
@@ -39,8 +36,6 @@ class Assignments:
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
-        self._sent: tuple[set[int], dict[int, Mapping[str, torch.Tensor]] | None] = (set(), None)  # with the last step
-        self._copied: list[Assignment] = []  # weights that go again
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
@@ -60,24 +55,7 @@ class Assignments:
 
     def lost_step(self) -> None:
         """Drops changed weights with the step that they would have gone with."""
-        self._weights, self._copied = set(), []
-
-    def keep_for_again(self) -> None:
-        """Keeps what goes, or has gone, with a step that is to be pushed again. Call it before weights land anew."""
-        weights, states = self._sent
-        self._weights |= weights
-        self._states = self._states or states
-        for bucket in self._model.layout.buckets:
-            absent = self._absent(bucket)
-            if not bucket.frozen and len(absent) < len(bucket.slices):
-                self._copied = [each for each in self._copied if each.bucket.index != bucket.index]
-                copied = memoryview(bytes(self._model.assigned(bucket)))
-                self._copied.append(Assignment(bucket, absent, None, copied))
-        self._weights, self._sent = set(), (set(), None)
-
-    def _absent(self, bucket: BucketSpec) -> list[int]:
-        """Returns the positions of a bucket's slices whose weights the script has not set."""
-        return [position for position, part in enumerate(bucket.slices) if part.parameter not in self._weights]
+        self._weights = set()
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -120,13 +98,12 @@ class Assignments:
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
         """
         rank, clock = connection.place.identity.rank, connection.clock
-        if at_pass_begin and (self._weights or self._copied or self._states is not None):
+        if at_pass_begin and (self._weights or self._states is not None):
             self.note_between_passes(clock + 1)
         self._warn_of_relied_on(ranks)
-        assignments = [*self._copied, *self._of_weights()]
-        self._sent, self._weights, self._states = (self._weights, self._states), set(), None
-        states = self._sent[1]
-        if not assignments and states is None:
+        weights, self._weights = self._weights, set()
+        states, self._states = self._states, None
+        if not weights and states is None:
             return False
         if began_late:
             log.warning(
@@ -139,20 +116,13 @@ class Assignments:
         if self._spec.consistency.aggregate and rank != lowest:
             self._relied_on = lowest
             return False
-        for assignment in (*assignments, *state_assignments(self._spec, self._model.layout, states or {})):
+        for bucket in self._model.layout.buckets:
+            absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
+            if not bucket.frozen and len(absent) < len(bucket.slices):
+                connection.assign(clock + 1, Assignment(bucket, absent, None, self._model.assigned(bucket)))
+        for assignment in state_assignments(self._spec, self._model.layout, states or {}):
             connection.assign(clock + 1, assignment)
         return True
-
-    def counted(self) -> None:
-        """Notes that the step counts with which the assignments went: they go no more."""
-        self._copied, self._sent = [], (set(), None)
-
-    def _of_weights(self) -> Iterator[Assignment]:
-        """Yields the weights that the script has set, by bucket."""
-        for bucket in self._model.layout.buckets:
-            absent = self._absent(bucket)
-            if not bucket.frozen and len(absent) < len(bucket.slices):
-                yield Assignment(bucket, absent, None, self._model.assigned(bucket))
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
         relied_on, self._relied_on = self._relied_on, None

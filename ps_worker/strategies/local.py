@@ -7,8 +7,7 @@ step     `optimizer.step()` steps on this worker. The last step of a round then 
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
 early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
          round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in job_training.py, in rounds: one that was to be pushed is pushed again. Of a round that is broken off
-         otherwise, all batches that the worker had leased are leased anew.
+lost     As in job_training.py, in rounds. All batches that the worker had leased are leased anew.
 """
 
 from __future__ import annotations
@@ -246,16 +245,15 @@ class LocalTraining(JobTraining):
             self.step(0)
 
     def _ended(self, index: int | None) -> EndedStep:
-        alone = self.participation.options.world_size == 1 and self._local.averages(self._round.number)
+        participation = self.participation
+        alone = participation.options.world_size == 1 and self._local.averages(self._round.number)
         if index is None or not alone:
             return self._round.end_empty() if index is None else self._round.end(index)
         if self._round.end_alone():
             self._assignments.set_all()
+            self._assignments.send(participation.connection, participation.ranks, False, False)
+            participation.settle()
         return self._round.end_empty()
-
-    def _send_assignments(self) -> None:
-        if self._assignments.send(self.participation.connection, self.participation.ranks, False, False):
-            self.participation.settle()
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
@@ -272,8 +270,6 @@ class LocalTraining(JobTraining):
     def come_back(self) -> bool:
         """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
         staged = super().come_back()
-        if self._at_hand is not None:  # the round is pushed again: its difference is still in the buffers
-            return staged
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
         self.data.rollback()
