@@ -58,10 +58,13 @@ class Counted:
     frontier: the highest clock that any worker has reached
     pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
               incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
+    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
+              that others have not. None: not known
     """
 
     frontier: int
     pushed: int | None
+    further: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class ShardClient:
         worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
         request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
         response = self._call(self._stub.AddWorker, request)
-        return Counted(response.frontier, response.pushed_clock if response.HasField("pushed_clock") else None)
+        pushed = response.pushed_clock if response.HasField("pushed_clock") else None
+        further = {part: each.clock for each in response.pushes.further for part in each.parts}
+        return Counted(response.frontier, pushed, further if response.HasField("pushes") else None)
 
     def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""

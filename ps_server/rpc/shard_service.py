@@ -56,7 +56,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         worker, clock = request.worker, request.clock if request.HasField("clock") else None
         identity = worker.job, worker.rank, worker.incarnation
         counted = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
-        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed)
+        pushes = convert.shard_pushes(0, counted)
+        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)

@@ -11,7 +11,8 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -224,6 +225,7 @@ class Connection:
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,
+        begun: int | None = None,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
@@ -232,6 +234,8 @@ class Connection:
         rows:         pushes of every table; ranges: the leased data that they used
         ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
         is_part:      more fragments of the step follow: its clock is not this worker's yet
+        begun:        the clock for which the step was pushed first, from a place that is lost; shards get skips of what
+                      they have had of it
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -242,9 +246,12 @@ class Connection:
         clock = self.clock + 1
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
-        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains)
+        had = None if begun is None else partial(self._has_had, begun)
+        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
         self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
         pushed = sent.pushed
+        if begun is not None:
+            pushes = [_skip(push) if self.has_had(push.bucket, begun) else push for push in pushes]
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
@@ -259,6 +266,14 @@ class Connection:
         self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
+
+    def has_had(self, bucket: BucketSpec, clock: int) -> bool:
+        """Whether a bucket had had what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(self._shard_of[bucket.index], bucket.index, clock)
+
+    def _has_had(self, clock: int, shard: int, table: int) -> bool:
+        """Whether a table had had on one shard what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
         """Sends empty pushes, over the network whatever the transport, and asks for no weights."""
@@ -334,3 +349,8 @@ class Connection:
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])
         self._under_way, self._last.left = [], []
+
+
+def _skip(push: BucketPush) -> BucketPush:
+    """Returns a push that leaves its bucket as it is."""
+    return replace(push, empty=True, absent=())

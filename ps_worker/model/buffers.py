@@ -105,6 +105,10 @@ class FlatBuffers:
         """Returns a bucket's gradients: (numel,)."""
         return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
 
+    def all_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of all buckets, by space."""
+        return dict(self._gradients)
+
     def copy_weights(self, back: bool) -> None:
         """Copies all weights to where the gradients are, or back from there."""
         for space, flat in self._weights.items():
