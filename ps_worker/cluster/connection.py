@@ -64,10 +64,11 @@ class Connection:
     """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
     For the training thread. But `draft` is called by autograd's thread, while the training thread waits in backward;
-    `cut`, `close`, `place` and `clock` are for any thread.
+    `cut`, `close`, `place`, `clock` and `finished` are for any thread.
 
-    place: the worker as the servers know it, and where it began
-    clock: of the last step that was sent or finished
+    place:    the worker as the servers know it, and where it began
+    clock:    of the last step that was sent or finished
+    finished: of the last step that is over: one that is not is pushed again from the next place, should this be lost
 
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
@@ -78,7 +79,7 @@ class Connection:
         self.place = place
         self._timeline = timeline
         timeline.connect()
-        self.clock = place.clock
+        self.clock = self.finished = place.clock
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
@@ -266,6 +267,10 @@ class Connection:
         self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
+
+    def end_step(self) -> None:
+        """Notes that the step that was sent last is over: it is not pushed again."""
+        self.finished = self.clock
 
     def has_had(self, bucket: BucketSpec, clock: int) -> bool:
         """Whether a bucket had had what this worker pushes for a clock, when it took this place."""

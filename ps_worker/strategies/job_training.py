@@ -190,7 +190,7 @@ class JobTraining:
         self._follow_job()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-        self._unfinished = None  # one that was interrupted: its gradient is here no more
+        self._drop_unfinished()  # one that was interrupted: its gradient is here no more
         staged = self._in_place(lambda: self._exchange(index), lambda: self._end(index))
         self.stepped = True
         if staged is not None:
@@ -274,8 +274,12 @@ class JobTraining:
                 self.participation.connection.fail()
             self._sent = None
             self.participation.begin_step()
-        self._unfinished = None
+        self._drop_unfinished()
         self.data.failed()
+
+    def _drop_unfinished(self) -> None:
+        self._unfinished = None
+        self.participation.connection.end_step()
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
@@ -340,7 +344,8 @@ class JobTraining:
 
     def _end_sent(self, counts: bool) -> None:
         """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
-        sent, self._sent, self._unfinished = self._sent, None, None
+        sent, self._sent = self._sent, None
+        self._drop_unfinished()
         self._assignments.step_is_over()
         if counts and sent is not None:
             self._model.count(sent.buckets)

@@ -187,7 +187,7 @@ class Worker:
 
     def _join(self, run: str, before: Place | None) -> Place:
         attempt, since = self.world.random.getrandbits(62), math.inf
-        clock = 0 if before is None else before.clock
+        clock = 0 if before is None else before.clock - (self.unfinished and before is self._at)
         request = JoinRequest(
             pid=self.life.number,
             host="there",
