@@ -251,19 +251,19 @@ class Life:
     """What one worker process did: a row of its own in ssp and async.
 
     attempted: the numbers of the steps that it began (in sync, their clocks)
-    late:      those of them that it pushed again, because it had lost its place, and the clock of the update that has
-               what was missing
     done:      of those that were acknowledged, the clock after them; `at`: when
     seen:      after each of those, its clock, the counts of the rows that had changed (by row, one a bucket), and when
+    late:      in sync, the steps that it pushed again, because it had lost its place, each with the clock of the update
+               that has what was missing
     """
 
     number: int
     rank: int
     attempted: list[int] = field(default_factory=list)
-    late: list[tuple[int, int]] = field(default_factory=list)
     done: dict[int, int] = field(default_factory=dict)
     at: dict[int, float] = field(default_factory=dict)
     seen: list[tuple[int, dict[int, list[int]], float]] = field(default_factory=list)
+    late: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def unsure(self) -> set[int]:
