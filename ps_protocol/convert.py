@@ -14,7 +14,6 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
-from ps_protocol.identity import BegunStep
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
@@ -328,13 +327,3 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         residual_ratio=figures.residual_ratio,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )
-
-
-def begun_message(step: BegunStep, shard: int = 0) -> types_pb2.BegunStep:
-    """Returns what a rank has pushed of its furthest step to one shard as a message."""
-    return types_pb2.BegunStep(shard=shard, clock=step.clock, units=sorted(step.units))
-
-
-def begun_step(message: types_pb2.BegunStep) -> BegunStep:
-    """Returns what a rank has pushed of its furthest step to one shard."""
-    return BegunStep(message.clock, frozenset(message.units))

@@ -14,15 +14,3 @@ class Identity:
     incarnation: int
     key: bytes = field(default=b"", repr=False)
     run: str = ""
-
-
-@dataclass(frozen=True)
-class BegunStep:
-    """The furthest step that workers of one rank have pushed to one shard, whole or in part.
-
-    clock: of that step; 0: they have pushed none
-    units: the buckets that have a push of it, by index; a table's index is its number behind the job's last bucket
-    """
-
-    clock: int
-    units: frozenset[int]

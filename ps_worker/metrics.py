@@ -36,7 +36,7 @@ COUNTERS = {
     "ps_worker_empty_steps_total": "Steps without a gradient, made because others wait for this worker's clock while "
     "it has no data.",
     "ps_worker_rejoins_total": "Times that the worker lost its place and took another.",
-    "ps_worker_lost_steps_total": "Steps whose gradient was lost with the place.",
+    "ps_worker_lost_steps_total": "Steps whose gradient, or a part of it, was lost with the place.",
     "ps_worker_fresh_inner_state_total": "Times that this worker's own optimizers began without a state in a job of "
     "local:H that was under way.",
 }

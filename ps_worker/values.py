@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ps_protocol.data import DataRange
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.identity import BegunStep, Identity
+from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
@@ -69,6 +69,19 @@ class Continued:
 
 
 @dataclass(frozen=True)
+class ShardPushed:
+    """How far workers of one rank have pushed on one shard.
+
+    clock:   the last of which they have pushed every bucket that trains there, and its part of every table
+    further: by bucket or table, the last clock that they have pushed of it, where it is a later one. Tables are behind
+             all buckets of the job
+    """
+
+    clock: int
+    further: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -78,7 +91,7 @@ class JoinResult:
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
-    begun:         by shard, what they had pushed of their furthest step; empty: not known
+    on_shards:     the same for each shard; empty: not known
     continued:     for the first worker of a launch, if others have trained the job
     """
 
@@ -89,8 +102,18 @@ class JoinResult:
     restore_count: int = 0
     state: SavedState | None = None
     pushed: int | None = None
-    begun: Mapping[int, BegunStep] = field(default_factory=dict)
+    on_shards: Mapping[int, ShardPushed] = field(default_factory=dict)
     continued: Continued | None = None
+
+    def has_had(self, shard: int, part: int, clock: int) -> bool:
+        """Whether a bucket or a table there has had what workers of this rank push for a clock."""
+        pushed = self.on_shards.get(shard)
+        return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
+
+    def has_some(self, clock: int) -> bool:
+        """Whether any bucket or table has had what workers of this rank push for a clock."""
+        every = [(pushed.clock, *pushed.further.values()) for pushed in self.on_shards.values()]
+        return any(clock <= most for each in every for most in each)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., previous_incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., request_id: _Optional[int] = ..., launch: _Optional[_Union[Launch, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state", "pushed_clock", "begun", "continued")
+    __slots__ = ("worker", "clock", "lease_duration", "shard_map", "restore_count", "worker_state", "pushed_clock", "shard_pushes", "continued")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -67,7 +67,7 @@ class JoinResponse(_message.Message):
     RESTORE_COUNT_FIELD_NUMBER: _ClassVar[int]
     WORKER_STATE_FIELD_NUMBER: _ClassVar[int]
     PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    SHARD_PUSHES_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
@@ -76,9 +76,9 @@ class JoinResponse(_message.Message):
     restore_count: int
     worker_state: WorkerState
     pushed_clock: int
-    begun: _containers.RepeatedCompositeFieldContainer[_types_pb2.BegunStep]
+    shard_pushes: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardPushes]
     continued: ContinuedJob
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ..., pushed_clock: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[_types_pb2.BegunStep, _Mapping]]] = ..., continued: _Optional[_Union[ContinuedJob, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., restore_count: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, _Mapping]] = ..., pushed_clock: _Optional[int] = ..., shard_pushes: _Optional[_Iterable[_Union[_types_pb2.ShardPushes, _Mapping]]] = ..., continued: _Optional[_Union[ContinuedJob, _Mapping]] = ...) -> None: ...
 
 class ContinuedJob(_message.Message):
     __slots__ = ("begin_time", "train_time", "live_count")

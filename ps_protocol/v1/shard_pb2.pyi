@@ -145,14 +145,14 @@ class AddWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class AddWorkerResponse(_message.Message):
-    __slots__ = ("frontier", "pushed_clock", "begun")
+    __slots__ = ("frontier", "pushed_clock", "pushes")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     pushed_clock: int
-    begun: _types_pb2.BegunStep
-    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., begun: _Optional[_Union[_types_pb2.BegunStep, _Mapping]] = ...) -> None: ...
+    pushes: _types_pb2.ShardPushes
+    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., pushes: _Optional[_Union[_types_pb2.ShardPushes, _Mapping]] = ...) -> None: ...
 
 class RemoveWorkerRequest(_message.Message):
     __slots__ = ("worker", "coordinator_term")

@@ -142,6 +142,24 @@ class ShardMap(_message.Message):
     bucket_shards: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., bucket_shards: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ShardPushes(_message.Message):
+    __slots__ = ("shard", "pushed_clock", "further")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    pushed_clock: int
+    further: _containers.RepeatedCompositeFieldContainer[FurtherPush]
+    def __init__(self, shard: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., further: _Optional[_Iterable[_Union[FurtherPush, _Mapping]]] = ...) -> None: ...
+
+class FurtherPush(_message.Message):
+    __slots__ = ("clock", "parts")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, clock: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class DataRange(_message.Message):
     __slots__ = ("loader", "pass_number", "start", "stop")
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -153,13 +171,3 @@ class DataRange(_message.Message):
     start: int
     stop: int
     def __init__(self, loader: _Optional[int] = ..., pass_number: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
-
-class BegunStep(_message.Message):
-    __slots__ = ("shard", "clock", "units")
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    UNITS_FIELD_NUMBER: _ClassVar[int]
-    shard: int
-    clock: int
-    units: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shard: _Optional[int] = ..., clock: _Optional[int] = ..., units: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -192,7 +192,8 @@ class CoordinatedJob:
             with self.life.deciding():
                 self.life.check_open(self.lost())
                 member = self.members.admit(reservation, request, counted)
-                self.accounting.joined(member.rank, member.clock, None if request.previous is None else request.clock)
+                before = None if request.previous is None else request.clock
+                self.accounting.joined(member.rank, member.clock, before, member.pushed)
         except BaseException:
             self._abort_join(reservation)
             raise

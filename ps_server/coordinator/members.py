@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
-from ps_protocol.identity import BegunStep
 from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
@@ -39,20 +38,6 @@ LEASE_KEY_BYTES = 16
 Roster = tuple[list[int], int, bool]
 
 
-@dataclass(frozen=True)
-class CountedEverywhere:
-    """A worker that every shard counts.
-
-    clock:  from which on all do
-    pushed: as Member.pushed
-    begun:  as Member.begun
-    """
-
-    clock: int
-    pushed: int | None
-    begun: Mapping[int, BegunStep]
-
-
 class _OnDisk:
     """What of the members is on disk. For the caller that holds their lock.
 
@@ -68,6 +53,15 @@ class _OnDisk:
         ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
         self._started = membership.started and (self._started or not self.unsaved)
         return sorted(ranks), membership.world_size, self._started
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How far the job is when all shards count a worker. clock: from which on they do; the others as in Member"""
+
+    clock: int
+    pushed: int | None
+    on_shards: Mapping[int, Counted]
 
 
 class JobMembers:
@@ -239,7 +233,7 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> CountedEverywhere:
+    def count(self, reservation: Reservation) -> Joined:
         """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
 
         Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
@@ -266,12 +260,10 @@ class JobMembers:
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
         pushed = [counted.pushed for counted in each if counted.pushed is not None]
-        begun = {
-            shard.index: counted.begun for shard, counted in zip(shards, each, strict=True) if counted.begun is not None
-        }
-        return CountedEverywhere(clock, min(pushed, default=None), begun if len(begun) == len(each) else {})
+        on_shards = {shard.index: counted for shard, counted in zip(shards, each, strict=True)}
+        return Joined(clock, min(pushed, default=None), on_shards)
 
-    def admit(self, reservation: Reservation, request: JoinRequest, counted: CountedEverywhere) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
         if the job was rolled back.
         """
@@ -287,9 +279,9 @@ class JobMembers:
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
-                    clock=counted.clock,
-                    pushed=counted.pushed,
-                    begun=counted.begun,
+                    clock=joined.clock,
+                    pushed=joined.pushed,
+                    on_shards=joined.on_shards,
                     pid=request.pid,
                     host=request.host,
                     metrics_address=request.metrics_address,

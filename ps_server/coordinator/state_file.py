@@ -27,7 +27,9 @@ from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
-_TIMES = ("expires", "heard", "heard_before")  # of workers, by the clock of a process that is gone when they are read
+# Of workers, what is not written: times by the clock of a process that is gone when they are read, and what is for the
+# answer to a join alone.
+_PASSING = ("expires", "heard", "heard_before", "on_shards")
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 
@@ -120,9 +122,8 @@ def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
     data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
     for worker in (*data["workers"], *data["away"], *data["absent"]):
-        for time in _TIMES:
-            del worker[time]
-        del worker["begun"]  # the answer to its join has it, or to the join that comes when that was lost
+        for name in _PASSING:
+            del worker[name]
     if job.left is None:  # earlier releases know nothing of it: they go on with the file where it says nothing of it
         del data["absent"], data["left"]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))

@@ -13,7 +13,6 @@ import torch
 from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.identity import BegunStep
 from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
@@ -59,12 +58,13 @@ class Counted:
     frontier: the highest clock that any worker has reached
     pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
               incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
-    begun:    what workers of this rank have pushed of their furthest step. None: the shard does not say
+    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
+              that others have not. None: not known
     """
 
     frontier: int
     pushed: int | None
-    begun: BegunStep | None = None
+    further: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
-from ps_protocol.identity import BegunStep
+from ps_server.core.commands import Counted
 
 TOGETHER_PER_LEASE = 8  # part of a lease: heartbeats that come no further apart were held back; a worker pauses longer
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
@@ -34,7 +34,7 @@ class Member:
     attempt:     the number of the call that took the place; 0 for none
     launch:      the launch that started it; empty: not known
     pushed:      the last clock of which workers of this rank had pushed every bucket when it joined; None: not known
-    begun:       by shard, what workers of this rank had pushed of their furthest step when it joined; empty: not known
+    on_shards:   by shard, how far that was then; empty: not known. Not on disk: it is for the answer to the join
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
     heard:       when heartbeats came last; minus infinity: none yet. A join is no sign of life: it may be carried
                  out when its caller is dead
@@ -53,7 +53,7 @@ class Member:
     attempt: int = field(default=0, repr=False)
     launch: str = ""
     pushed: int | None = None
-    begun: Mapping[int, BegunStep] = field(default_factory=dict)
+    on_shards: Mapping[int, Counted] = field(default_factory=dict, repr=False, compare=False)
     since: float = 0.0
     heard: float = -math.inf
     heard_before: float = -math.inf

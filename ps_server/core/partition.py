@@ -178,7 +178,7 @@ class JobPartition:
             self.roster[rank] = Live(incarnation, start, command.key)
             for rule in self.rules.values():
                 rule.add_worker(rank, start)
-        return Counted(frontier, self.reached.pushed(rank), self.reached.begun(rank))
+        return Counted(frontier, self.reached.pushed(rank), self.reached.further(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ps_protocol.identity import BegunStep
 from ps_server.core.consistency import Live, UpdateRule
 from ps_server.core.snapshot import VersionRange, union
 
@@ -18,31 +17,32 @@ class Reached:
     """
 
     def __init__(self, rules: Mapping[int, UpdateRule[Any]], roster: Mapping[int, Live]) -> None:
-        self._rules = rules
+        self._rules = list(rules.values())
+        self._indices = list(rules)
         self._roster = roster
 
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached on a bucket or table."""
-        return max((rule.frontier() for rule in self._rules.values()), default=0)
+        return max((rule.frontier() for rule in self._rules), default=0)
 
     def pushed(self, rank: int) -> int | None:
         """Returns the last clock of which every bucket and table has a push of this rank; None: nothing trains here."""
-        return min((rule.pushed.get(rank, 0) for rule in self._rules.values()), default=None)
+        return min((rule.pushed.get(rank, 0) for rule in self._rules), default=None)
 
-    def begun(self, rank: int) -> BegunStep:
-        """Returns the furthest step that workers of this rank have pushed here, and what has a push of it."""
-        clock = max((rule.pushed.get(rank, 0) for rule in self._rules.values()), default=0)
-        units = [index for index, rule in self._rules.items() if clock and rule.pushed.get(rank, 0) == clock]
-        return BegunStep(clock, frozenset(units))
+    def further(self, rank: int) -> dict[int, int]:
+        """Returns, by index, the last clock that this rank has pushed of a bucket or table, where it is a later one."""
+        least = self.pushed(rank) or 0
+        pushed = {index: rule.pushed.get(rank, 0) for index, rule in zip(self._indices, self._rules, strict=True)}
+        return {index: clock for index, clock in pushed.items() if clock > least}
 
     def versions(self) -> tuple[int, int]:
         """Returns the lowest and the highest version of a bucket or table."""
-        versions = [rule.versions() for rule in self._rules.values()]
+        versions = [rule.versions() for rule in self._rules]
         return min((low for low, _ in versions), default=0), max((high for _, high in versions), default=0)
 
     def clocks(self) -> dict[int, int]:
         """Returns the lowest clock over this shard's buckets and tables, by live rank."""
-        each = [rule.clocks() for rule in self._rules.values()]
+        each = [rule.clocks() for rule in self._rules]
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
 
     def departed_clocks(self) -> dict[int, int]:
@@ -51,4 +51,4 @@ class Reached:
 
     def extent(self) -> VersionRange:
         """Returns how far they are, with the clocks of the dead."""
-        return union(rule.extent() for rule in self._rules.values())
+        return union(rule.extent() for rule in self._rules)

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.convert import (
-    begun_message,
     consistency_message,
     data_ranges,
     duration,
@@ -30,6 +29,7 @@ from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, 
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.agreement import Agreement
+from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
@@ -102,9 +102,25 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
-        begun=[begun_message(step, shard) for shard, step in sorted(member.begun.items())],
+        shard_pushes=_all_pushes(member.on_shards),
         continued=continued,
     )
+
+
+def _all_pushes(on_shards: Mapping[int, Counted]) -> list[types_pb2.ShardPushes]:
+    """Returns how far a rank had pushed on each shard; nothing, if one of them does not say."""
+    if any(counted.further is None for counted in on_shards.values()):
+        return []
+    return [shard_pushes(shard, counted) for shard, counted in on_shards.items() if counted.pushed is not None]
+
+
+def shard_pushes(shard: int, counted: Counted) -> types_pb2.ShardPushes:
+    """Returns how far a rank had pushed on one shard."""
+    of_clock: dict[int, list[int]] = {}
+    for part, clock in (counted.further or {}).items():
+        of_clock.setdefault(clock, []).append(part)
+    further = [types_pb2.FurtherPush(clock=clock, parts=parts) for clock, parts in of_clock.items()]
+    return types_pb2.ShardPushes(shard=shard, pushed_clock=counted.pushed or 0, further=further)
 
 
 def gather_request(request: rounds_pb2.GatherValuesRequest) -> GatherRequest:

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import begun_step, duration, job_spec_message
+from ps_protocol.convert import duration, job_spec_message
 from ps_protocol.errors import Deposed
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
@@ -62,11 +62,9 @@ class ShardClient:
         worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
         request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
         response = self._call(self._stub.AddWorker, request)
-        return Counted(
-            response.frontier,
-            response.pushed_clock if response.HasField("pushed_clock") else None,
-            begun_step(response.begun) if response.HasField("begun") else None,
-        )
+        pushed = response.pushed_clock if response.HasField("pushed_clock") else None
+        further = {part: each.clock for each in response.pushes.further for part in each.parts}
+        return Counted(response.frontier, pushed, further if response.HasField("pushes") else None)
 
     def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import begun_message, job_spec, seconds
+from ps_protocol.convert import job_spec, seconds
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
@@ -56,8 +56,8 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         worker, clock = request.worker, request.clock if request.HasField("clock") else None
         identity = worker.job, worker.rank, worker.incarnation
         counted = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
-        begun = None if counted.begun is None else begun_message(counted.begun)
-        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, begun=begun)
+        pushes = convert.shard_pushes(0, counted)
+        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)

@@ -11,7 +11,8 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -63,10 +64,11 @@ class Connection:
     """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
     For the training thread. But `draft` is called by autograd's thread, while the training thread waits in backward;
-    `cut`, `close`, `place` and `clock` are for any thread.
+    `cut`, `close`, `place`, `clock` and `finished` are for any thread.
 
-    place: the worker as the servers know it, and where it began
-    clock: of the last step that was sent or finished
+    place:    the worker as the servers know it, and where it began
+    clock:    of the last step that was sent or finished
+    finished: of the last step that is over: one that is not is pushed again from the next place, should this be lost
 
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
@@ -77,7 +79,7 @@ class Connection:
         self.place = place
         self._timeline = timeline
         timeline.connect()
-        self.clock = place.clock
+        self.clock = self.finished = place.clock
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
@@ -224,6 +226,7 @@ class Connection:
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,
+        begun: int | None = None,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
@@ -232,6 +235,8 @@ class Connection:
         rows:         pushes of every table; ranges: the leased data that they used
         ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
         is_part:      more fragments of the step follow: its clock is not this worker's yet
+        begun:        the clock for which the step was pushed first, from a place that is lost; shards get skips of what
+                      they have had of it
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -242,9 +247,12 @@ class Connection:
         clock = self.clock + 1
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
-        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains)
+        had = None if begun is None else partial(self._has_had, begun)
+        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
         self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
         pushed = sent.pushed
+        if begun is not None:
+            pushes = [_skip(push) if self.has_had(push.bucket, begun) else push for push in pushes]
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
@@ -259,6 +267,18 @@ class Connection:
         self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
+
+    def end_step(self) -> None:
+        """Notes that the step that was sent last is over: it is not pushed again."""
+        self.finished = self.clock
+
+    def has_had(self, bucket: BucketSpec, clock: int) -> bool:
+        """Whether a bucket had had what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(self._shard_of[bucket.index], bucket.index, clock)
+
+    def _has_had(self, clock: int, shard: int, table: int) -> bool:
+        """Whether a table had had on one shard what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
         """Sends empty pushes, over the network whatever the transport, and asks for no weights."""
@@ -334,3 +354,8 @@ class Connection:
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])
         self._under_way, self._last.left = [], []
+
+
+def _skip(push: BucketPush) -> BucketPush:
+    """Returns a push that leaves its bucket as it is."""
+    return replace(push, empty=True, absent=())

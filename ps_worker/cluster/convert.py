@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Sequence, Set
 
 from ps_protocol.convert import (
-    begun_step,
     data_range_messages,
     duration,
     group_update_messages,
@@ -35,6 +34,7 @@ from ps_worker.values import (
     RoundNews,
     SavedState,
     ShardMap,
+    ShardPushed,
     ShardTimes,
     StateChunk,
 )
@@ -318,7 +318,7 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
-        {step.shard: begun_step(step) for step in response.begun},
+        {each.shard: _pushed(each) for each in response.shard_pushes},
         _continued(response.continued) if response.HasField("continued") else None,
     )
 
@@ -337,6 +337,10 @@ def heartbeat_answer(response: membership_pb2.HeartbeatResponse) -> HeartbeatAns
     """Reads what the coordinator answers to a sign of life."""
     script = SavedState(response.script.clock, response.script.content) if response.HasField("script") else None
     return HeartbeatAnswer(response.script_request, script, response.script_coming)
+
+
+def _pushed(pushes: types_pb2.ShardPushes) -> ShardPushed:
+    return ShardPushed(pushes.pushed_clock, {part: each.clock for each in pushes.further for part in each.parts})
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

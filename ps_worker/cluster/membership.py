@@ -73,7 +73,8 @@ class Membership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
     metrics_address: where this worker serves /metrics, for the servers' side
-    finished:        says how many steps the training thread has finished in a place
+    reached:         says how far the training thread is in a place: the clock of the last step that it has sent
+    finished:        the same without a step that is pushed again from the next place, should this one be lost
     moved:           called in the heartbeat's thread with each new place; with None when there will be none
     script:          what this worker tells of its script
     """
@@ -83,6 +84,7 @@ class Membership:
         coordinator: CoordinatorClient,
         options: JobOptions,
         metrics_address: str,
+        reached: Callable[[JoinResult], int],
         finished: Callable[[JoinResult], int],
         moved: Callable[[JoinResult | None], None],
         script: ScriptTelling,
@@ -90,6 +92,7 @@ class Membership:
         self._coordinator = coordinator
         self._options = options
         self._metrics_address = metrics_address
+        self._reached = reached
         self._finished = finished
         self._moved = moved
         self.place: JoinResult | None = None
@@ -246,14 +249,14 @@ class Membership:
         """Returns the heartbeat of now, without what the worker has measured."""
         place = self.place
         assert place is not None
-        return convert.heartbeat(place.identity, self._finished(place)).SerializeToString()
+        return convert.heartbeat(place.identity, self._reached(place)).SerializeToString()
 
     def _beat_once(self, timeout: float) -> None:
         place = self.place
         assert place is not None
         try:
             try:
-                answer = self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+                answer = self._coordinator.heartbeat(place.identity, self._reached(place), timeout)
                 self._script.want(answer.script_request)
                 if self._doubt.disowned is place:
                     self._join_again(place)

@@ -76,7 +76,7 @@ class Participation:
         self.options = options
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.script = ScriptTelling()
-        moves = self._finished, self._moved, self.script
+        moves = self._reached, self._finished, self._moved, self.script
         self.members = Membership(self.coordinator, options, metrics_address, *moves)
         self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
@@ -299,9 +299,13 @@ class Participation:
         """Whether this worker has left."""
         return self.coordinator.closing.is_set()
 
-    def _finished(self, place: JoinResult) -> int:
+    def _reached(self, place: JoinResult) -> int:
         connection = self._connection
         return connection.clock if connection is not None and connection.place is place else place.clock
+
+    def _finished(self, place: JoinResult) -> int:
+        connection = self._connection
+        return connection.finished if connection is not None and connection.place is place else place.clock
 
     def _moved(self, place: JoinResult | None) -> None:
         """Ends what is under way in the old place; the training thread may be in the new one already."""

@@ -113,6 +113,7 @@ class RowTransport:
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead],
         ends: bool,
+        had: Callable[[int, int], bool] | None = None,
     ) -> RowStep:
         """Pushes a step of all tables, and asks for rows at its clock.
 
@@ -121,8 +122,9 @@ class RowTransport:
 
         ranges: the leased data that the step used
         ends:   the job has no buckets to pull: a pull of the first table ends the step, maybe one of no rows
+        had:    whether a shard has had its part of the step of a table: it gets a skip
         """
-        parts = [part for push in pushes for part in self._parts(push)]
+        parts = [part for push in pushes for part in self._parts(push, had)]
         every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
         wanted = {(asked.table, asked.shard): asked for asked in every}
         of_ahead = set(wanted)
@@ -198,15 +200,17 @@ class RowTransport:
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def _parts(self, push: RowsPush) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
+    def _parts(
+        self, push: RowsPush, had: Callable[[int, int], bool] | None
+    ) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
         """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
         for shard in self._calls:
-            if shard in push.counted_on:
-                yield RowsPush(push.table), shard, None
-            else:
-                yield push, shard, None if rows is None or places is None else rows.part(places[shard])
+            if had is not None and had(shard, push.table):
+                yield RowsPush(push.table, values=push.values), shard, None
+                continue
+            yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
     def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
         """Returns room in shared memory for parts of some sizes, each of a shard; None: there is none."""

@@ -112,10 +112,13 @@ class StepData:
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 
-    def rollback(self) -> None:
-        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew."""
+    def rollback(self, keep_using: bool = False) -> None:
+        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew.
+
+        keep_using: but those of the step at hand, which is pushed again
+        """
         self.rollbacks += 1
-        self._using, self._taken = None, []
+        self._using, self._taken = self._using if keep_using else None, []
         for account in self.accounts.values():
             account.clear()
 

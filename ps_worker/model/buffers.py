@@ -61,10 +61,7 @@ class FlatBuffers:
         spaces = {space_of(parameter): parameter.dtype for parameter in trained}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
-        gradients_before = self._gradients
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
-        for space, values in gradients_before.items():
-            self._gradients[space].copy_(values)  # a step that has lost its place is pushed again from here
         is_separate = self.spec.has_separate_base
         beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_separate}
         self._own = beside or self._weights
@@ -107,6 +104,10 @@ class FlatBuffers:
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
         """Returns a bucket's gradients: (numel,)."""
         return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def all_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of all buckets, by space."""
+        return dict(self._gradients)
 
     def copy_weights(self, back: bool) -> None:
         """Copies all weights to where the gradients are, or back from there."""

@@ -117,6 +117,16 @@ class FlatModel:
             if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
                 self.residuals.count(self._left[bucket.index])
 
+    def held_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the memory in which gradients lie, or differences: `move` may take others."""
+        return self._buffers.all_gradients()
+
+    def hold_gradients(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Has gradients be what lies in memory that was theirs before a `move`."""
+        for space, gradients in self._buffers.all_gradients().items():
+            if gradients.data_ptr() != held[space].data_ptr():
+                gradients.copy_(held[space])
+
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
         assert self._buffers.segment is not None

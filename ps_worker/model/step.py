@@ -54,6 +54,11 @@ class EndedStep:
     rows: Sequence[RowsPush]
     weight: float = 0.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no gradient."""
+        return self.optimizer is None and all(push.rows is None for push in self.rows)
+
 
 class StepMaker:
     """Makes the steps of one job's model, one after the other.

@@ -127,7 +127,7 @@ class WorkerCheckpoint:
                 settings, self._at_step = self._at_step, None
                 self.set_settings(settings)
             self._save_captured(True)
-        if self._wanted is not None and any(loader.going for loader in self.loaders):
+        if self._wanted is not None and self._is_in_loop:
             self._troubles.met(
                 "within a batch",
                 "the checkpoint of clock %d is within a batch of several steps: a job that is rolled back to it "
@@ -140,14 +140,35 @@ class WorkerCheckpoint:
         """Ends a step; captures its state if no loop will."""
         self.steps += 1
         self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
-        if self._wanted is not None and not any(loader.going for loader in self.loaders):
-            self._save_captured(False)
+        if self._wanted is not None and not self._is_in_loop:
             clock, self._wanted = self._wanted, None
-            self._captured = captured = self._state(clock, self._fed)
-            # Not from this thread: it is in the script's code, which may be minutes of it.
-            timer = threading.Timer(NEXT_STEP_SECONDS, lambda: self._save_captured(False, captured))
-            timer.daemon = True
-            timer.start()
+            self._capture_first(clock)
+
+    def between_steps(self, clock: int, has_begun: bool) -> None:
+        """Saves the state at a clock to which the worker has come in another way than by a step of its own.
+
+        has_begun: the step that comes next has, and may be made anew from there: batches that it has taken come again
+        """
+        if self._is_in_loop or self._target is not None:
+            self._save_at(clock, lambda: self.last_state(clock, counts=False))
+        elif has_begun:
+            state = self._state(clock, self._fed)
+            self._send(replace(state, at_step=state.script.settings))
+        else:
+            self._capture_first(clock)
+
+    @property
+    def _is_in_loop(self) -> bool:
+        return any(loader.going for loader in self.loaders)
+
+    def _capture_first(self, clock: int) -> None:
+        """Captures the first of the two moments of a clock, where no loop is under way."""
+        self._save_captured(False)
+        self._captured = captured = self._state(clock, self._fed)
+        # Not from this thread: it is in the script's code, which may be minutes of it.
+        timer = threading.Timer(NEXT_STEP_SECONDS, lambda: self._save_captured(False, captured))
+        timer.daemon = True
+        timer.start()
 
     def comes_late(self) -> None:
         """Notes that the job is under way: a script may step its schedulers, behind past passes, before it steps."""
@@ -235,11 +256,13 @@ class WorkerCheckpoint:
         self._send(replace(captured, at_step=self._settings()) if is_at_step else captured)
 
     def _send(self, state: WorkerState) -> None:
+        self._save_at(state.clock, lambda: encode(state))
+
+    def _save_at(self, clock: int, state: Callable[[], bytes]) -> None:
         try:
-            self._save(state.clock, encode(state))
+            self._save(clock, state())
         except PSError as error:
-            what = "this worker's state at clock %d is not in the checkpoint: %s"
-            self._troubles.met("save", what, state.clock, error)
+            self._troubles.met("save", "this worker's state at clock %d is not in the checkpoint: %s", clock, error)
         else:
             self._troubles.over("save")
 

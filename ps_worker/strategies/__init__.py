@@ -12,4 +12,5 @@ sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
 streamed.py          Local steps whose model is pushed fragment by fragment: the mode `local:H/F`
 strategy.py          A strategy is one way to train; this is all that a session asks of it
+unfinished.py        A step that has ended on this worker, until it counts, also where its place is lost
 """

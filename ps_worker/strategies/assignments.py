@@ -2,10 +2,8 @@
 
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
 sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
-         worker sends.
-again    If the place is lost and the step is pushed again from the next one, they go with it again. The weights that
-         come from the servers meanwhile overwrite the script's, so these are copied.
-lost     They are lost if the step is given up, or if the one worker that sends dies in that step.
+         worker sends. They are kept until the step counts, which may be pushed again from another place.
+lost     They are lost with the step, if the one worker that sends dies in it.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -14,16 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from ps_protocol.layout import BucketSpec
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
-from ps_worker.values import Assignment
+from ps_worker.values import Assignment, JoinResult
 
 log = logging.getLogger("ps_worker")
 
@@ -39,9 +36,8 @@ class Assignments:
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
-        self._sent: tuple[set[int], dict[int, Mapping[str, torch.Tensor]] | None] = (set(), None)  # with the last step
-        self._copied: list[Assignment] = []  # weights that go again
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
+        self._of_step: list[Assignment] = []  # which the step at hand takes along, until it counts
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -58,26 +54,9 @@ class Assignments:
         """Counts all weights that an optimizer steps as changed."""
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
 
-    def lost_step(self) -> None:
-        """Drops changed weights with the step that they would have gone with."""
-        self._weights, self._copied = set(), []
-
-    def keep_for_again(self) -> None:
-        """Keeps what goes, or has gone, with a step that is to be pushed again. Call it before weights land anew."""
-        weights, states = self._sent
-        self._weights |= weights
-        self._states = self._states or states
-        for bucket in self._model.layout.buckets:
-            absent = self._absent(bucket)
-            if not bucket.frozen and len(absent) < len(bucket.slices):
-                self._copied = [each for each in self._copied if each.bucket.index != bucket.index]
-                copied = memoryview(bytes(self._model.assigned(bucket)))
-                self._copied.append(Assignment(bucket, absent, None, copied))
-        self._weights, self._sent = set(), (set(), None)
-
-    def _absent(self, bucket: BucketSpec) -> list[int]:
-        """Returns the positions of a bucket's slices whose weights the script has not set."""
-        return [position for position, part in enumerate(bucket.slices) if part.parameter not in self._weights]
+    def step_is_over(self) -> None:
+        """Drops what the step at hand has taken along, and weights that were changed and would have gone with it."""
+        self._weights, self._of_step = set(), []
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -112,47 +91,58 @@ class Assignments:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def send(self, connection: Connection, ranks: Sequence[int], began_late: bool, at_pass_begin: bool) -> bool:
-        """Sends the assignments, for the step that comes next; returns whether there are calls to settle.
+    def gather(
+        self, place: JoinResult, clock: int, ranks: Sequence[int], began_late: bool, at_pass_begin: bool
+    ) -> None:
+        """Has the step of a clock, which comes next, take the assignments along.
 
+        place:         of this worker
         ranks:         those that take part
         began_late:    the job was under way when this process joined, and it has made no step yet
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
         """
-        rank, clock = connection.place.identity.rank, connection.clock
-        if at_pass_begin and (self._weights or self._copied or self._states is not None):
-            self.note_between_passes(clock + 1)
+        rank = place.identity.rank
+        if at_pass_begin and (self._weights or self._states is not None):
+            self.note_between_passes(clock)
         self._warn_of_relied_on(ranks)
-        assignments = [*self._copied, *self._of_weights()]
-        self._sent, self._weights, self._states = (self._weights, self._states), set(), None
-        states = self._sent[1]
-        if not assignments and states is None:
-            return False
+        weights, self._weights = self._weights, set()
+        states, self._states = self._states, None
+        self._of_step = []
+        if not weights and states is None:
+            return
         if began_late:
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
                 "first step is not taken over; the servers' weights and optimizer state count",
-                clock,
+                clock - 1,
             )
-            return False
+            return
         lowest = min(ranks, default=rank)
         if self._spec.consistency.aggregate and rank != lowest:
             self._relied_on = lowest
-            return False
-        for assignment in (*assignments, *state_assignments(self._spec, self._model.layout, states or {})):
-            connection.assign(clock + 1, assignment)
-        return True
-
-    def counted(self) -> None:
-        """Notes that the step counts with which the assignments went: they go no more."""
-        self._copied, self._sent = [], (set(), None)
-
-    def _of_weights(self) -> Iterator[Assignment]:
-        """Yields the weights that the script has set, by bucket."""
+            return
         for bucket in self._model.layout.buckets:
-            absent = self._absent(bucket)
+            absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
             if not bucket.frozen and len(absent) < len(bucket.slices):
-                yield Assignment(bucket, absent, None, self._model.assigned(bucket))
+                # A copy: weights that land would change it.
+                values = memoryview(bytes(self._model.assigned(bucket)))
+                self._of_step.append(Assignment(bucket, absent, None, values))
+        self._of_step += state_assignments(self._spec, self._model.layout, states or {})
+
+    def send(self, connection: Connection, begun: int | None = None) -> bool:
+        """Sends what the step that comes next takes along; returns whether there are calls to settle.
+
+        begun: as in Connection.push_pull
+        """
+        of_step = [each for each in self._of_step if begun is None or not connection.has_had(each.bucket, begun)]
+        for assignment in of_step:
+            connection.assign(connection.clock + 1, assignment)
+        return bool(of_step)
+
+    @property
+    def has_some(self) -> bool:
+        """Whether the step at hand takes assignments along."""
+        return bool(self._of_step)
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
         relied_on, self._relied_on = self._relied_on, None

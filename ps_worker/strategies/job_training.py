@@ -6,12 +6,10 @@ step       `optimizer.step()` checks the gradients; a step that must not be push
            Then every bucket that trains is pushed, and its weights at the next clock are pulled. Pushes never wait for
            other workers, pulls wait as long as the mode says. The step is over when all pushes are staged and all
            weights have landed.
-lost       A worker loses its place by a pause, a partition, or a rollback of the job. It takes another place and goes
-           on from the weights there (ps_worker/cluster/participation.py). The step counts if all of it was staged.
-           Otherwise it is pushed again from the new place: what some shards have of it already gets an empty push, so
-           that it counts once, on all shards. After a rollback the worker's own state is rolled back too, and the
-           batch's other steps are left out. A script whose loaders do not go back has its step pushed again if the job
-           went back to the weights of that step's gradient; otherwise the step is given up, and a warning says so.
+lost       A worker loses its place by a pause, a partition, or a rollback of the job. It takes another one, with the
+           weights there (ps_worker/cluster/participation.py). A step that was at hand counts as a whole: what shards
+           have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
+           worker, its own state is rolled back too, and the batch's other steps are left out.
 between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
            sets.
 """
@@ -35,7 +33,7 @@ from ps_worker.metrics import WorkerMetrics
 from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import StateCollector, States
-from ps_worker.model.step import EndedStep, StepMaker
+from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
@@ -43,7 +41,8 @@ from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.row_reads import RowReads
-from ps_worker.strategies.sent_step import SentStep, StepAtHand, count_step
+from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.unfinished import Fate, Unfinished
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
 
@@ -82,7 +81,8 @@ class JobTraining:
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._sent: SentStep | None = None
-        self._at_hand: StepAtHand | None = None  # from its end by the script until it counts, or is given up
+        self._unfinished: Unfinished | None = None
+        self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
@@ -190,9 +190,11 @@ class JobTraining:
         self._follow_job()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-        counts = self._until_it_counts(index)
+        self._drop_unfinished()  # one that was interrupted: its gradient is here no more
+        staged = self._in_place(lambda: self._exchange(index), lambda: self._end(index))
         self.stepped = True
-        (self.data.pushed if counts else self.data.lost)()
+        if staged is not None:
+            (self.data.pushed if staged else self.data.lost)()
         self._added.step(index)
 
     def empty_step(self) -> None:
@@ -200,18 +202,9 @@ class JobTraining:
         self._metrics.empty_step()
         self._follow_job()
         self.checkpoint.stepping(is_empty=True)
-        if self._until_it_counts(None):
-            self.data.pushed()
-        else:
+        if self._in_place(lambda: self._exchange(None)) is not None:
             self.data.keep()  # no shard has seen it
         self._added.empty_step()
-
-    def _until_it_counts(self, index: int | None) -> bool:
-        """Pushes the step at hand from one place after the other, until it counts. Returns False if it is given up."""
-        while True:
-            counts = self._in_place(self._exchange, lambda: self._end_step(index))
-            if counts is not False or self._at_hand is None:
-                return counts is not False
 
     # -- what the script has set that is the job's -------------------------------------------------------------------
 
@@ -248,78 +241,88 @@ class JobTraining:
         with self._steps.no_sync(), self._added.no_sync():
             yield
 
-    def _in_place(self, exchange: Callable[[], None], before: Callable[[], None] = lambda: None) -> bool | None:
+    def _in_place(self, exchange: Callable[[], None], end: Callable[[], None] | None = None) -> bool | None:
         """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`.
 
-        before: is called first, also where the place is lost already: it calls no server then
+        end: ends the step at hand on this worker; the exchange begins with it
         """
         with self.participation.script.standing():
-            return self._in_this_place(exchange, before)
+            return self._in_this_place(exchange, end)
 
-    def _in_this_place(self, exchange: Callable[[], None], before: Callable[[], None]) -> bool | None:
+    def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], None] | None) -> bool | None:
         self.participation.members.raise_lost()
         try:
-            before()
             if self.participation.has_place:
-                exchange()
-                return None
-        except PlaceLost:
-            pass
+                try:
+                    exchange()
+                    return None
+                except PlaceLost:
+                    pass
+            if end is not None and self._unfinished is None:
+                end()
         except BaseException as error:
-            self._at_hand = None
-            self.participation.connection.drop_drafts()
-            self._steps.tables.give_back()
-            if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-                if self._sent is not None:
-                    self.participation.connection.fail()
-                self._sent = None
-                self.participation.begin_step()
-            self.data.failed()
+            self._broke_off(error)
             raise
         return self.come_back()
 
-    def _end_step(self, index: int | None) -> None:
-        """Ends the step of one optimizer, or of none, as the script has made it. Once: it may be pushed again."""
-        if self._at_hand is not None:
-            return
-        if self.participation.has_place:
-            end_last_step(self.participation)
-        self._at_hand = StepAtHand(self._ended(index), self.clock)
+    def _broke_off(self, error: BaseException) -> None:
+        """Ends an exchange that an error has broken off, for another reason than a lost place."""
+        self.participation.connection.drop_drafts()
+        self._steps.tables.give_back()
+        if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
+            if self._sent is not None:
+                self.participation.connection.fail()
+            self._sent = None
+            self.participation.begin_step()
+        self._drop_unfinished()
+        self.data.failed()
 
-    def _ended(self, index: int | None) -> EndedStep:
+    def _drop_unfinished(self) -> None:
+        self._unfinished = None
+        self.participation.connection.end_step()
+
+    def _exchange(self, index: int | None) -> None:
+        """Pushes a step of one optimizer, or of none, and pulls all weights."""
+        end_last_step(self.participation)
+        self._end(index)
+        self._push()
+
+    def _end(self, index: int | None) -> None:
+        """Ends the step at hand on this worker, with what the script has set before it."""
         self._assignments.find_weights()
-        return self._steps.end_empty() if index is None else self._steps.end(index)
+        step = self._steps.end_empty() if index is None else self._steps.end(index)
+        self._unfinished = Unfinished(step, self.clock)
+        began_late = self.participation.came_late and not self.stepped
+        self._gather_assignments(began_late, self.checkpoint.at_pass_begin)
 
-    def _exchange(self) -> None:
-        """Pushes the step at hand, and pulls all weights."""
-        connection, at_hand = self.participation.connection, self._at_hand
-        assert at_hand is not None
-        self._send_assignments()
+    def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
+        """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
+        participation = self.participation
+        place, ranks = participation.connection.place, participation.ranks
+        self._assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
+
+    def _push(self) -> None:
+        """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights."""
+        unfinished, connection = self._unfinished, self.participation.connection
+        assert unfinished is not None
+        step, begun = unfinished.step, unfinished.begun
+        if self._assignments.send(connection, begun):
+            self.participation.settle()
         self._model.begin_pull()
         ranges = self.data.use()
-        clock, first = connection.clock + 1, len(self._model.layout.buckets)
-        pushes = at_hand.pushes(self._steps.pushes(at_hand.ended, clock, ranges))
+        pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
-                ahead, holds = self._steps.tables.ask_ahead(), at_hand.ended.drafts_hold
-                at_hand.sent(clock)
-                pushed, pulls, committing = connection.push_pull(pushes, holds, at_hand.rows(first), ranges, ahead)
+                ahead = self._steps.tables.ask_ahead()
+                pushed, pulls, committing = connection.push_pull(
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                )
             self._steps.tables.sent()
+            unfinished.begun = connection.clock if begun is None else begun
             buckets = [push.bucket for push in pushes if not push.empty]
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
-        self._at_hand = None
-        self._assignments.counted()
         self.data.pushed()
-
-    def _send_assignments(self) -> None:
-        """Sends what the script has set before the step at hand."""
-        participation = self.participation
-        began_late = participation.came_late and not self.stepped
-        if self._assignments.send(
-            participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
-        ):
-            participation.settle()
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
@@ -332,7 +335,8 @@ class JobTraining:
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         with undisturbed():
             self._end_sent(counts=True)
-            if is_wanted:
+            self._counted = self.clock
+            if is_wanted and not self.checkpoint.waits_for_loader:
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
             self.participation.timeline.end_step()
@@ -341,95 +345,109 @@ class JobTraining:
     def _end_sent(self, counts: bool) -> None:
         """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
         sent, self._sent = self._sent, None
+        self._drop_unfinished()
+        self._assignments.step_is_over()
         if counts and sent is not None:
             self._model.count(sent.buckets)
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
     def come_back(self) -> bool:
-        """Goes on in a new place, where the old one is lost; returns whether the step at hand counts.
+        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts.
 
-        If it does not, it is to be pushed again, or is given up: then there is none at hand any more.
+        What shards have not had of it is pushed again, from as many places as it takes.
         """
-        at_hand = self._at_hand
-        if at_hand is None:
-            self._steps.abandon()
-            self._assignments.lost_step()
-        else:
-            self._assignments.keep_for_again()
+        counts = self._take_place()
+        while self._unfinished is not None:
+            try:
+                self._push()
+            except PlaceLost:
+                counts = self._take_place()
+            except BaseException as error:
+                self._broke_off(error)
+                raise
+            else:
+                counts = True
+        return counts
+
+    def _take_place(self) -> bool:
+        """Takes a new place; returns whether the step at hand counts. It is kept if it is to be pushed again."""
+        unfinished, done, lost = self._unfinished, self.clock, self.participation.connection
+        is_leased = unfinished is not None and bool(self.data.use())
+        self._steps.abandon()
         self._steps.tables.forget_ahead()
-        lost = self.participation.connection
+        gradients = self._model.held_gradients()
         checkpoint_wanted = self.participation.rejoin(self._model)
         place = self.participation.connection.place
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             self._restore_count = place.restore_count
-            staged = self._end_lost_step(place)
-            goes_again = at_hand is not None and not staged and self._may_go_again(at_hand, rolled_back)
-            if not goes_again:
-                self._at_hand = None
-                self._assignments.lost_step()
-            if checkpoint_wanted:
-                self.checkpoint.want(self.clock)
-            if goes_again:
-                self.checkpoint.capture()  # of a step that has taken its batch: it is not made twice after a rollback
-            elif rolled_back:
+            if rolled_back and not self._has_all_before(place, done):
                 with self.participation.script.moving():
                     self._roll_back(place.state)
             else:
-                self.checkpoint.stepped()
-        self._metrics.rejoined(not staged and not goes_again and not rolled_back, self.clock)
+                rolled_back = False
+            fate = self._fate(place, rolled_back, is_leased)
+            if fate is Fate.AGAIN:
+                self._model.hold_gradients(gradients)
+                self._sent = None
+            else:
+                self._end_sent(counts=fate is Fate.COUNTS)
+            if fate is Fate.COUNTS and unfinished is not None:
+                self._counted = unfinished.begun
+            if not rolled_back:
+                self._checkpoint_in_place(checkpoint_wanted, fate)
+        self._metrics.rejoined(fate.is_lost, self.clock)
         self.participation.begin_step()
         log.warning(
-            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s%s",
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
-            self._described(at_hand, rolled_back, staged, goes_again),
+            *("the job was rolled back; " if rolled_back else "", fate.value),
         )
-        return staged
+        return fate is Fate.COUNTS
 
-    def _end_lost_step(self, place: JoinResult) -> bool:
-        """Ends what was sent from the old place; returns whether the step counts, as far as the servers say."""
-        sent, at_hand = self._sent, self._at_hand
-        staged = sent is not None and sent.counts(place)
-        if staged is None:  # every push is done: no call of the old place is under way
-            assert sent is not None
-            staged = all(push.exception() is None for push in sent.pushed)
-        if at_hand is not None and not staged:
-            at_hand.find_counted(place.begun)
-            counted = {index for _, index in at_hand.counted}
-            self._model.count([bucket for bucket in (sent.buckets if sent else ()) if bucket.index in counted])
-        self._end_sent(counts=staged)
-        return staged
-
-    def _may_go_again(self, at_hand: StepAtHand, rolled_back: bool) -> bool:
-        """Whether the step at hand, which does not count, is pushed again from the present place.
-
-        Leased data is another worker's by now: only what counts in part already is pushed to its end. After a rollback
-        a loader brings its batch again. A script without one goes on where it is: its gradient is of use if the job
-        went back to the weights that it was taken at.
+    def _has_all_before(self, place: JoinResult, done: int) -> bool:
+        """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
+        it is. done: the clock of the last of them
         """
-        place = self.participation.connection.place
-        if not place.begun and at_hand.was_sent:
-            return False  # servers of an earlier version do not say what counts of it
-        if self.data.accounts:
-            return bool(at_hand.counted)
-        return not rolled_back or (place.clock == at_hand.base and not self.checkpoint.loaders)
+        unfinished = self._unfinished
+        if self.data.accounts or (unfinished is not None and unfinished.is_early):
+            return False
+        if unfinished is None and self._sent is not None:  # it was interrupted: it may be the last one
+            return False
+        if unfinished is not None:
+            done = unfinished.done
+        if self._model.spec.consistency.one_clock:
+            return place.clock == done + (unfinished is not None and unfinished.counts(place))
+        return self._counted is not None and place.pushed is not None and place.pushed >= self._counted
 
-    def _described(self, at_hand: StepAtHand | None, rolled_back: bool, staged: bool, goes_again: bool) -> str:
-        """Says what became of the job and of the step at hand."""
-        if rolled_back and at_hand is not None and not goes_again:
-            if self.checkpoint.loaders or self.data.accounts:
-                return "the job was rolled back, and its data comes again"
-            return (
-                f"the job was rolled back, and the step at hand is left out: its gradient was taken at the weights of "
-                f"clock {at_hand.base}, and no prepared loader brings the data again"
-            )
-        lost = "is left out, and its data leased anew" if self.data.accounts else "is lost"
-        step = "no step was under way"
-        if at_hand is not None:
-            step = "its last step " + ("is pushed again" if goes_again else "counts" if staged else lost)
-        return f"the job was rolled back; {step}" if rolled_back else step
+    def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
+        """Returns what becomes of the step at hand in a new place. rolled_back: this worker was"""
+        unfinished, sent = self._unfinished, self._sent
+        if unfinished is not None:
+            if place.pushed is None and sent is not None and all(push.exception() is None for push in sent.pushed):
+                return Fate.COUNTS
+            if unfinished.step.is_empty and not self._assignments.has_some:
+                return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
+            one_clock, waits = self._model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
+            return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
+        if sent is None:
+            return Fate.NO_STEP
+        staged = sent.counts(place)
+        if staged is None:  # every push is done: no call of the old place is under way
+            staged = all(push.exception() is None for push in sent.pushed)
+        return Fate.COUNTS if staged else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
+
+    def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
+        """Has a checkpoint get this worker's state at the clock of a new place, if it wants that."""
+        if fate in (Fate.AGAIN, Fate.NO_STEP, Fate.DATA_COMES_AGAIN):
+            if wanted and self._model.spec.local is None:  # it is before the step at hand
+                self.checkpoint.between_steps(self.clock, has_begun=fate is not Fate.NO_STEP)
+            return
+        if wanted:
+            self.checkpoint.want(self.clock)
+        self.checkpoint.stepped()
 
     def _roll_back(self, saved: SavedState | None) -> None:
         """Rolls this worker back with the job. saved: its own state of that checkpoint"""

@@ -5,17 +5,17 @@ prepare  The models join a job whose optimizer, on the servers, is the outer one
 step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
          its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
-early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
-         round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in job_training.py, in rounds: one that was to be pushed is pushed again. Of a round that is broken off
-         otherwise, all batches that the worker had leased are leased anew.
+early    A round may end before it has all its steps: where this worker has no more data and others wait for it, and
+         where its place is lost in the middle of it. Of a round that is broken off at the end nothing is pushed.
+lost     As in job_training.py, in rounds. Batches that the worker had leased are leased anew, but for those of a round
+         of which shards have had a part.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -25,18 +25,18 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.data import MAX_PUSH_RANGES
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.local_round import LocalRound
-from ps_worker.model.step import EndedStep
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.ending import is_cut_short
 from ps_worker.state.inner import InnerStates
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.values import PrepareOptions, SavedState
 
 log = logging.getLogger("ps_worker")
@@ -245,17 +245,15 @@ class LocalTraining(JobTraining):
         with self._metrics.rounds.exchanging():
             self.step(0)
 
-    def _ended(self, index: int | None) -> EndedStep:
+    def _end(self, index: int | None) -> None:
         alone = self.participation.options.world_size == 1 and self._local.averages(self._round.number)
-        if index is None or not alone:
-            return self._round.end_empty() if index is None else self._round.end(index)
-        if self._round.end_alone():
+        if index is not None and not alone:
+            self._unfinished = Unfinished(self._round.end(index), self.clock)
+            return
+        if index is not None and self._round.end_alone():
             self._assignments.set_all()
-        return self._round.end_empty()
-
-    def _send_assignments(self) -> None:
-        if self._assignments.send(self.participation.connection, self.participation.ranks, False, False):
-            self.participation.settle()
+            self._gather_assignments()
+        self._unfinished = Unfinished(self._round.end_empty(), self.clock)
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
@@ -270,17 +268,32 @@ class LocalTraining(JobTraining):
             self._inner.restore(self.clock, None)
 
     def come_back(self) -> bool:
-        """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
-        staged = super().come_back()
-        if self._at_hand is not None:  # the round is pushed again: its difference is still in the buffers
-            return staged
+        """Goes on in a new place, with the weights there. A round that is at hand ends with it, and counts as a whole:
+        see JobTraining.come_back."""
+        if self._unfinished is None and self._sent is None and not self._rolled_back:
+            self._end_early()
+        return super().come_back()
+
+    def _end_early(self) -> None:
+        """Ends the round at hand, if it has steps, with those that it has. Leased batches come again instead."""
+        if not self._round.made or not self._model.base.is_there or self.data.accounts:
+            return
+        with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
+            self._end(0)
+        if self._unfinished is not None:
+            self._unfinished.is_early = True
+
+    def _take_place(self) -> bool:
+        counts = super()._take_place()
+        is_kept = self._unfinished is not None
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
-        self.data.rollback()
-        for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
-            for tensor in tensors:
-                if tensor.grad is not None:  # of batches that come again
-                    tensor.grad.zero_()
-        self._begin_round()
+        self.data.rollback(keep_using=is_kept)
+        if not is_kept:
+            for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
+                for tensor in tensors:
+                    if tensor.grad is not None:  # of batches that come again
+                        tensor.grad.zero_()
+            self._begin_round()
         self._metrics.rounds.begin()
-        return staged
+        return counts

@@ -37,14 +37,12 @@ class RowsPush:
     rows:      None: the step has no gradient for it
     took_part: without rows, whether it is a term of zeros in a mean, or left out of it
     values:    the hyper-parameters of its optimizer
-    counted_on: the shards on which the step counts already: they get it as one that was left out
     """
 
     table: int
     rows: RowGradients | None = None
     took_part: bool = False
     values: HyperParameters = field(default_factory=dict)
-    counted_on: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,11 @@ def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
                 else:
                     worker.step()
             found = worker.mine()
-            lost = found.count(0.0)
             if rank == 0:
                 assert worker.metric("rejoins") >= 1
-            assert worker.metric("lost_steps") == lost <= worker.metric("rejoins")
+            assert worker.metric("lost_steps") == 0
             whole = {1.0} if mode != "sync" else {0.5, 1.0}
-            assert set(found) - {0.0} <= whole, "a step counted other than once"
+            assert set(found) <= whole, "a step counted other than once"
             trained.append(session.unwrap(worker.model).cells.detach().clone())
 
     in_parallel(2, work)
@@ -176,8 +175,8 @@ def test_buckets_that_leave_during_backward_count_once_though_the_place_is_lost(
         until(lambda: 0 in live(cluster), "the heartbeat joins again, without a step")
         for _ in range(3):
             worker.step()
-        assert set(worker.mine()) == {1.0}
-        assert worker.metric("lost_steps") == 0.0
+        assert worker.mine() == [1.0] * 6
+        assert (worker.metric("rejoins"), worker.metric("lost_steps")) == (1, 0)
 
 
 def test_gradients_that_add_up_over_several_passes_go_on_adding_up(cluster: Cluster, cable: Cable) -> None:
@@ -225,7 +224,7 @@ def test_in_an_elastic_job_a_worker_asks_for_the_rank_it_had(cluster: Cluster, c
         until(lambda: 1 in live(cluster))
         worker.step()
         assert second.rank == 1
-        assert second.clock == 2, "it joined at the clock of its peer, and its step counts from there"
+        assert second.clock == 2, "where the job is, and a step further"
         worker.step()
         assert worker.mine() == [1.0, 1.0]
 

@@ -1,8 +1,7 @@
-"""A step counts on all shards or on none, and no lost place loses one: what is missing of it is pushed again."""
+"""A step counts on all shards, once, also where its worker loses its place before it, or in the middle of it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,176 +10,128 @@ import torch
 from torch import nn
 
 import ps_worker
-from tests.tools.cluster import Cluster, in_parallel, until
+from ps_server.core.requests import PushKind
+from ps_server.shard.job import HostedJob
+from ps_server.shard.pushes import Pushes
+from tests.tools.cases import cases
+from tests.tools.cluster import Cluster, in_parallel, scrape, until
 
 MakeCluster = Callable[..., Cluster]
-STEPS = 6
-LOST_AT = 3  # the step in which the place is lost
-ROWS = 4
+
+STEPS, CUT = 5, 3
 
 
 class Net(nn.Module):
-    """Two layers, each a bucket on a shard of its own, and a table on both: all gradients are ones."""
+    """A bucket on each shard, and rows on both; all go down by 1 with each step."""
 
-    def __init__(self, rows: bool) -> None:
+    def __init__(self, with_table: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 1, bias=False), nn.Linear(16, 1, bias=False)
-        self.table = ps_worker.Embedding(1, initial="constant", scale=0.0) if rows else None
-        for layer in (self.first, self.second):
-            nn.init.zeros_(layer.weight)
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(2))
+        self.table = ps_worker.Embedding(1, initial="constant", scale=0.0) if with_table else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense = self.first(x).sum() + self.second(x).sum()
-        return dense if self.table is None else dense + self.table(torch.arange(ROWS)).sum()  # type: ignore[no-any-return]
+    def forward(self) -> torch.Tensor:
+        rows = torch.zeros(()) if self.table is None else self.table(torch.arange(8)).sum()
+        return sum((layer.sum() for layer in self.layers), rows)
 
-    def values(self) -> set[float]:
-        """All weights and rows, each once."""
-        found = {*self.first.weight.flatten().tolist(), *self.second.weight.flatten().tolist()}
-        return found if self.table is None else found | set(self.table.rows(torch.arange(ROWS))[:, 0].tolist())
+    def values(self) -> list[float]:
+        """All of them."""
+        rows = [] if self.table is None else self.table.rows(torch.arange(8))[:, 0].tolist()
+        return [*(value for layer in self.layers for value in layer.tolist()), *rows]
 
 
-def train(session: ps_worker.Session, rows: bool, lose: Callable[[], None]) -> tuple[Net, Any]:
-    """Makes all steps, each of which takes 1 from each weight and row; loses the place in one."""
-    net: Any = Net(rows)
-    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
-    for number in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        model(torch.ones(1, 16)).backward()
-        if number == LOST_AT:
-            lose()
-        optimizer.step()
-    return net, session
+class CutInHalf:
+    """Has the lease of worker 0 end once one shard has had all of a step, and before the other has had any.
 
-
-class Halfway:
-    """Ends the place of worker 0 in a step that one shard has staged, before the other one takes it.
-
+    times: so often, also when the step is pushed again
     first: the shard that has it
     """
 
-    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first: int, job: str = "default") -> None:
-        self._cluster, self._job = cluster, job
-        self._first, second = cluster.shards[first], cluster.shards[1 - first]
-        self.is_due, self.times = False, 0
-        for name in ("push", "exchange", "push_rows"):
-            monkeypatch.setattr(second, name, self._late(getattr(second, name)))
+    def __init__(self, cluster: Cluster, patch: pytest.MonkeyPatch, times: int = 1, first: int = 0) -> None:
+        self.left, self._cluster = times, cluster
+        self._first, self._second = cluster.shards[first], cluster.shards[1 - first]
+        self._clock = CUT
+        for name in ("_stage_all", "_stage_rows"):
+            patch.setattr(Pushes, name, self._held(getattr(Pushes, name)))
 
-    def begin(self) -> None:
-        self.is_due = True
+    def _held(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any) -> Any:
+            if pushes is self._second._pushes and self._is_of_step(call) and self.left:
+                rules = self._first.jobs()[job.name].state.rules.values()
+                until(lambda: all(rule.pushed.get(0, 0) >= self._clock for rule in rules), "the step on one shard")
+                if self.left and call.clock == self._clock:  # the first of several calls
+                    self.left, self._clock = self.left - 1, self._clock + 1
+                    self._cluster.end_lease(0, job.name)
+            return stage(pushes, job, call, *rest)
 
-    def _late(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*arguments: Any) -> Any:
-            if self.is_due:
-                self.is_due = False
-                self.times += 1
-                hosted = self._first.jobs()[self._job]
-                until(lambda: self._has_all(hosted), "the other shard's half of the step")
-                self._cluster.end_lease(0, self._job)
-                second = self._cluster.shards[1 - self._cluster.shards.index(self._first)].jobs()[self._job]
-                until(lambda: 0 not in second.state.roster or self._is_new(second), "the end of the place")
-            return call(*arguments)
+        return staged
 
-        return held
-
-    def _has_all(self, hosted: Any) -> bool:
-        rules = list(hosted.state.rules.values())
-        return all(rule.pushed.get(0, 0) >= LOST_AT for rule in rules)
-
-    def _is_new(self, hosted: Any) -> bool:
-        return bool(hosted.state.roster[0].incarnation > 1)
+    def _is_of_step(self, call: Any) -> bool:
+        """Whether a call brings a step, and not what is assigned before it, or what a table begins with."""
+        kinds = {bucket.kind for bucket in getattr(call, "buckets", ())}
+        return getattr(call, "clock", 0) == self._clock and kinds.isdisjoint({PushKind.ASSIGN, PushKind.ASSIGN_STATE})
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
-def test_half_a_step_is_pushed_to_its_end(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str, first: int, rows: bool
-) -> None:
-    cluster = make_cluster(shards=2)
-    halfway = Halfway(cluster, monkeypatch, first)
-    with cluster.connect(mode, transport=transport) as session:
-        net, session = train(session, rows, halfway.begin)
-        assert halfway.times == 1
-        assert net.values() == {-float(STEPS)}
+def prepared(session: ps_worker.Session, mode: str) -> tuple[Any, Callable[..., None]]:
+    """Returns a model, and what makes a step of it, or in local:2 a round of two.
 
+    before: is called in the last step of it, before that ends
+    """
+    is_local = mode.startswith("local")
+    net: Any = Net(with_table=not is_local)
+    options: dict[str, Any] = {"outer": {"warm_up": 0, "lr": 1.0, "momentum": 0.0}} if is_local else {}
+    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64, **options)
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "local:2"])
-@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
-def test_a_step_whose_place_is_lost_before_it_is_pushed_counts_once(
-    make_cluster: MakeCluster, mode: str, transport: str, rows: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    if mode.startswith("local") and rows:
-        pytest.skip("no tables in local:H")
-    cluster = make_cluster(shards=2)
-    with cluster.connect(mode, transport=transport) as session:
-        net, session = train(session, rows, lambda: cluster.end_lease(0))
-        if mode.startswith("local"):
-            assert set(session.global_weights(net)["first.weight"].flatten().tolist()) == {-float(STEPS)}
-        else:
-            assert net.values() == {-float(STEPS)}
-    if caplog.records:
-        assert "is lost" not in caplog.text
-
-
-def test_a_second_loss_in_the_step_that_is_pushed_again_does_not_make_it_count_twice(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = make_cluster(shards=2)
-    one, other = Halfway(cluster, monkeypatch, 0), Halfway(cluster, monkeypatch, 1)
-
-    def both() -> None:
-        one.begin()
-        other.begin()
-
-    with cluster.connect("async", transport="tcp") as session:
-        net, session = train(session, True, both)
-        assert one.times == other.times == 1
-        assert net.values() == {-float(STEPS)}
-
-
-def test_what_a_script_has_set_before_a_step_that_is_pushed_again_counts_once(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = make_cluster(shards=2)
-    halfway = Halfway(cluster, monkeypatch, 0)
-    net: Any = Net(False)
-    with cluster.connect("async", transport="tcp") as session:
-        model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
-        for number in range(1, STEPS + 1):
+    def step(before: Callable[[], None] | None = None) -> None:
+        for is_last in (False, True) if is_local else (True,):
             optimizer.zero_grad()
-            model(torch.ones(1, 16)).backward()
-            if number == LOST_AT:
-                halfway.begin()
-                with torch.no_grad():
-                    net.first.weight.fill_(100.0)
-                    net.second.weight.fill_(100.0)
+            model().backward()
+            if is_last and before is not None:
+                before()
             optimizer.step()
-        assert halfway.times == 1
-        assert net.values() == {100.0 - (STEPS - LOST_AT + 1)}
+
+    return net, step
 
 
-def test_what_a_narrow_wire_left_out_is_sent_once(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With error feedback all that was left out comes with later steps: so do the sums agree, but for the last rest."""
+def check_all_count(session: ps_worker.Session, net: Any, mode: str, rejoins: int) -> None:
+    """Checks that all steps count, once, and that the worker has counted none as lost."""
+    steps = STEPS * (2 if mode.startswith("local") else 1)
+    assert net.values() == [-float(steps)] * len(net.values())
+    figures = scrape(session.metrics_address)
+    assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (rejoins, 0)
 
-    def trained(break_off: bool) -> torch.Tensor:
-        cluster = make_cluster(shards=2)
-        halfway = Halfway(cluster, monkeypatch, 0) if break_off else None
-        net: Any = Net(False)
-        with cluster.connect("async", transport="tcp") as session:
-            optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-            model, optimizer = session.prepare(net, optimizer, bucket_bytes=64, gradient_wire="int8")
-            for number in range(1, STEPS + 1):
-                optimizer.zero_grad()
-                model(torch.linspace(0.1, 1.7, 16)[None]).backward()
-                if number == LOST_AT and halfway is not None:
-                    halfway.begin()
-                optimizer.step()
-            assert halfway is None or halfway.times == 1
-            return torch.cat([net.first.weight.detach().clone(), net.second.weight.detach().clone()])
 
-    assert torch.equal(trained(False), trained(True))
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    cases(
+        [("sync", "shm"), ("async", "tcp"), ("local:2", "grpc")],
+        [("async", "shm"), ("sync", "grpc"), ("ssp:1", "shm"), ("ssp:0", "tcp"), ("local:2", "shm")],
+    ),
+)
+@pytest.mark.parametrize(("times", "first"), cases([(1, 0), (2, 1)], [(1, 1), (2, 0)]))
+def test_a_step_that_is_cut_in_half_counts_as_a_whole_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str, times: int, first: int
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        net, step = prepared(session, mode)
+        cut = CutInHalf(cluster, monkeypatch, times, first)
+        for _ in range(STEPS):
+            step()
+        assert cut.left == 0
+        check_all_count(session, net, mode, times)
+
+
+@pytest.mark.parametrize("transport", cases(["shm"], ["tcp"]))
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "local:2"])
+def test_a_step_whose_place_is_lost_before_it_is_pushed_counts_once(
+    make_cluster: MakeCluster, mode: str, transport: str
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        net, step = prepared(session, mode)
+        for number in range(1, STEPS + 1):
+            step(before=(lambda: cluster.end_lease(0)) if number == CUT else None)
+        check_all_count(session, net, mode, 1)
 
 
 def test_two_workers_in_sync_lose_no_gradient_of_either(
@@ -188,19 +139,58 @@ def test_two_workers_in_sync_lose_no_gradient_of_either(
 ) -> None:
     """Two buckets go the same way, though one of them gets worker 0's gradient an update later than the other."""
     cluster = make_cluster(shards=2)
-    halfway = Halfway(cluster, monkeypatch, 0)
+    cut = CutInHalf(cluster, monkeypatch)
 
-    def work(rank: int) -> tuple[float, float]:
+    def work(rank: int) -> list[float]:
         with cluster.connect("sync", rank=rank, world_size=2, transport="tcp") as session:
-            net, _ = train(session, False, halfway.begin if rank == 0 else lambda: None)
+            net, step = prepared(session, "sync")
+            for _ in range(STEPS):
+                step()
             session.barrier()
-            return net.first.weight[0, 0].item(), net.second.weight[0, 0].item()
+            return list(net.values())
 
-    (first, second), _ = in_parallel(2, work)
-    assert halfway.times == 1
-    assert first == second
+    each = in_parallel(2, work)
+    assert cut.left == 0
+    assert len({value for values in each for value in values}) == 1
 
 
-@pytest.fixture(autouse=True)
-def _log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ps_worker")
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_what_a_narrow_wire_has_left_out_of_a_step_that_was_cut_in_half_is_sent_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """What was sent and what is still to be sent are the gradients together, on both shards alike."""
+    cluster = make_cluster(shards=2)
+    gradient = torch.linspace(0.1, 1.7, 16)
+    with cluster.connect("async", transport="tcp") as session:
+        net: Any = Net(with_table=False)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, sgd, bucket_bytes=64, gradient_wire=wire)
+        cut = CutInHalf(cluster, monkeypatch)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            sum((layer * gradient).sum() for layer in model.layers).backward()
+            optimizer.step()
+        assert cut.left == 0
+        residuals = session._strategy._training._model.residuals.copy()  # type: ignore[attr-defined]
+        for layer, left in zip(net.layers, residuals.values(), strict=True):
+            torch.testing.assert_close(-layer.detach() + left, STEPS * gradient)
+
+
+def test_weights_that_a_script_has_set_count_with_a_step_that_was_cut_in_half(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect("async") as session:
+        net: Any = Net(with_table=False)
+        model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
+        cut = CutInHalf(cluster, monkeypatch)
+        for number in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            model().backward()
+            if number == CUT:
+                with torch.no_grad():
+                    for layer in net.layers:
+                        layer.fill_(100.0)
+            optimizer.step()
+        assert cut.left == 0
+        assert net.values() == [100.0 - (STEPS - CUT + 1)] * 32

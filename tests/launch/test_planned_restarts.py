@@ -1,79 +1,89 @@
-"""Servers that are stopped and started again while a job runs: `ps-server up`, SIGTERM, and `up --resume`."""
+"""Servers that are ended by SIGTERM and started again, as for an upgrade: every step of a worker counts, as a whole.
+
+Each step adds 1 to two buckets, which are on two shards, and to rows on both: one that counts on one shard alone would
+leave them apart for ever.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.cluster import free_ports
+from tests.tools.cases import cases
 from tests.tools.cluster import until
-from tests.tools.launching import Start
+from tests.tools.launching import ROOT, Command, Start
 
-SHARDS = 2
-RESTARTS = 2
-MORE_STEPS = 20
-
-# Each step takes 1 from all weights and rows. There is no loader: nothing brings the data of a step again.
-SCRIPT = f"""
-import json, os, sys, time
-import torch
-import ps_worker
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 1, bias=False) for _ in range(4))
-        self.table = ps_worker.Embedding(1, initial="constant", scale=0.0)
-        for layer in self.layers:
-            nn.init.zeros_(layer.weight)
-    def forward(self, x):
-        return sum(layer(x).sum() for layer in self.layers) + self.table(torch.arange(4)).sum()
-
-net = Net()
-session = ps_worker.connect()
-model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
-steps = left = 0
-while left < {MORE_STEPS}:
-    left += os.path.exists(sys.argv[1] + "/enough")
-    optimizer.zero_grad()
-    model(torch.ones(1, 16)).backward()
-    optimizer.step()
-    steps += 1
-    print("step", steps, flush=True)
-values = [value for layer in net.layers for value in layer.weight.flatten().tolist()]
-values += net.table.rows(torch.arange(4))[:, 0].tolist()
-print("end", json.dumps([steps, sorted(set(values))]), flush=True)
-"""
+SCRIPT = ROOT / "tests" / "scripts" / "count_steps.py"
+WAIT_SECONDS = 120
+MORE_STEPS = 600  # that are to be made from here on: a multiple of those between two looks
+RESTARTS = 3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_every_step_counts_once_and_everywhere(start: Start, tmp_path: Path, mode: str, transport: str) -> None:
-    port = free_ports(SHARDS)
-    own = tmp_path / "own.py"
-    own.write_text(SCRIPT)
-    flags = ["--shards", str(SHARDS), f"--port={port}", "--metrics-port=0", f"--checkpoint-dir={tmp_path / 'kept'}"]
-    up = start("-m", "ps_server", "up", *flags)
-    up.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
-    where = "--server", f"127.0.0.1:{port}", "--mode", mode, f"--transport={transport}"
-    worker = start("-m", "ps_worker", "run", "--workers", "1", *where, str(own), str(tmp_path))
+class Training:
+    """Servers and workers of one job."""
+
+    def __init__(self, start: Start, directory: Path, mode: str, workers: int, *arguments: str) -> None:
+        self._start, self.directory, self.workers = start, directory, workers
+        port = free_ports(2)
+        self._up = "-m", "ps_server", "up", "--shards=2", f"--port={port}", f"--checkpoint-dir={directory}/checkpoints"
+        self.servers = self._serve()
+        where = f"--server=127.0.0.1:{port}", f"--mode={mode}", f"--workers={workers}"
+        self.launch = start("-m", "ps_worker", "run", *where, str(SCRIPT), str(directory), *arguments)
+
+    def _serve(self, *flags: str) -> Command:
+        servers = self._start(*self._up, "--metrics-port=0", *flags)
+        servers.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+        return servers
+
+    def steps(self) -> list[int]:
+        """Of each worker."""
+        paths = [self.directory / f"steps-{rank}" for rank in range(self.workers)]
+        return [int(path.read_text() or 0) if path.exists() else 0 for path in paths]
+
+    def advances(self) -> None:
+        """Until each worker has made more steps."""
+        before = self.steps()
+
+        def advanced() -> bool:
+            assert self.launch.process.poll() is None, self.launch.err
+            return all(now >= then + 40 for now, then in zip(self.steps(), before, strict=True))
+
+        until(advanced, "more steps of all workers", WAIT_SECONDS)
+
+    def restart_servers(self) -> None:
+        """In the middle of some step."""
+        assert self.servers.end(signal.SIGTERM) == 0
+        self.servers = self._serve("--resume")
+
+    def end(self) -> list[tuple[int, list[float]]]:
+        """What each worker leaves: its steps and the weights."""
+        steps = max(self.steps()) + MORE_STEPS
+        (self.directory / "stop.new").write_text(str(steps))
+        (self.directory / "stop.new").rename(self.directory / "stop")
+        assert self.launch.process.wait(WAIT_SECONDS) == 0, self.launch.err
+        return [tuple(json.loads((self.directory / f"found-{rank}").read_text())) for rank in range(self.workers)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "workers", "arguments"),
+    cases(
+        [("async", 1, ()), ("sync", 1, ("table",)), ("async", 2, ("table",))],
+        [("sync", 2, ("table",)), ("ssp:1", 2, ("table",)), ("local:2", 1, ()), ("sync:quorum=1", 2, ("table",))],
+    ),
+)
+def test_no_step_is_lost_or_cut_in_half_when_the_servers_are_restarted(
+    start: Start, tmp_path: Path, mode: str, workers: int, arguments: tuple[str, ...]
+) -> None:
+    training = Training(start, tmp_path, mode, workers, *arguments)
     for _ in range(RESTARTS):
-        made = len(re.findall("step", worker.out))
-        until(lambda: len(re.findall("step", worker.out)) > made + MORE_STEPS, "more steps")  # noqa: B023
-        up.end(signal.SIGTERM)
-        up = start("-m", "ps_server", "up", *flags, "--resume")
-        up.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
-    made = len(re.findall("step", worker.out))
-    until(lambda: len(re.findall("step", worker.out)) > made + MORE_STEPS, "steps after the last restart")
-    (tmp_path / "enough").touch()
-    [end] = worker.says(r"end (.*)\n")
-    steps, values = json.loads(end)
-    assert values == [-float(steps)], worker.err
-    assert worker.process.wait(60) == 0
-    up.end(signal.SIGTERM)
+        training.advances()
+        training.restart_servers()
+    training.advances()
+    found = training.end()
+    made = [steps for steps, _ in found]
+    counted = max(made) if mode == "sync" else sum(made)
+    assert set(found[0][1]) == {float(counted)}

@@ -9,6 +9,7 @@ train_on_ray.py           What a worker on Ray runs: it says how far it is, unti
 validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
+count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
 build_loops.py            Compiles the loops of tables, beside another process that does so
 models.py                 The model of the equivalence tests, which has one of everything; weights as numbers, refusals
 """

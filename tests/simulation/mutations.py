@@ -22,11 +22,13 @@ from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
+from ps_server.coordinator.members import JobMembers, Joined
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.beginnings import Beginnable, ComingRows
-from ps_server.core.commands import BeginRows, Staged, StageRows
+from ps_server.core.commands import BeginRows, Counted, Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
@@ -199,6 +201,29 @@ def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int]], int]) -> None:
+    """Has a worker that comes back hear the same of all buckets of all shards."""
+    count = JobMembers.count
+
+    def alike(self: JobMembers, reservation: Reservation) -> Joined:
+        joined = count(self, reservation)
+        clocks = [c for of in joined.on_shards.values() for c in (of.pushed or 0, *(of.further or {}).values())]
+        pushed = pushed_of(clocks)
+        return Joined(joined.clock, pushed, {shard: Counted(joined.clock, pushed, {}) for shard in joined.on_shards})
+
+    patch.setattr(JobMembers, "count", alike)
+
+
+def takes_a_part_of_a_step_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back hears that all shards have had a step of which some have had nothing."""
+    _says_of_all_shards(patch, max)
+
+
+def takes_a_part_of_a_step_for_none(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back pushes a step as a whole of which some shards have had their part."""
+    _says_of_all_shards(patch, min)
+
+
 RULES = (
     Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
     Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
@@ -324,7 +349,7 @@ REPAIRS = (
         faults=(SHARD_HANGS, WORKER_DIES),
         known=("async", 26),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 19)),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,
@@ -479,6 +504,17 @@ def forgets_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 WORKER_HANGS = "a worker hangs"
+LOSSES = SHARD_HANGS, WORKER_HANGS, "a worker is cut off"  # of places, in the middle of a step
+
+lost_halves = partial(Mutation, takes_a_part_of_a_step_for_all, faults=LOSSES)
+doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSES)
+
+HALF_STEPS = (
+    lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
+    lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
+    doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 2)),
+    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 0)),
+)
 IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 

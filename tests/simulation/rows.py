@@ -182,6 +182,11 @@ class Table:
         return [*fresh, id_of(shard, TWICE, row, step // 2), id_of(shard, NEVER, row, step)]
 
 
+def nothing(table: Table) -> Part:
+    """Returns what a push has that leaves a table out."""
+    return Part((), (), np.empty((0, table.dim), np.float32), present=False, in_mean=False)
+
+
 def column(step: int) -> int:
     """Returns where a step marks, from 0."""
     return step % COLUMNS

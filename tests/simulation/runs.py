@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_beginning, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
 from tests.simulation.supervision import SHARDS
+from tests.simulation.whole_steps import WholeSteps
 from tests.tools.modes import consistency, wire_of
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class Run:
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []
         self.tries = Tries()
+        self.whole_steps = WholeSteps()
         self.gone: set[int] = set()
         self.comeback: Comeback | None = None
         self.target: int | None = None
@@ -235,6 +237,7 @@ class Run:
         """
         self.lives[:0] = earlier.lives
         self.tries.follow(earlier.tries)
+        self.whole_steps.follow(earlier.whole_steps)
         for row, lives in earlier.writers.items():
             self.writers.setdefault(row, [])[:0] = lives
         self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
@@ -259,6 +262,13 @@ class Run:
     def furthest(self) -> int:
         """Returns the highest clock that a step was acknowledged at: after a rollback, steps are made once more."""
         return max((clock for life in self.lives for clock in life.done.values()), default=0)
+
+    def _half_steps(self) -> Iterator[Violation]:
+        """Yields the workers of which a part of a step counts, where their updates are means."""
+        for worker in self.everybody if self.rules.averaged else ():
+            if worker.unfinished:
+                self.whole_steps.broken_off[self.row(worker.life.number, worker.rank)] += 1
+        yield from self.whole_steps.judge()
 
     def judge(self, view: torch.Tensor, content: Mapping[tuple[int, int], Content]) -> list[Violation]:
         """Returns what is wrong with the weights after all have finished.
@@ -285,4 +295,5 @@ class Run:
                 ]
             ),
             *too_stale(self.lives, self.rules, until),
+            *self._half_steps(),
         ]
