@@ -3,6 +3,7 @@
 ahead.py       The ids of a batch: those of a lookup, and those that the next one is said to ask for
 freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
+handle_gradient.py The gradient of a table's handle
 lookups.py     The rows that a step has looked up, and their gradients
 modules.py     Embedding and EmbeddingBag
 native_loops.py Compiled loops for tables in a worker's process
