@@ -206,6 +206,12 @@ def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return found.view(*places.shape, rows.shape[1])
 
 
+def with_divided_gradient(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Returns rows as they are, [n, dim], whose gradients backward divides by counts, [n]."""
+    divided: torch.Tensor = _Divided.apply(rows, counts)  # type: ignore[no-untyped-call]
+    return divided
+
+
 class _Expanded(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -237,3 +243,15 @@ class _Joined(torch.autograd.Function):
         rows, handle = context.rows, context.handle
         context.before(rows, handle)
         return gradient, gradient.new_zeros(handle.shape, dtype=handle.dtype), None
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(counts)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (counts,) = context.saved_tensors
+        return gradient / counts.to(gradient.dtype).unsqueeze(1), None
