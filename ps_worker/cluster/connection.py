@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
+from ps_tables.contributions import RowValues
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
@@ -187,6 +188,13 @@ class Connection:
         """Sends an assignment, which takes effect with the step of that clock."""
         transport = self._network[self._shard_of[assignment.bucket.index]]
         self._under_way.append(transport.assign(clock, assignment))
+
+    def assign_rows(self, clock: int, table: int, rows: RowValues, counted_on: Container[int]) -> None:
+        """Sends rows of a table that the script has set, which take effect with the step of that clock.
+
+        counted_on: the shards that have that step already
+        """
+        self._under_way += self._rows.assign(clock, table, rows, counted_on)
 
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import UnknownWorker
+from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -171,7 +171,7 @@ class JobTraining:
 
     def row_reads(self) -> RowReads:
         """Returns what reads rows in this worker's place."""
-        return RowReads(self.participation, self._in_place, self._metrics)
+        return RowReads(self.participation, self._in_place, self._metrics, lambda: self._is_past)
 
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
@@ -184,7 +184,7 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._rolled_back and self.checkpoint.waits_for_loader:
+        if self._is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         self._rolled_back = False
         self._follow_job()
@@ -194,6 +194,11 @@ class JobTraining:
         self.stepped = True
         (self.data.pushed if counts else self.data.lost)()
         self._added.step(index)
+
+    @property
+    def _is_past(self) -> bool:
+        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        return self._rolled_back and self.checkpoint.waits_for_loader
 
     def empty_step(self) -> None:
         """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
@@ -310,6 +315,7 @@ class JobTraining:
         self._finish(pushed, pulls)
         self._at_hand = None
         self._assignments.counted()
+        self._steps.tables.forget_assigned()
         self.data.pushed()
 
     def _send_assignments(self) -> None:
@@ -320,6 +326,26 @@ class JobTraining:
             participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
         ):
             participation.settle()
+        self._send_assigned_rows()
+
+    def _send_assigned_rows(self) -> None:
+        """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
+        connection, tables, at_hand = self.participation.connection, self._steps.tables, self._at_hand
+        assigned = tables.assigned()
+        if not assigned:
+            return
+        if self.checkpoint.at_pass_begin:
+            self._assignments.note_between_passes(connection.clock + 1)
+        first = len(self._model.layout.buckets)
+        counted = at_hand.counted if at_hand is not None else frozenset()
+        for table, rows in assigned.items():
+            on = {shard for shard, index in counted if index == first + table}
+            connection.assign_rows(connection.clock + 1, table, rows, on)
+        try:
+            self.participation.settle()
+        except (InvalidRequest, LimitExceeded):
+            tables.forget_assigned()
+            raise
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
@@ -370,6 +396,8 @@ class JobTraining:
             if not goes_again:
                 self._at_hand = None
                 self._assignments.lost_step()
+                if staged or rolled_back:  # otherwise they go with the next step
+                    self._steps.tables.forget_assigned()
             if checkpoint_wanted:
                 self.checkpoint.want(self.clock)
             if goes_again:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.tables.ahead import IdsOf, flat_ids
+from ps_worker.tables.given import Given, RowFile
 from ps_worker.tables.lookups import LookedUp, Lookups, expanded, with_divided_gradient
 from ps_worker.tables.optimizers import TableOptimizer
 from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
 from ps_worker.tables.stepping import check, joined_group, register
+
+T = TypeVar("T", bound="Embedding")
 
 
 class Embedding(nn.Module):
@@ -106,6 +110,51 @@ class Embedding(nn.Module):
         with torch.no_grad():
             each, _ = self._each(ids)
             return each
+
+    @classmethod
+    def from_pretrained(
+        cls: type[T],
+        ids: torch.Tensor | np.ndarray[Any, Any] | RowFile,
+        vectors: torch.Tensor | np.ndarray[Any, Any] | None = None,
+        freeze: bool = True,
+        **settings: Any,
+    ) -> T:
+        """Returns a table that begins with these rows, as nn.Embedding.from_pretrained.
+
+        ids:      [n] int64 or int32, each once; or a RowFile, which has the vectors, too
+        vectors:  [n, dim], of a floating type; rows are float32. Also an array that is mapped from a file
+        freeze:   the rows are not trained
+        settings: those of the class but for `dim`
+
+        Tensors and files are not copied: leave them as they are until `prepare`, or until the first lookup. On servers
+        rank 0 reads them piece by piece, and sends each piece to its shards; the others read no vector. Other rows
+        begin as ever. Raises InvalidRequest for what are no vectors; for a vector that is not finite the call that
+        reads it does.
+        """
+        given = Given.sized(ids, vectors, settings.get("padding_idx"))
+        table = cls(given.dim, **settings)
+        table.weight.requires_grad_(not freeze)
+        table.local.assign(given, lazily=True)
+        return table
+
+    def assign(
+        self,
+        ids: torch.Tensor | np.ndarray[Any, Any] | RowFile,
+        vectors: torch.Tensor | np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Sets rows, of ids that have one or not: before `prepare`, or between two steps.
+
+        ids:     [n] int64 or int32, each once; or a RowFile, which has the vectors, too
+        vectors: [n, dim], of a floating type, finite
+
+        Rows that are set begin without a state of the optimizer. Before `prepare` a RowFile is read as by
+        `from_pretrained`. On servers, and in ddp, any worker may call it. Its own lookups see the rows at once, those
+        of others after its next step: that update begins from them. Raises InvalidRequest for what are no vectors of
+        this table, LimitExceeded for more than a step takes along to a shard; nothing is set then.
+        """
+        given = Given(self.weight.shape[1], self.padding_idx)
+        given.add(ids, vectors)
+        self.local.assign(given, lazily=isinstance(ids, RowFile))
 
     def announce(self, ids: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
         """Says which ids the next batch looks up, so that the next step brings their rows along; None takes it back.
