@@ -10,6 +10,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_DIM = 4096
 MAX_UPDATES = 2**62  # that have trained a table's rows before a job
+MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard: gradients, or assigned rows
 MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
 INITIAL_KINDS = ("constant", "uniform", "normal")
 
@@ -129,3 +130,8 @@ def validate_table(spec: TableSpec) -> None:
     if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
         numbers = "finite" if start.kind == "constant" else "finite, and from 0 on"
         raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be {numbers}, got {start.scale}")
+
+
+def assigned_bytes(dim: int, rows: int) -> int:
+    """Returns the bytes of rows that a script has set, with their ids."""
+    return rows * (8 + 4 * dim)

@@ -80,3 +80,10 @@ class Candidates:
             new = new[np.argsort(chance_order(ids[new]), kind="stable")[:room]]
         self._counts[self.entries.add(ids[new], version)] = total[new]
         return admitted
+
+    def forget(self, ids: Ids, version: int) -> None:
+        """Has distinct ids wait no more, where they do: they became rows by this version without it."""
+        numbers = self.entries.find(ids)
+        waited = numbers >= 0
+        self.entries.remove(ids[waited], numbers[waited])
+        self.removed.add(version, ids[waited], len(self.entries))

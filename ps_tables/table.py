@@ -25,7 +25,7 @@ from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
 from ps_tables.cold import RowFile, WithFile
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
@@ -34,6 +34,7 @@ from ps_tables.optimizers import row_optimizer
 from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
+_ASSIGNED = 2**16  # rows that are set at a time
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
 
 
@@ -153,16 +154,10 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
-        room = max(0, self._rows.limit - len(self._rows))
-        no_room = max(0, len(new) - room)
-        if no_room:
-            new = new[np.argsort(chance_order(update.ids[new]), kind="stable")[:room]]
-        if len(new):
-            ids = update.ids[new]
-            numbers[new] = self._rows.add(ids, version)
-            places = self._places.of_new(numbers[new])
-            self._weights.write(places, initial_rows(self.spec.initializer, ids, self.spec.dim))
+        made, evicted = self._make(update.ids, numbers, new, version)
+        if len(made):
+            places = self._places.of_new(numbers[made])
+            self._weights.write(places, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
             self._optimizer.reset(places, self._values)
         stepped = np.flatnonzero(numbers >= 0)
         sums = update.gradients
@@ -172,7 +167,43 @@ class Table:
         self._optimizer.step(self._weights, places, sums, count, self._values, version)
         expired = self._expire(version)
         self._places.settle(self._rows, version)
-        return Applied(len(stepped), len(new), waiting, no_room, expired, evicted)
+        return Applied(len(stepped), len(made), waiting, len(new) - len(made), expired, evicted)
+
+    def assign(self, rows: RowValues, version: int) -> Applied:
+        """Sets rows, which begin without a state of the optimizer. An id without a row gets one, also where it waits.
+
+        version: the number of an update: of the last one, or of the next, whose `apply` follows
+        """
+        self.version = version
+        self._rows.limit = self._places.limit
+        numbers = self._rows.find(rows.ids)
+        self._rows.use(numbers[numbers >= 0], version)
+        new = np.flatnonzero(numbers < 0)
+        made, evicted = self._make(rows.ids, numbers, new, version)
+        self._places.of_new(numbers[made])
+        if self._candidates is not None:
+            self._candidates.forget(rows.ids[made], version)
+        for first in range(0, len(numbers), _ASSIGNED):  # a few at a time: memory need not hold them all
+            here = first + np.flatnonzero(numbers[first : first + _ASSIGNED] >= 0)
+            places = self._places.of(numbers[here])
+            self._weights.write(places, rows.values[torch.from_numpy(here)])
+            self._optimizer.reset(places, self._values)
+            self._places.settle(self._rows, version)
+        return Applied(0, len(made), 0, len(new) - len(made), 0, evicted)
+
+    def _make(self, ids: Ids, numbers: RowNumbers, new: np.ndarray, version: int) -> tuple[np.ndarray, int]:
+        """Has ids become rows, as many as there is room for; returns which, and how many rows made room.
+
+        numbers: takes the new rows'
+        new:     the places of the ids that are to become rows
+        """
+        evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
+        room = max(0, self._rows.limit - len(self._rows))
+        if len(new) > room:
+            new = new[np.argsort(chance_order(ids[new]), kind="stable")[:room]]
+        if len(new):
+            numbers[new] = self._rows.add(ids[new], version)
+        return new, evicted
 
     def changes(self, since: int | None) -> Changes:
         """Returns a walk over what changed after a version; over all rows for None, or if removed ids are forgotten.

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session, connect
     from ps_worker.tables.freezing import freeze
+    from ps_worker.tables.given import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
     from ps_worker.tables.optimizers import Ftrl, RowWiseAdagrad
 
@@ -69,6 +70,7 @@ __all__ = [
     "NotShared",
     "PSError",
     "RowFeed",
+    "RowFile",
     "RowWiseAdagrad",
     "Session",
     "UnknownWorker",
@@ -91,6 +93,10 @@ def __getattr__(name: str) -> Any:
         from ps_worker.tables import modules
 
         return getattr(modules, name)
+    if name == "RowFile":
+        from ps_worker.tables import given
+
+        return given.RowFile
     if name == "freeze":
         from ps_worker.tables import freezing
 

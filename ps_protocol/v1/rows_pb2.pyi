@@ -18,10 +18,12 @@ class RowPushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_PUSH_KIND_GRADIENT: _ClassVar[RowPushKind]
     ROW_PUSH_KIND_NO_GRADIENT: _ClassVar[RowPushKind]
     ROW_PUSH_KIND_SKIP: _ClassVar[RowPushKind]
+    ROW_PUSH_KIND_ASSIGN: _ClassVar[RowPushKind]
 ROW_PUSH_KIND_UNSPECIFIED: RowPushKind
 ROW_PUSH_KIND_GRADIENT: RowPushKind
 ROW_PUSH_KIND_NO_GRADIENT: RowPushKind
 ROW_PUSH_KIND_SKIP: RowPushKind
+ROW_PUSH_KIND_ASSIGN: RowPushKind
 
 class RowPlace(_message.Message):
     __slots__ = ("offset",)

@@ -17,7 +17,7 @@ from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 
 R = TypeVar("R")
 
@@ -178,6 +178,25 @@ class StageRows(Command[Staged]):
     in_mean: bool = True
     values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
+    principal: str = ""
+
+
+@dataclass(frozen=True)
+class AssignRows(Command[Staged]):
+    """One message of the rows that a worker's script has set before its next step. They are kept until that is staged.
+
+    table: its index; first, total: as in StageRows, of what is assigned
+    Raises as Stage, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
+    """
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    table: int
+    clock: int
+    rows: RowValues
+    first: int
+    total: int
     principal: str = ""
 
 

@@ -16,18 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError, anew
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.buckets import Bucket, Buckets
-from ps_server.core.budget import PrincipalBudget, StagingBudget, derived_limit
+from ps_server.core.budget import PrincipalBudget, Room, StagingBudget, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
     AddWorker,
     Assign,
+    AssignRows,
     BeginRows,
     Close,
     Command,
@@ -51,14 +52,6 @@ from ps_server.core.reached import Reached
 from ps_server.core.tables import Tables
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
-
-
-class _Room(NamedTuple):
-    """What is reserved here: for contributions until updates, for drafts until commits, and for what is assigned."""
-
-    staged: StagingBudget
-    drafts: StagingBudget
-    assigned: StagingBudget
 
 
 def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
@@ -101,9 +94,9 @@ class JobPartition:
         self._closed: PSError | None = None
         self._staged_limit = staged_limit
         principals = principals or PrincipalBudget()
-        self._room = _Room(*(StagingBudget(principals) for _ in range(3)))
+        self._room = Room(*(StagingBudget(principals) for _ in range(3)))
         checker = RowChecker(spec, place or Place(), len(layout.buckets), norm_limit)
-        self.tables = Tables(spec, checker, self.roster, self._room.staged, lambda: self.staged_limit)
+        self.tables = Tables(spec, checker, self.roster, self._room, lambda: self.staged_limit)
         trained = {index: bucket.rule for index, bucket in self.buckets.items() if not bucket.spec.frozen}
         self.rules: dict[int, UpdateRule[Any]] = trained | {index: table.rule for index, table in self.tables.items()}
         self.reached = Reached(self.rules, self.roster)
@@ -138,6 +131,9 @@ class JobPartition:
             case StageRows():
                 self._check_pusher(command)
                 result = self.tables.stage(command, self.data)
+            case AssignRows():
+                self._check_pusher(command)
+                result = self.tables.assign(command)
             case BeginRows():
                 self.check_worker(command.rank, command.incarnation, command.key)
                 result = self.tables.begin(command)
@@ -238,7 +234,7 @@ class JobPartition:
             case Commit():
                 return self._commit(bucket, command)
 
-    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows) -> None:
+    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows | AssignRows) -> None:
         """Raises as check_worker, and OutOfOrder for a clock at or before that at which the worker joined."""
         self.check_worker(command.rank, command.incarnation, command.key)
         start = self.roster[command.rank].start

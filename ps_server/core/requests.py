@@ -53,6 +53,7 @@ class RowPushKind(enum.Enum):
     GRADIENT = "gradient"
     NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
     SKIP = "skip"  # the step leaves the table out
+    ASSIGN = "assign"  # rows that the script has set, for the step of the same clock
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class RowsPush:
     """One message of the rows that a worker pushes to a table at a clock of its own.
 
     table:        its place in the job's list
-    payload:      ids, counts and gradients of `count` rows
-    first, total: the number of the first of them among all that the step has here, and how many these are
+    payload:      ids, counts and gradients of `count` rows; of rows that are assigned no counts, and values
+    first, total: the number of the first of them among all that the step has here of this kind, and how many these are
     place:        where the payload lies in the worker's segment for rows; None: it is here
     """
 

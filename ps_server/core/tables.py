@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids, shards_of
-from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
+from ps_protocol.tables import MAX_PUSHED_BYTES, MAX_ROWS, JobTable, TableSpec, assigned_bytes
 from ps_server.core.beginnings import ComingRows
-from ps_server.core.budget import StagingBudget
+from ps_server.core.budget import Room
 from ps_server.core.checking_rows import RowChecker
-from ps_server.core.commands import BeginRows, Staged, StageRows
+from ps_server.core.commands import AssignRows, BeginRows, Staged, StageRows
 from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
@@ -30,13 +30,11 @@ from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy
 from ps_tables.increments import merged, newest
 from ps_tables.sizes import index_bytes, record_bytes, rows_within
-from ps_tables.table import Beyond, InFile, Table
-
-MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
+from ps_tables.table import Applied, Beyond, InFile, Table
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,7 @@ class RowsContribution:
     """One worker's contribution to a table on this shard.
 
     rows:     in the messages that they came in; empty where the step has none of this shard
+    assigned: rows that the script has set before the step, likewise: the update begins from them
     present:  the step has a gradient for the table, here or on another shard
     in_mean:  it is a term of the mean
     values:   hyper-parameters to use from this update on
@@ -55,11 +54,12 @@ class RowsContribution:
     in_mean: bool = True
     values: HyperParameters | None = None
     clock: int = 0
+    assigned: tuple[RowValues, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients."""
-        return sum(rows.gradients.nbytes for rows in self.rows)
+        """Bytes of the gradients, and of the rows that are set."""
+        return sum(rows.gradients.nbytes for rows in self.rows) + sum(rows.nbytes for rows in self.assigned)
 
 
 class TableRows:
@@ -93,8 +93,12 @@ class TableRows:
     def step(self) -> None:
         """Makes an update with the mean of what was added."""
         added, self._open = self._open, []
-        if not any(each.present for each in added):
+        if not any(each.present or each.assigned for each in added):
             return
+        version = self._table.version + 1
+        for each in reversed(added):  # the first counts: in sync that is the lowest rank
+            for set_rows in each.assigned:
+                self._count(self._table.assign(set_rows, version))
         parts = [rows for each in added for rows in each.rows]
         update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
         named = NamedValues()
@@ -103,7 +107,9 @@ class TableRows:
                 named.add(0, each.values, each.clock)
         values = self._in_use.newer(named).get(0)
         count = max(1, sum(each.in_mean for each in added))
-        done = self._table.apply(update, count, self._table.version + 1, values)
+        self._count(self._table.apply(update, count, version, values))
+
+    def _count(self, done: Applied) -> None:
         self.counts += RowCounts(
             admitted=done.admitted,
             expired=done.expired,
@@ -195,9 +201,26 @@ class PendingRows:
     left_out: bool = False
 
 
+@dataclass
+class PendingAssigned:
+    """What one worker's script has set in a table before its next clock, of which messages may be missing.
+
+    parts: by the number of the first row
+    """
+
+    clock: int
+    total: int
+    parts: dict[int, RowValues] = field(default_factory=dict)
+
+    @property
+    def came(self) -> int:
+        """How many rows are here."""
+        return sum(len(rows) for rows in self.parts.values())
+
+
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """One table on this shard: its rule, its rows, and by rank what is pending.
+    """One table on this shard: its rule, its rows, and by rank what is pending, and set for the step that comes next.
 
     most_bytes: that it comes to take, where its job says how many rows there may be; 0: it takes what there is
     coming:     what has come of what it begins with
@@ -209,6 +232,7 @@ class ShardTable:
     rows: TableRows
     most_bytes: int = 0
     pending: dict[int, PendingRows] = field(default_factory=dict)
+    assigned: dict[int, PendingAssigned] = field(default_factory=dict)
     coming: ComingRows = field(default_factory=ComingRows)
 
     def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
@@ -230,8 +254,8 @@ class ShardTable:
 class Tables(Mapping[int, ShardTable]):
     """The tables of one job on this shard, by index.
 
-    checker:       makes the command that stages a message
-    staged, limit: what waits for its update, and how many bytes of it may
+    checker:     makes the command that stages a message
+    room, limit: what waits for its update, or for its step, and how many bytes of it may
     """
 
     def __init__(
@@ -239,11 +263,11 @@ class Tables(Mapping[int, ShardTable]):
         spec: JobSpec,
         checker: RowChecker,
         roster: Mapping[int, Live],
-        staged: StagingBudget,
+        room: Room,
         limit: Callable[[], float],
     ) -> None:
         self.checker = checker
-        self._staged, self._limit = staged, limit
+        self._staged, self._assigned, self._limit = room.staged, room.assigned, limit
         self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
@@ -305,6 +329,48 @@ class Tables(Mapping[int, ShardTable]):
         table.rule.initialised = table.coming.is_complete
         return Staged(table.rule.version, duplicate=not is_new, kept=not table.rule.initialised)
 
+    def assign(self, command: AssignRows) -> Staged:
+        """Takes a message of rows that are set for a worker's next step; see AssignRows."""
+        table, rank, clock = self._tables[command.table], command.rank, command.clock
+        if table.rule.is_repeat(rank, clock):
+            return Staged(table.rule.version, duplicate=True)
+        coming = table.assigned.get(rank)
+        if coming is None or coming.clock != clock:
+            self._drop_assigned(table, rank)
+            coming = PendingAssigned(clock, command.total)
+        if coming.total != command.total:
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: a message of worker {rank} says that {command.total} rows are "
+                f"assigned here at clock {clock}, and another {coming.total}"
+            )
+        if command.first in coming.parts:
+            return Staged(table.rule.version, duplicate=True)
+        if not coming.parts:
+            self._reserve_assigned(table, command)
+            table.assigned[rank] = coming
+        coming.parts[command.first] = command.rows
+        return Staged(table.rule.version, duplicate=False, kept=True)
+
+    def _reserve_assigned(self, table: ShardTable, command: AssignRows) -> None:
+        """Reserves the bytes of all messages, as `_reserve`. One worker's always fit: they go with its step."""
+        rank, size = command.rank, assigned_bytes(table.rows.dim, command.total)
+        if size > MAX_PUSHED_BYTES:
+            raise LimitExceeded(
+                f"table {table.spec.rows.name!r}: a worker may assign {MAX_PUSHED_BYTES} bytes of rows in a step to "
+                f"one shard, and {command.total} rows have {size}"
+            )
+        if not self._assigned.reserve(
+            *(table.index, rank, size, self._limit()),
+            principal=command.principal,
+            charge=size,
+            always=lambda: table.rule.is_awaited(rank, command.clock) or self._assigned.is_all_of(rank),
+        ):
+            raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
+
+    def _drop_assigned(self, table: ShardTable, rank: int) -> None:
+        if table.assigned.pop(rank, None) is not None:
+            self._assigned.release(table.index, rank)
+
     def stage(self, command: StageRows, data: DataCommits) -> Staged:
         """Takes a message of a contribution that the partition has let pass; stages it if all are here."""
         table, rank, clock = self._tables[command.table], command.rank, command.clock
@@ -334,6 +400,13 @@ class Tables(Mapping[int, ShardTable]):
         return self._count(table, command, pending, data)
 
     def _count(self, table: ShardTable, command: StageRows, pending: PendingRows, data: DataCommits) -> Staged:
+        assigned = table.assigned.get(command.rank)
+        if assigned is not None and assigned.clock == command.clock and assigned.came < assigned.total:
+            self.drop_pending(command.rank, table.index)
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: the step of worker {command.rank} came after {assigned.came} of "
+                f"{assigned.total} rows that are assigned with it"
+            )
         try:
             use = data.use(table.index, command.ranges)
         except LimitExceeded:
@@ -346,8 +419,11 @@ class Tables(Mapping[int, ShardTable]):
             parts, present, in_mean = (), False, False
         if not parts:
             self._staged.release(table.index, command.rank)
-        clock = command.clock if self._quorum else 0
-        contribution = RowsContribution(parts, present, in_mean, command.values, clock)
+        clock, set_rows = command.clock if self._quorum else 0, tuple[RowValues, ...]()
+        if assigned is not None and assigned.clock == command.clock:
+            set_rows = tuple(rows for _, rows in sorted(assigned.parts.items()))
+        self._drop_assigned(table, command.rank)
+        contribution = RowsContribution(parts, present, in_mean, command.values, clock, set_rows)
         table.rule.stage(command.rank, command.clock, contribution, command.ranges)
         return Staged(table.rule.version, duplicate=False, skipped=not parts, use=use)
 
@@ -378,6 +454,8 @@ class Tables(Mapping[int, ShardTable]):
         for table in self.values() if index is None else (self._tables[index],):
             if index is None and rank == 0 and not table.rule.initialised:
                 table.coming.drop(table.rows)
+            if index is None:
+                self._drop_assigned(table, rank)
             if table.pending.pop(rank, None) is not None:
                 self._staged.release(table.index, rank)
 

@@ -79,7 +79,7 @@ def exchange(data: Request) -> tuple[RowsPush, RowsPull]:
     """Reads an ExchangeRowsRequest: what is pushed, and what is pulled."""
     request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
     push = _push(request.push, request.push.payload or None)
-    if push.payload or push.count != push.total:
+    if push.payload or push.count != push.total or push.kind is RowPushKind.ASSIGN:
         raise InvalidRequest(
             "an exchange pushes all rows of a step, and they are in the segment, got "
             f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"

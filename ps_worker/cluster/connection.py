@@ -24,6 +24,7 @@ from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
+from ps_tables.contributions import RowValues
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
@@ -189,6 +190,14 @@ class Connection:
         """Sends an assignment, which takes effect with the step of that clock."""
         transport = self._network[self._shard_of[assignment.bucket.index]]
         self._under_way.append(transport.assign(clock, assignment))
+
+    def assign_rows(self, clock: int, table: int, rows: RowValues, begun: int | None) -> None:
+        """Sends rows of a table that the script has set, which take effect with the step of that clock.
+
+        begun: as in `push_pull`
+        """
+        had = None if begun is None else partial(self._has_had, begun)
+        self._under_way += self._rows.assign(clock, table, rows, had)
 
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""

@@ -26,13 +26,14 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.row_memory import aligned, pulled_bytes, pushed_bytes
+from ps_protocol.tables import assigned_bytes
 from ps_protocol.tensors import bytes_of
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_table, parts_of
+from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
@@ -87,6 +88,7 @@ class RowTransport:
         self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
+        self._reader: DaemonPool | None = None  # of vectors that a script has given
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -96,13 +98,24 @@ class RowTransport:
 
         ask: only asks whether there is room
         """
-        return [
-            self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
-            for number, table in enumerate(tables)
-            for calls, part in zip(
-                self._calls.values(), parts_of(table, self._spec.tables[number], len(self._calls)), strict=True
-            )
-        ]
+        futures: list[Future[int | None]] = []
+        for number, table in enumerate(tables):
+            if table.given is not None and not ask:
+                futures.append(self._begin_given(number, table))
+                continue
+            parts = parts_of(table, self._spec.tables[number], len(self._calls))
+            futures += [
+                self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
+                for calls, part in zip(self._calls.values(), parts, strict=True)
+            ]
+        return futures
+
+    def _begin_given(self, number: int, table: FirstRows) -> Future[int | None]:
+        """Sends vectors that a script has given, from a thread of its own, which reads them: see begin_given."""
+        if self._reader is None:
+            self._reader = DaemonPool(1, "given rows")
+        calls = list(self._calls.values())
+        return self._reader.submit(partial(begin_given, calls, self._worker, number, table, self._pool.submit))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +177,28 @@ class RowTransport:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
         ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
+
+    def assign(
+        self, clock: int, table: int, rows: RowValues, had: Callable[[int, int], bool] | None
+    ) -> list[Future[PushResult]]:
+        """Sends rows that the script has set, which take effect with the step of this clock. had: as in `step`"""
+        request = rows_pb2.PushRowsRequest(
+            worker=convert.identity(self._worker), table=table, clock=clock, kind=rows_pb2.ROW_PUSH_KIND_ASSIGN
+        )
+        most = max(1, MESSAGE_BYTES // assigned_bytes(rows.values.shape[1], 1))
+        sent: list[Future[PushResult]] = []
+        for shard, which in zip(self._calls, by_shard(rows.ids, len(self._calls)), strict=True):
+            ids = rows.ids[which]
+            if not len(ids) or (had is not None and had(shard, table)):
+                continue
+            values = rows.values[which if isinstance(which, slice) else torch.from_numpy(which)]
+            request.total_row_count = len(ids)
+            for first in range(0, len(ids), most):
+                part = slice(first, first + most)
+                request.first_row, request.row_count = first, len(ids[part])
+                payload = b"".join((ids[part].astype("<i8").data, bytes_of(values[part].contiguous().view(-1))))
+                sent.append(self._push(shard, message_parts(request, payload), len(payload), "float32"))
+        return sent
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
         """Pushes a step that leaves all tables out."""
@@ -343,11 +378,13 @@ class RowTransport:
     @property
     def threads(self) -> list[threading.Thread]:
         """Its threads, which end soon after `close`."""
-        return self._pool.threads
+        return [*self._pool.threads, *(self._reader.threads if self._reader is not None else ())]
 
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""
         self._pool.close()
+        if self._reader is not None:
+            self._reader.close()
 
 
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:

@@ -161,8 +161,8 @@ class Assignments:
         """Warns, after a rollback to a clock, of assignments that will not be repeated."""
         if any(changed > clock for changed in self._between_passes):
             log.warning(
-                "this script changed weights, optimizer state or groups between two passes after clock %d: what it "
-                "does between passes is not done again when they are made again",
+                "this script changed weights, rows, optimizer state or groups between two passes after clock %d: what "
+                "it does between passes is not done again when they are made again",
                 clock,
             )
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import UnknownWorker
+from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -171,7 +171,7 @@ class JobTraining:
 
     def row_reads(self) -> RowReads:
         """Returns what reads rows in this worker's place."""
-        return RowReads(self.participation, self._in_place, self._metrics)
+        return RowReads(self.participation, self._in_place, self._metrics, lambda: self._is_past)
 
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
@@ -184,7 +184,7 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._rolled_back and self.checkpoint.waits_for_loader:
+        if self._is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         self._rolled_back = False
         self._follow_job()
@@ -196,6 +196,11 @@ class JobTraining:
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
         self._added.step(index)
+
+    @property
+    def _is_past(self) -> bool:
+        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        return self._rolled_back and self.checkpoint.waits_for_loader
 
     def empty_step(self) -> None:
         """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
@@ -294,6 +299,8 @@ class JobTraining:
         self._unfinished = Unfinished(step, self.clock)
         began_late = self.participation.came_late and not self.stepped
         self._gather_assignments(began_late, self.checkpoint.at_pass_begin)
+        if self.checkpoint.at_pass_begin and self._steps.tables.assigned():
+            self._assignments.note_between_passes(self.clock + 1)
 
     def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
@@ -308,6 +315,7 @@ class JobTraining:
         step, begun = unfinished.step, unfinished.begun
         if self._assignments.send(connection, begun):
             self.participation.settle()
+        self._send_assigned_rows(begun)
         self._model.begin_pull()
         ranges = self.data.use()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
@@ -322,7 +330,21 @@ class JobTraining:
             buckets = [push.bucket for push in pushes if not push.empty]
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
+        self._steps.tables.forget_assigned()
         self.data.pushed()
+
+    def _send_assigned_rows(self, begun: int | None) -> None:
+        """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
+        connection, tables = self.participation.connection, self._steps.tables
+        assigned = tables.assigned()
+        for table, rows in assigned.items():
+            connection.assign_rows(connection.clock + 1, table, rows, begun)
+        if assigned:
+            try:
+                self.participation.settle()
+            except (InvalidRequest, LimitExceeded):
+                tables.forget_assigned()
+                raise
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
@@ -394,6 +416,8 @@ class JobTraining:
                 self._sent = None
             else:
                 self._end_sent(counts=fate is Fate.COUNTS)
+                if fate is Fate.COUNTS or rolled_back:  # otherwise rows that the script has set go with the next step
+                    self._steps.tables.forget_assigned()
             if fate is Fate.COUNTS and unfinished is not None:
                 self._counted = unfinished.begun
             if not rolled_back:
@@ -428,7 +452,7 @@ class JobTraining:
         if unfinished is not None:
             if place.pushed is None and sent is not None and all(push.exception() is None for push in sent.pushed):
                 return Fate.COUNTS
-            if unfinished.step.is_empty and not self._assignments.has_some:
+            if unfinished.step.is_empty and not self._assignments.has_some and not self._steps.tables.assigned():
                 return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
             one_clock, waits = self._model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
             return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
