@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,51 @@ LEASE = 30.0  # a worker loses its place because a shard was restored, and for n
 WAIT_SECONDS = 90
 
 
-def start(nursery: Nursery, address: str, directory: Path, hold_at: int = 0, mode: str = "sync") -> list[Any]:
+def start(nursery: Nursery, address: str, directory: Path, held: int = 0) -> list[Any]:
+    """Starts the workers of the script. held: the clock at which they are to be held"""
     directory.mkdir(exist_ok=True)
-    variables = {"PS_SERVER": address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
+    variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS)}
+    holds = [*(clock - 1 for clock in checkpoints(held)), held] if held else []
     return [
-        nursery.run(SCRIPT, [directory, hold_at], directory / f"log-{rank}", PS_RANK=str(rank), **variables)
+        nursery.run(SCRIPT, [directory, *holds], directory / f"log-{rank}", PS_RANK=str(rank), **variables)
         for rank in range(WORKERS)
     ]
 
 
-def ended(processes: list[subprocess.Popen[bytes]], directory: Path) -> Found:
-    logs = [directory / f"log-{rank}" for rank in range(WORKERS)]
+def checkpoints(clock: int) -> list[int]:
+    """The clocks below this one at which there is a checkpoint: the first is as soon as it can be."""
+    return [1, *range(EVERY, clock, EVERY)]
+
+
+def ended(processes: list[Any], directory: Path) -> Found:
     codes = [process.wait(WAIT_SECONDS) for process in processes]
-    assert codes == [0] * WORKERS, "\n".join(log.read_text() for log in logs)
+    assert codes == [0] * WORKERS, "\n".join((directory / f"log-{rank}").read_text() for rank in range(WORKERS))
     return [load_file(directory / f"rank-{rank}.safetensors") for rank in range(WORKERS)]
 
 
-def hold(processes: list[Any], directory: Path, kept: Path, clock: int) -> None:
-    """Until all workers stand at a clock, with the checkpoint before it complete."""
+def reach(processes: list[Any], directory: Path, kept: Path, cluster: Cluster, clock: int) -> None:
+    """Until all workers stand at a clock, with the checkpoint before it complete. Each was begun in time, because they
+    were held a step before it."""
 
-    def last() -> int:
+    def held(at: int) -> bool:
+        assert all(process.poll() is None for process in processes), "a worker has ended"
+        return all((directory / f"held-{at}-{rank}").exists() for rank in range(WORKERS))
+
+    def begun(at: int) -> bool:
+        tasks = [shard.jobs()["default"].snapshot_task for shard in cluster.shards]
+        return all(task is not None and task.clock == at for task in tasks)
+
+    def complete(at: int) -> bool:
         store = CheckpointStore(kept)
         names = store.names("default")
-        return store.manifest("default", names[-1]).clock if names else 0
+        return bool(names) and store.manifest("default", names[-1]).clock == at
 
-    until(lambda: all((directory / f"held-{rank}").exists() for rank in range(WORKERS)), "the clock to be held at")
-    assert all(process.poll() is None for process in processes)
-    until(lambda: last() == (clock - 1) // EVERY * EVERY, "the last checkpoint")
+    for each in checkpoints(clock):
+        until(lambda: held(each - 1), "the step before a checkpoint")  # noqa: B023
+        until(lambda: begun(each), "the beginning of the checkpoint")  # noqa: B023
+        (directory / f"go-{each - 1}").touch()
+    until(lambda: held(clock), "the clock to be held at")
+    until(lambda: complete(checkpoints(clock)[-1]), "the last checkpoint")
 
 
 def differing(found: Found, expected: Found) -> set[str]:
@@ -72,9 +89,9 @@ def test_a_rollback_within_the_second_stage_ends_with_the_weights_of_the_undistu
     kept, held = tmp_path / "checkpoints", SWITCH + EVERY + 2
     cluster = make_cluster(checkpoint_dir=kept, checkpoint_every=f"{EVERY}steps", lease=LEASE)
     processes = start(nursery, cluster.address, tmp_path, held)
-    hold(processes, tmp_path, kept, held)
+    reach(processes, tmp_path, kept, cluster, held)
     cluster.start_again(which)
-    (tmp_path / "go").touch()
+    (tmp_path / f"go-{held}").touch()
     assert differing(ended(processes, tmp_path), undisturbed) == set()
 
 
@@ -85,9 +102,9 @@ def test_a_rollback_into_the_first_stage_goes_on_with_the_second_optimizer_and_s
     assert SWITCH % EVERY, "the checkpoint before is of the first stage"
     cluster = make_cluster(checkpoint_dir=kept, checkpoint_every=f"{EVERY}steps", lease=LEASE)
     processes = start(nursery, cluster.address, tmp_path, held)
-    hold(processes, tmp_path, kept, held)
+    reach(processes, tmp_path, kept, cluster, held)
     cluster.start_again(1)
-    (tmp_path / "go").touch()
+    (tmp_path / f"go-{held}").touch()
     first, second = ended(processes, tmp_path)
     weights = [name for name in first if name.endswith(("weight", "bias"))]
     assert all(torch.equal(first[name], second[name]) for name in weights)
@@ -99,6 +116,7 @@ def test_a_rollback_into_the_first_stage_goes_on_with_the_second_optimizer_and_s
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hold_at", [SWITCH - 1, SWITCH + EVERY + 2])
 def test_a_launch_that_starts_anew_in_either_stage_ends_with_the_same_weights(
     make_cluster: MakeCluster, nursery: Nursery, tmp_path: Path, undisturbed: Found, hold_at: int
@@ -106,7 +124,7 @@ def test_a_launch_that_starts_anew_in_either_stage_ends_with_the_same_weights(
     kept, before = tmp_path / "checkpoints", tmp_path / "before"
     first = make_cluster(checkpoint_dir=kept, checkpoint_every=f"{EVERY}steps", lease=LEASE)
     processes = start(nursery, first.address, before, hold_at)
-    hold(processes, before, kept, hold_at)
+    reach(processes, before, kept, first, hold_at)
     for process in processes:
         process.kill()
         process.wait(WAIT_SECONDS)

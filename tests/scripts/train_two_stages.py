@@ -1,8 +1,8 @@
 """Trains two stages on parameter servers: the head by SGD, then all layers by AdamW. Writes its weights and its state.
 
-    train_two_stages.py DIRECTORY [CLOCK]
+    train_two_stages.py DIRECTORY [CLOCK ...]
 
-Waits at the clock, if one is named, until DIRECTORY/go is there.
+Waits at each of these clocks for the file DIRECTORY/go-CLOCK, once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SWITCH = FIRST_PASSES * SAMPLES // BATCH  # the clock at which the second stage 
 STEPS = SWITCH + SECOND_PASSES * SAMPLES // BATCH
 
 
-def main(directory: Path, hold_at: int) -> None:
+def main(directory: Path, holds: set[int]) -> None:
     """Trains."""
 
     def train(optimizer: torch.optim.Optimizer, schedule: Any, passes: int) -> None:
@@ -35,9 +35,14 @@ def main(directory: Path, hold_at: int) -> None:
             for [batch] in loader:
                 step(net, optimizer, batch)
                 schedule.step()
-                if session.clock == hold_at:
-                    (directory / f"held-{session.rank}").touch()
-                    until((directory / "go").exists, "being let go")
+                hold()
+
+    def hold() -> None:
+        clock = session.clock
+        if clock in holds:
+            holds.discard(clock)
+            (directory / f"held-{clock}-{session.rank}").touch()
+            until((directory / f"go-{clock}").exists, "being let go")
 
     session = ps_worker.connect()
     net: Any = filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2)))
@@ -46,6 +51,7 @@ def main(directory: Path, hold_at: int) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     first = ExponentialLR(optimizer, 0.9)
     net, optimizer, loader, first = session.prepare(net, optimizer, data, first, bucket_bytes=256)
+    hold()
     train(optimizer, first, FIRST_PASSES)
     second_optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     second = ExponentialLR(second_optimizer, 0.95)
@@ -60,4 +66,4 @@ def main(directory: Path, hold_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(Path(sys.argv[1]), {int(clock) for clock in sys.argv[2:]})
