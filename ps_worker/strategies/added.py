@@ -25,14 +25,8 @@ from ps_worker.model.stages import Stage
 log = logging.getLogger("ps_worker")
 
 
-class AddedJob(RemoteOptimizers, Protocol):
-    """A job beside the first. It begins with one optimizer: number 0."""
-
-    def refresh(self) -> None:
-        """Fetches the weights."""
-
-    def empty_step(self) -> None:
-        """Makes a step without a gradient."""
+class AddedStages(Protocol):
+    """Which optimizers step the parameters of a job beside the first: see job_stages.py."""
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
         """Returns the stage in which these optimizers step, of which some are new; nothing has changed yet."""
@@ -42,6 +36,20 @@ class AddedJob(RemoteOptimizers, Protocol):
 
     def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Takes hyper-parameters from these groups, in place of those that it began with."""
+
+
+class AddedJob(RemoteOptimizers, Protocol):
+    """A job beside the first. It begins with one optimizer: number 0."""
+
+    @property
+    def stages(self) -> AddedStages:
+        """Which optimizers step it."""
+
+    def empty_step(self) -> None:
+        """Makes a step without a gradient."""
+
+    def refresh(self) -> None:
+        """Has the model the weights with every update that is staged."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients only add up."""
@@ -125,13 +133,13 @@ class AddedGroups:
         for added in self._groups:
             own = {number: each for number, each in optimizers.items() if _has_any(each, added.parameters)}
             if own.keys() != added.numbers.keys():
-                following.append((added, own.keys(), added.job.following(own, new)))
+                following.append((added, own.keys(), added.job.stages.following(own, new)))
         fresh = {number: self._frozen_of(optimizers[number]) for number in new}
         for number, parameters in fresh.items():
             if parameters:
                 self._begin_stage_of(number, optimizers[number], parameters)
         for added, numbers, stage in following:
-            added.job.enter(stage)
+            added.job.stages.enter(stage)
             added.numbers = {number: number for number in numbers}
         self._optimizers = dict(optimizers)
         return [self._indices[id(parameter)] for parameters in fresh.values() for parameter in parameters]
@@ -154,7 +162,7 @@ class AddedGroups:
         live = [group for group, members in chosen if members]
         alike = optimizer_like(optimizer, [{**group, "params": members} for group, members in chosen if members])
         alike.state.update({each: optimizer.state[each] for each in parameters if each in optimizer.state})
-        self._begin_job(number, parameters, alike).read_groups(live)
+        self._begin_job(number, parameters, alike).stages.read_groups(live)
 
     def _of(self, optimizer: int) -> list[tuple[_Added, int]]:
         return [(added, added.numbers[optimizer]) for added in self._groups if optimizer in added.numbers]

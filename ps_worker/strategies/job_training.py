@@ -19,7 +19,7 @@ between    Leased data, values over all workers (ps_worker/cluster/rounds.py), o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -27,15 +27,14 @@ from typing import Any
 import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker, Unsupported
+from ps_protocol.errors import UnknownWorker
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.optimizer_state import StateCollector, States, check_states, states_of
-from ps_worker.model.stages import Stage, tensors_in
+from ps_worker.model.optimizer_state import StateCollector, States
 from ps_worker.model.step import EndedStep, StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
@@ -43,10 +42,11 @@ from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, StepAtHand, count_step
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
-from ps_worker.values import Assignment, JoinResult, PullResult, PushResult, SavedState, StateChunk
+from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -60,6 +60,7 @@ class JobTraining:
     data:          leased batches that no step has used yet
     checkpoint:    this worker's own part of the job's checkpoints
     stepped:       this process has made a step of its own
+    stages:        which optimizers step the job's parameters
     """
 
     def __init__(
@@ -79,9 +80,8 @@ class JobTraining:
         self._model = steps.model
         self._tensors = tensors
         self._assignments = Assignments(steps.model, tensors)
-        self._told_stage = 0  # the shards have had what steps the buckets in this stage
         self._added = added
-        self._numbers = len(steps.stage.optimizers)  # that optimizers have had
+        self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
@@ -190,7 +190,7 @@ class JobTraining:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self._rolled_back and self.checkpoint.waits_for_loader:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
-        self._check_steps(index)
+        self.stages.check_steps(index)
         self._rolled_back = False
         self._follow_job()
         self.checkpoint.stepping()
@@ -320,7 +320,7 @@ class JobTraining:
     def _send_assignments(self) -> None:
         """Sends what the script has set before the step at hand."""
         participation = self.participation
-        self._tell_stage()
+        self.stages.tell()
         began_late = participation.came_late and not self.stepped
         if self._assignments.send(
             participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
@@ -334,7 +334,7 @@ class JobTraining:
             self.participation.settle()
         with named(PULL):
             self._model.end_pull()
-        self._told_stage = self._steps.stage.number
+        self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         with undisturbed():
@@ -358,7 +358,7 @@ class JobTraining:
 
         If it does not, it is to be pushed again, or is given up: then there is none at hand any more.
         """
-        self._told_stage = 0  # the job may have been rolled back to before the stage
+        self.stages.place_lost()
         at_hand = self._at_hand
         if at_hand is None:
             self._steps.abandon()
@@ -516,13 +516,13 @@ class JobTraining:
 
     def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
-        self._check_steps(index)
+        self.stages.check_steps(index)
         self._added.load(index, states)
         self._assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
-        self._check_steps(index)
+        self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
         states = self._assignments.loaded(parameters)
         if states is None:
@@ -546,86 +546,7 @@ class JobTraining:
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
-        self._check_steps(index)
+        self.stages.check_steps(index)
         parameters = self._added.add(index, group)
         self._assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)
-
-    # -- the next stage of the script --------------------------------------------------------------------------------
-
-    @property
-    def rows_of(self) -> Mapping[str, str]:
-        """By the name of a table, the optimizer that steps its rows."""
-        return {table.rows.name: table.optimizer for table in self._model.spec.tables}
-
-    def begin_stage(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
-        """Has these optimizers step their parameters from the next step on, in place of those that had any of them;
-        returns their numbers. Their state is what they have, taken over as at `prepare`.
-
-        Blocks as `add_group` where they have parameters that were frozen. Raises Unsupported or InvalidRequest for
-        what the shards cannot do, and errors of joining a job; nothing has changed then.
-        """
-        known, taken = self._steps.stage.optimizers, {id(tensor) for each in optimizers for tensor in tensors_in(each)}
-        live = {n: each for n, each in known.items() if not any(id(tensor) in taken for tensor in tensors_in(each))}
-        new = dict(enumerate(optimizers, self._numbers))
-        self._check_limit()
-        stage = self.following(live | new, new.keys())
-        states = {n: states_of([each]) for n, each in new.items()}
-        for each in states.values():
-            check_states(stage.spec, self._assignments.by_index(each, stage.owner))
-        fresh = self._added.begin_stage(live | new, new.keys())
-        self._numbers += len(new)
-        self.enter(stage)
-        for number, each in states.items():
-            if each:
-                self._assignments.load(stage.parameters_of(number), each)
-                self._added.load_first(number, each, fresh)
-        for optimizer in optimizers:
-            optimizer.state.clear()  # the shards come to have it
-        self._assignments.note_between_passes(self.clock + 1)
-        self.checkpoint.enter(stage.number, list(stage.optimizers.values()))
-        self.checkpoint.trains(fresh)
-        return list(new)
-
-    def _check_limit(self) -> None:
-        """Raises Unsupported or LimitExceeded where the servers can begin no other stage."""
-        limit = self.participation.stage_limit
-        if limit == 0:
-            raise Unsupported(
-                "the servers are of an earlier version, and step a job's parameters with the optimizers that it began "
-                "with: upgrade them, or begin another job: session.close(), then connect(job=...) with another name"
-            )
-        if self._steps.stage.number + 1 >= limit:
-            raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
-
-    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, by number, of which some are new. Raises as `next_stage`;
-        nothing has changed yet."""
-        return self._steps.following(optimizers, new)
-
-    def enter(self, stage: Stage) -> None:
-        """Begins a stage. The shards are told with the next step."""
-        self.participation.connection.drop_drafts()
-        self._steps.enter(stage)
-        self._assignments.enter(stage)
-
-    def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes hyper-parameters from these groups, in place of those that the job began with."""
-        self._steps.read_groups(groups)
-
-    def _tell_stage(self) -> None:
-        """Has the shards step the buckets as the stage says, from the step at hand on; once a place and stage."""
-        stage, connection = self._steps.stage, self.participation.connection
-        if self._told_stage == stage.number:
-            return
-        for index, told in stage.buckets.items():
-            bucket = self._model.layout.buckets[index]
-            connection.assign(connection.clock + 1, Assignment(bucket, (), None, None, stage.number, told))
-        self.participation.settle()
-
-    def _check_steps(self, index: int) -> None:
-        """Raises InvalidRequest for an optimizer that others have replaced."""
-        if index not in self._steps.stage.optimizers:
-            raise InvalidRequest(
-                "this optimizer was replaced by a later call of prepare: use the one that this call has returned"
-            )

@@ -121,8 +121,8 @@ class ParameterServer:
         """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
         training = self._training
         assert training is not None
-        check_next(models, optimizers, training.rows_of)
-        numbers = training.begin_stage(optimizers)
+        check_next(models, optimizers, training.stages.rows_of)
+        numbers = training.stages.begin(optimizers)
         prepared = [ServerOptimizer(each, training, number) for each, number in zip(optimizers, numbers, strict=True)]
         self._alone.take_over(prepared, optimizers)
         return prepared

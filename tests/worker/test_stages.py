@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import ps_worker
 from ps_worker import InvalidRequest, Session, Unsupported
+from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, in_parallel
+from tests.tools.forkserver import Nursery
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
 WAYS = [("sync", "shm"), ("sync", "grpc"), ("ssp:2", "tcp"), ("async", "grpc")]
@@ -322,3 +325,80 @@ def test_an_optimizer_without_a_model_is_refused_before_there_is_one(shared: Clu
     said = "got 0 models and 1 optimizers"
     with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match=said):
         session.prepare(sgd(make_net()))
+
+
+def test_servers_that_know_no_stages_are_told_apart(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ps_server.rpc.job_service.MAX_STAGES", 0)  # what those of an earlier version answer
+    with shared.connect("sync", job=job) as session:
+        net = make_net()
+        net, optimizer = session.prepare(net, sgd(net))
+        with pytest.raises(Unsupported, match=r"the servers are of an earlier version.*connect\(job=...\)"):
+            session.prepare(torch.optim.Adam(net.parameters()))
+        train(net, optimizer, 0, 2)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_stepped_by_the_next_optimizer_if_it_is_of_its_class(shared: Cluster, job: str) -> None:
+    def train_rows(prepare: Callable[..., Any]) -> list[torch.Tensor]:
+        net: Any = nn.ModuleDict(
+            {"rows": ps_worker.Embedding(2, initial="constant", scale=0.5), "head": filled(nn.Linear(2, 1))}
+        )
+        net, optimizer = prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        for number in range(4):
+            if number == 2:
+                optimizer = prepare(torch.optim.SGD(net.parameters(), lr=0.25))
+            net["head"](net["rows"](torch.tensor([1, 2]))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [net["rows"](torch.tensor([1, 2, 3])).detach(), *weights_of(net["head"])]
+
+    with ps_worker.connect(mode="single") as session:
+        expected = train_rows(session.prepare)
+    with shared.connect("sync", job=job) as session:
+        assert close(train_rows(session.prepare), expected)
+    with shared.connect("sync", job=job) as session:
+        net: Any = nn.ModuleDict({"rows": ps_worker.Embedding(2), "head": nn.Linear(2, 1)})
+        net, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        with pytest.raises(Unsupported, match="the rows of table 'rows' are stepped by SGD as long as the job runs"):
+            session.prepare(torch.optim.Adam(net.parameters()))
+        session.prepare(torch.optim.Adam(net["head"].parameters()))
+
+
+# -- DDP -------------------------------------------------------------------------------------------------------------
+
+IN_DDP = """
+import sys, torch, ps_worker
+session = ps_worker.connect()
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+model[0].requires_grad_({trains})
+model, optimizer = session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+for stage in range(2):
+    if stage:
+        session.unwrap(model).requires_grad_(True)
+        optimizer = session.prepare(torch.optim.Adam(model.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2) * (1 + session.rank)).sum().backward()
+        optimizer.step()
+sums = session.gather(sum(parameter.double().sum() for parameter in model.parameters()).item())
+print("equal" if len(set(sums)) == 1 else sums, session.clock, flush=True)
+"""
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_ddp_goes_on_with_another_optimizer_but_for_what_it_does_not_average(
+    nursery: Nursery, tmp_path: Path, trains: bool
+) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(IN_DDP.format(trains=trains))
+    variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
+    processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank in range(2)]
+    codes = [process.wait(60) for process in processes]
+    if trains:
+        assert codes == [0, 0], log.read_text()
+        assert log.read_text().count("equal 4") == 2
+    else:
+        assert 0 not in codes
+        assert "Adam steps a parameter that was frozen when prepare wrapped the model" in log.read_text()
