@@ -391,14 +391,15 @@ print("equal" if len(set(sums)) == 1 else sums, session.clock, flush=True)
 def test_ddp_goes_on_with_another_optimizer_but_for_what_it_does_not_average(
     nursery: Nursery, tmp_path: Path, trains: bool
 ) -> None:
-    script, log = tmp_path / "script.py", tmp_path / "log"
+    script, logs = tmp_path / "script.py", [tmp_path / f"log-{rank}" for rank in range(2)]
     script.write_text(IN_DDP.format(trains=trains))
     variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
-    processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank in range(2)]
+    processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
     codes = [process.wait(60) for process in processes]
+    said = [log.read_text() for log in logs]
     if trains:
-        assert codes == [0, 0], log.read_text()
-        assert log.read_text().count("equal 4") == 2
+        assert codes == [0, 0], said
+        assert all("equal 4" in text for text in said)
     else:
         assert 0 not in codes
-        assert "Adam steps a parameter that was frozen when prepare wrapped the model" in log.read_text()
+        assert any("Adam steps a parameter that was frozen when prepare wrapped the model" in text for text in said)
