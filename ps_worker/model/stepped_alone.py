@@ -7,6 +7,7 @@ because there the model averages the gradients, and not the optimizer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,35 @@ from ps_protocol.errors import InvalidRequest
 from ps_worker.tables.modules import named_tables
 
 NAMES_SHOWN = 3
+
+
+# What looks at each step. Replaced as a whole: another thread may go through it.
+_watching: tuple[Callable[[Optimizer], None], ...] = ()
+_changing = threading.Lock()
+
+
+def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Has `look` called before each step of each optimizer of this process; returns what ends that."""
+
+    def end() -> None:
+        global _watching
+        with _changing:
+            _watching = tuple(each for each in _watching if each is not look)
+
+    global _watching
+    with _changing:
+        _watching = (*_watching, look)
+    return end
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for look in _watching:
+        look(optimizer)
+
+
+# Of all optimizers, because a script may make others later. Never removed: torch goes through its hooks without a lock,
+# and a thread that adds or removes one would break the steps of all others.
+register_optimizer_step_pre_hook(_before_step)
 
 
 class SteppedAlone:
@@ -37,8 +67,7 @@ class SteppedAlone:
         self._own: list[Optimizer] = []
         self._handed_over: list[Optimizer] = []
         self._replaced: list[Optimizer] = []
-        # Of all optimizers: which ones a script makes later cannot be known here.
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._end = watch_steps(self._before_step)
 
     def know(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
         """Adds optimizers that are the session's own, and what the script handed to `prepare` in their places."""
@@ -56,10 +85,10 @@ class SteppedAlone:
     def close(self) -> None:
         """Looks no more, and lets go of all optimizers."""
         self.is_closed = True
-        self._hook.remove()
+        self._end()
         self._own, self._handed_over, self._replaced = [], [], []
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if _is_in(optimizer, self._own):
             self.steps += 1
             return

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PreparedLoader, shard_loader, warning_once
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
+from ps_worker.model.stepped_alone import watch_steps
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
@@ -41,7 +41,7 @@ class Ddp:
         self._models: list[DistributedDataParallel] = []
         self._held: list[nn.Module] = []
         self._frozen: set[int] = set()  # the ids of parameters that needed no gradient when they were wrapped
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._end_watching = watch_steps(self._before_step)
         if dist.is_initialized():  # by the script, or by an earlier session of this process
             there = dist.get_rank(), dist.get_world_size()
             if there != (rank, world_size):
@@ -101,7 +101,7 @@ class Ddp:
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises InvalidRequest for a parameter that DDP does not know: it was frozen when its model was wrapped."""
         if self.world_size > 1 and any(
             id(each) in self._frozen and each.grad is not None
@@ -176,7 +176,7 @@ class Ddp:
 
     def close(self) -> None:
         """Lets go of the models. The process group stays until the process ends."""
-        self._hook.remove()
+        self._end_watching()
         self._models.clear()
         self._held.clear()
         self._frozen.clear()
