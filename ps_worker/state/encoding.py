@@ -92,11 +92,13 @@ class Settings:
 
     stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
     groups:   the hyper-parameters of each of the optimizer's groups
+    stage:    of the script, whose optimizers these are
     """
 
     random: RandomState
     stateful: list[Any]
     groups: list[dict[str, Any]]
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def encode(state: WorkerState) -> bytes:
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
         "groups": plain(settings.groups, tensors, "groups"),
+        "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
@@ -163,6 +166,7 @@ def encode(state: WorkerState) -> bytes:
         "residual": None if state.own.residual is None else sorted(state.own.residual),
         "inner": plain(state.inner, tensors, "the optimizer's state"),
         "at_step": None if state.at_step is None else _settings(state.at_step, tensors),
+        "stage_at_step": 0 if state.at_step is None else state.at_step.stage,
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
@@ -197,7 +201,9 @@ def decode(data: bytes) -> WorkerState:
         return WorkerState(
             clock=_whole(document["clock"]),
             script=ScriptState(
-                _settings_of((document["random"], document["stateful"], document["groups"]), decoded),
+                _settings_of(
+                    (document["random"], document["stateful"], document["groups"]), decoded, document.get("stage", 0)
+                ),
                 [_loader_of(loader, decoded) for loader in document["loaders"]],
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
@@ -207,19 +213,19 @@ def decode(data: bytes) -> WorkerState:
                 _residual_of(document.get("residual", []), tensor),
             ),
             inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
-            at_step=_at_step_of(document.get("at_step"), decoded),  # nor this
+            at_step=_at_step_of(document.get("at_step"), decoded, document.get("stage_at_step", 0)),  # nor this
         )
     except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
 
 
-def _settings_of(value: Any, decoded: Callable[[Any], Any]) -> Settings:
+def _settings_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings:
     random, stateful, groups = value
-    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)))
+    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)), _whole(stage))
 
 
-def _at_step_of(value: Any, decoded: Callable[[Any], Any]) -> Settings | None:
-    return None if value is None else _settings_of(value, decoded)
+def _at_step_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings | None:
+    return None if value is None else _settings_of(value, decoded, stage)
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:

@@ -42,6 +42,7 @@ from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, StepAtHand, count_step
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
@@ -59,6 +60,7 @@ class JobTraining:
     data:          leased batches that no step has used yet
     checkpoint:    this worker's own part of the job's checkpoints
     stepped:       this process has made a step of its own
+    stages:        which optimizers step the job's parameters
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class JobTraining:
         self.participation = participation
         self._steps = steps
         self._model = steps.model
+        self._tensors = tensors
         self._assignments = Assignments(steps.model, tensors)
         self._added = added
+        self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
@@ -186,6 +190,7 @@ class JobTraining:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self._rolled_back and self.checkpoint.waits_for_loader:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
+        self.stages.check_steps(index)
         self._rolled_back = False
         self._follow_job()
         self.checkpoint.stepping()
@@ -315,6 +320,7 @@ class JobTraining:
     def _send_assignments(self) -> None:
         """Sends what the script has set before the step at hand."""
         participation = self.participation
+        self.stages.tell()
         began_late = participation.came_late and not self.stepped
         if self._assignments.send(
             participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
@@ -328,6 +334,7 @@ class JobTraining:
             self.participation.settle()
         with named(PULL):
             self._model.end_pull()
+        self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         with undisturbed():
@@ -351,6 +358,7 @@ class JobTraining:
 
         If it does not, it is to be pushed again, or is given up: then there is none at hand any more.
         """
+        self.stages.place_lost()
         at_hand = self._at_hand
         if at_hand is None:
             self._steps.abandon()
@@ -508,11 +516,13 @@ class JobTraining:
 
     def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        self.stages.check_steps(index)
         self._added.load(index, states)
         self._assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
         states = self._assignments.loaded(parameters)
         if states is None:
@@ -525,7 +535,7 @@ class JobTraining:
                 "the session is closed, and the optimizer's state went with its place in the job: save it before"
             )
         while True:
-            collector = StateCollector(self._model.spec, self._model.layout)
+            collector = StateCollector(self._steps.stage, self._model.layout)
 
             def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
                 self.participation.connection.pull_state(land)
@@ -536,6 +546,7 @@ class JobTraining:
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        self.stages.check_steps(index)
         parameters = self._added.add(index, group)
         self._assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)

@@ -28,7 +28,7 @@ from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
 from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.job_spec import describe
+from ps_worker.model.job_spec import check_next, describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
@@ -114,6 +114,18 @@ class ParameterServer:
         prepared = [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
         self._alone.know(prepared, optimizers)
         return models, prepared
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
+        training = self._training
+        assert training is not None
+        check_next(models, optimizers, training.stages.rows_of)
+        numbers = training.stages.begin(optimizers)
+        prepared = [ServerOptimizer(each, training, number) for each, number in zip(optimizers, numbers, strict=True)]
+        self._alone.take_over(prepared, optimizers)
+        return prepared
 
     def _join(
         self,

@@ -65,6 +65,17 @@ class Single:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers
 
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns them as they are. Those before may go on, too; servers would refuse that."""
+        self._log_refused(refused_of(models, optimizers))
+        assert self._alone is not None
+        self._alone.take_over(optimizers, optimizers)
+        for optimizer in optimizers:
+            self._metrics.watch_optimizer(optimizer, self._stepped)
+        return optimizers
+
     def _stepped(self) -> int:
         self.clock += 1
         return self.clock
