@@ -309,21 +309,28 @@ class WorkerCheckpoint:
 
     def tells(self, clock: int) -> bytes | None:
         """Returns what the script has set that is the job's, for workers that join late; None: there is nothing."""
-        return None if self._target is not None else self.job.told(clock)
+        return None if self._target is not None else self.job.told(clock, self.stage)
 
-    def adopt(self, told: bytes | None, clock: int, force: bool) -> None:
+    def adopt(self, told: bytes | None, clock: int, force: bool) -> int:
         """Takes over what another worker has told of its script, at the first step of a process that came late.
 
+        Returns the stage at which that worker's script was. Of a later one than this script's, nothing is taken: those
+        are other optimizers, and maybe other things. Where this script is in a later one, its own state counts.
         force: also where a schedule goes back
         """
         what = "the schedules and other things that were handed to prepare begin anew at clock %d: %s"
+        state, why = None, None
         try:
             state = None if told is None else JobState.decode(told)
-            why = "no live worker and no checkpoint has their state" if state is None else self.job.adopt(state, force)
+            if state is None:
+                why = "no live worker and no checkpoint has their state"
+            elif state.stage == self.stage:
+                why = self.job.adopt(state, force)
         except InvalidRequest as error:
             why = str(error)
         if why is not None:
             log.warning(what, clock, why)
+        return self.stage if state is None else state.stage
 
     @property
     def has_unknown_scheduler(self) -> bool:

@@ -93,6 +93,7 @@ class JobTraining:
         self._beside = beside
         self._is_late = False  # what the script has set is not the job's yet, see `_follow_job`
         self._goes_back = False  # it is ahead of the job's, which was rolled back
+        self._late_until = 0  # the stage of the script at which what the job has can be taken over
 
     def begin(
         self,
@@ -221,15 +222,19 @@ class JobTraining:
     # -- what the script has set that is the job's -------------------------------------------------------------------
 
     def _follow_job(self) -> None:
-        """Has a process that came late continue with the job's schedule, right before its first step."""
-        if not self._is_late:
+        """Has a process that came late continue with the job's schedule: right before its first step, or the first one
+        of the stage to which the job's script has come."""
+        if not self._is_late or self.checkpoint.stage < self._late_until:
             return
         if self.checkpoint.job.are_some:
             try:
                 told = self.participation.ask_script()
             except PlaceLost:
                 return  # which the step meets, too; the next one asks anew
-            self.checkpoint.adopt(None if told is None else told.content, self.clock, self._goes_back)
+            content = None if told is None else told.content
+            self._late_until = self.checkpoint.adopt(content, self.clock, self._goes_back)
+            if self.checkpoint.stage < self._late_until:
+                return
         elif self.checkpoint.has_unknown_scheduler:
             log.warning(
                 "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "

@@ -191,6 +191,8 @@ class LocalTraining(JobTraining):
         """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
         if not self._closing:
             self._say_if_never_warm()
+            if self._began is not None and not self._round.made:
+                self._began = self._told()  # whoever goes on begins the round after the last one
         for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
         super().close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ps_worker
 from ps_worker import InvalidRequest, Session, Unsupported
@@ -211,6 +211,48 @@ def test_a_worker_that_joins_late_comes_to_the_stage_of_the_others(shared: Clust
             assert {float(each["step"]) for each in others.state_dict()["state"].values()} == {6.0}, "none is lost"
         train(net, optimizer, 9, 10)
         assert {float(each["step"]) for each in optimizer.state_dict()["state"].values()} == {7.0}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_worker_that_joins_late_continues_the_schedule_of_the_stage(
+    shared: Cluster, job: str, mode: str, steps_before: int
+) -> None:
+    """Once its script has come to that stage: until then it has another optimizer, and another schedule."""
+    factors = (0.9, 0.5)
+
+    def connect() -> Session:
+        return ps_worker.connect(shared.address, mode, job, elastic=True)
+
+    def first_stage(session: Session) -> Any:
+        net = make_net()
+        optimizer = sgd(net)
+        return session.prepare(net, optimizer, ExponentialLR(optimizer, factors[0]))
+
+    def second_stage(session: Session, net: Any) -> Any:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        return session.prepare(optimizer, ExponentialLR(optimizer, factors[1]))
+
+    def steps(count: int, net: Any, optimizer: Any, schedule: Any) -> None:
+        for number in range(count):
+            step(net, optimizer, drawn(number, 8, 6))
+            schedule.step()
+
+    with connect() as first:
+        net, *stage = first_stage(first)
+        steps(3, net, *stage)
+        stage = second_stage(first, net)
+        steps(4, net, *stage)
+        second = connect()
+        late, *of_late = first_stage(second)
+    with second:
+        steps(steps_before, late, *of_late)
+        assert of_late[0].param_groups[0]["lr"] == pytest.approx(0.1 * factors[0] ** steps_before)
+        optimizer, schedule = second_stage(second, late)
+        step(late, optimizer, drawn(0, 8, 6))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factors[1] ** 4)
+        schedule.step()
+        assert schedule.last_epoch == 5
 
 
 def test_a_gradient_of_an_earlier_stage_counts_and_its_hyper_parameters_do_not(shared: Cluster, job: str) -> None:
