@@ -25,10 +25,10 @@ LEASE = 30.0  # a worker loses its place because a shard was restored, and for n
 WAIT_SECONDS = 90
 
 
-def start(nursery: Nursery, address: str, directory: Path, held: int = 0) -> list[Any]:
+def start(nursery: Nursery, address: str, directory: Path, held: int = 0, mode: str = "sync") -> list[Any]:
     """Starts the workers of the script. held: the clock at which they are to be held"""
     directory.mkdir(exist_ok=True)
-    variables = {"PS_SERVER": address, "PS_MODE": "sync", "PS_WORLD_SIZE": str(WORKERS)}
+    variables = {"PS_SERVER": address, "PS_MODE": mode, "PS_WORLD_SIZE": str(WORKERS)}
     holds = [*(clock - 1 for clock in checkpoints(held)), held] if held else []
     return [
         nursery.run(SCRIPT, [directory, *holds], directory / f"log-{rank}", PS_RANK=str(rank), **variables)
@@ -114,6 +114,21 @@ def test_a_rollback_into_the_first_stage_goes_on_with_the_second_optimizer_and_s
     assert (
         "this script changed weights, optimizer state or groups between two passes" in (tmp_path / "log-0").read_text()
     )
+
+
+def test_a_rollback_of_local_steps_within_the_second_stage_ends_with_the_weights_of_the_undisturbed_run(
+    make_cluster: MakeCluster, nursery: Nursery, shared: Cluster, tmp_path: Path
+) -> None:
+    """The second optimizer's state is on the workers, and in their parts of the checkpoint."""
+    kept, held = tmp_path / "checkpoints", SWITCH + EVERY + 2
+    undisturbed = tmp_path / "undisturbed"
+    expected = ended(start(nursery, shared.address, undisturbed, mode="local:2"), undisturbed)
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every=f"{EVERY}steps", lease=LEASE)
+    processes = start(nursery, cluster.address, tmp_path, held, mode="local:2")
+    reach(processes, tmp_path, kept, cluster, held)
+    cluster.start_again(1)
+    (tmp_path / f"go-{held}").touch()
+    assert differing(ended(processes, tmp_path), expected) == set()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,32 @@ def test_state_that_an_optimizer_brings_is_taken_over(shared: Cluster, job: str)
             alike(own, state)
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:1"])
+FUSED: dict[str, Make] = {
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5, fused=True),
+    "Adagrad": lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1, fused=True),
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_one_worker_steps_to_the_bit_as_one_process_with_a_new_optimizer(shared: Cluster, job: str, kind: str) -> None:
+    def first(net: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(net.parameters(), fused=True)
+
+    expected, state = both_stages(alone, FUSED[kind], first=first)
+    with shared.connect("sync", job=job) as session:
+        found, own = both_stages(session.prepare, FUSED[kind], first=first)
+    assert same(found, expected)
+    for index, each in state["state"].items():
+        assert all(torch.equal(own["state"][index][name], value) for name, value in each.items())
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:1", "quorum"])
 def test_several_workers_change_together(shared: Cluster, job: str, mode: str) -> None:
+    more: dict[str, Any] = {"quorum": 1} if mode == "quorum" else {}
+
     def work(rank: int) -> tuple[list[torch.Tensor], Any]:
-        with shared.connect(mode, rank, 2, job=job) as session:
+        with shared.connect(mode.replace("quorum", "sync"), rank, 2, job=job, **more) as session:
             net = make_net()
             net, optimizer = session.prepare(net, sgd(net), bucket_bytes=256, overlap=True)
             for number in range(4):
@@ -211,6 +234,35 @@ def test_a_worker_that_joins_late_comes_to_the_stage_of_the_others(shared: Clust
             assert {float(each["step"]) for each in others.state_dict()["state"].values()} == {6.0}, "none is lost"
         train(net, optimizer, 9, 10)
         assert {float(each["step"]) for each in optimizer.state_dict()["state"].values()} == {7.0}
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "quorum"])
+def test_workers_that_come_to_a_stage_with_unlike_optimizers_are_told_the_difference(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    """Whoever is the first at a shard begins the stage there."""
+    more: dict[str, Any] = {"quorum": 1} if mode == "quorum" else {}
+    mode = "sync" if mode == "quorum" else mode
+
+    def work(rank: int) -> str:
+        with shared.connect(mode, rank, 2, job=job, **more) as session:
+            net = make_net()
+            net, optimizer = session.prepare(net, sgd(net))
+            train(net, optimizer, 0, 2)
+            kind = (torch.optim.Adam, torch.optim.RMSprop)[rank]
+            optimizer = session.prepare(kind(net.parameters(), lr=0.01))
+            try:
+                train(net, optimizer, 2, 3)
+            except InvalidRequest as error:
+                return str(error)
+            return ""
+
+    said = [each for each in in_parallel(2, work) if each]
+    assert said
+    for each in said:
+        found = re.search(r"in stage 1: the optimizer is (\w+), and this worker's is (\w+)", each)
+        assert found is not None, each
+        assert set(found.groups()) == {"Adam", "RMSprop"}, each
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
