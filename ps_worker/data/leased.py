@@ -21,10 +21,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_worker.data.loaders import NO_POSITION, PreparedLoader, rebuilt, shuffles
+from ps_worker.data.loaders import PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
+NO_PLACE = (
+    "a loader of an elastic job has no state_dict: its batches are leased to whoever comes for them, and which are "
+    "used is in the servers' checkpoints (docs/save-and-resume.md). A script's own file is for the end of a pass; in a "
+    "job with a world size it has the place in the data, too"
+)
 MOST_AHEAD = 64
 # A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
 SHORT_SECONDS, LONG_SECONDS = 0.25, 1.0
@@ -314,12 +319,12 @@ class LeasedLoader:
         return self._leases.share()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises Unsupported: which batches are used is in the servers' checkpoints."""
-        raise Unsupported(NO_POSITION)
+        """Raises Unsupported: which batches are used is known to the coordinator, and in the servers' checkpoints."""
+        raise Unsupported(NO_PLACE)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises Unsupported, as `state_dict` does."""
-        raise Unsupported(NO_POSITION)
+        raise Unsupported(NO_PLACE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)

@@ -415,7 +415,7 @@ def _before_pass(state: LoaderState) -> LoaderState:
     """Returns the position of a loader before the pass that is under way: an evaluation is made again as a whole."""
     if not state.going or state.start is None:
         return state
-    return LoaderState(state.begun - 1, False, 0, None, state.start.generator)
+    return LoaderState(state.begun - 1, False, 0, None, state.start.generator, state.shift, state.over)
 
 
 class BesideCheckpoint(WorkerCheckpoint):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class LoaderState:
 
     begun: passes begun
     going: whether the last of them is under way, with `taken` batches out of it, from `start`
+    shift: pass k is the data's pass k + shift: the script has gone on from a file of its own
+    over:  so many samples of the pass under way, or of the next one, were over for all workers before it began
     """
 
     begun: int
@@ -84,6 +86,8 @@ class LoaderState:
     taken: int
     start: PassStart | None
     generator: torch.Tensor | None
+    shift: int = 0
+    over: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ def encode(state: WorkerState) -> bytes:
         "groups": plain(settings.groups, tensors, "groups"),
         "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
+        "places": [[loader.shift, loader.over] for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
@@ -204,7 +209,7 @@ def decode(data: bytes) -> WorkerState:
                 _settings_of(
                     (document["random"], document["stateful"], document["groups"]), decoded, document.get("stage", 0)
                 ),
-                [_loader_of(loader, decoded) for loader in document["loaders"]],
+                _loaders_of(document["loaders"], document.get("places"), decoded),
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
@@ -279,6 +284,15 @@ def _random_of(value: Any) -> RandomState:
         )
     random.Random(0).setstate(python)  # raises for what is none of Python's
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
+
+
+def _loaders_of(values: list[Any], places: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
+    """places: none in states of earlier versions"""
+    loaders = [_loader_of(value, decoded) for value in values]
+    if places is None:
+        return loaders
+    pairs = zip(loaders, places, strict=True)
+    return [replace(loader, shift=int(shift), over=_whole(over)) for loader, (shift, over) in pairs]
 
 
 def _loader_of(value: Any, decoded: Callable[[Any], Any]) -> LoaderState:

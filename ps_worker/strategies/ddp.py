@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.data.loaders import PreparedLoader, shard_loader, warning_once
+from ps_worker.data.loaders import PreparedLoader, ShareSampler, shard_loader, warning_once
+from ps_worker.data.place import ShareLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.stepped_alone import watch_steps
 from ps_worker.strategies.strategy import Prepared
@@ -140,6 +141,9 @@ class Ddp:
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns the loader with this rank's share of its data."""
         share = shard_loader(loader, self._share, seed)
+        if isinstance(share.sampler, ShareSampler):
+            place = ShareLoop(share, share.sampler)
+            return PreparedLoader(share, self._device, self._metrics.timer, place.batches, place)
         begin: Callable[[], Iterator[Any]] = share.__iter__
         if isinstance(loader.dataset, IterableDataset):
             begin = warning_once(loader, self._share, begin)

@@ -157,10 +157,11 @@ class ParameterServer:
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
         is_iterable = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or is_iterable:
-            begin = training.checkpoint.add_loader(share, training.look_ahead).batches
+            position = training.checkpoint.add_loader(share, training.look_ahead)
+            begin, place = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
-            return PreparedLoader(share, self._device, timer, begin)
+            return PreparedLoader(share, self._device, timer, begin, place)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)

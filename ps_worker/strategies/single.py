@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ps_worker.data.loaders import PreparedLoader, refused_of_loader
+from ps_worker.data.place import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.model.stepped_alone import SteppedAlone
@@ -83,7 +84,10 @@ class Single:
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns a loader of all of the data."""
         self._log_refused(refused_of_loader(loader))
-        return PreparedLoader(loader, self._device, self._metrics.timer)
+        if hasattr(loader, "state_dict"):  # torchdata's, which has its own
+            return PreparedLoader(loader, self._device, self._metrics.timer)
+        place = WholeLoop(loader)
+        return PreparedLoader(loader, self._device, self._metrics.timer, place.batches, place)
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
