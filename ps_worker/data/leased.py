@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_worker.data.loaders import PreparedLoader, rebuilt, shuffles
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.data.loaders import PLACE_NAMES, PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
@@ -318,15 +318,9 @@ class LeasedLoader:
         """Returns this worker's batches in a pass if all that take part now are equally fast."""
         return self._leases.share()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raises Unsupported: which batches are used is known to the coordinator, and in the servers' checkpoints."""
-        raise Unsupported(NO_PLACE)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises Unsupported, as `state_dict` does."""
-        raise Unsupported(NO_PLACE)
-
     def __getattr__(self, name: str) -> Any:
+        if name in PLACE_NAMES:  # the script's own loader may have them, and knows nothing of what is leased
+            raise AttributeError(NO_PLACE)
         return getattr(self.__dict__["_loader"], name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -14,9 +14,10 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
-NO_POSITION = (
-    "this loader divides its data itself, and so has its own place in it, which prepare does not know: save what its "
-    "dataset or sampler has, or hand over torchdata's StatefulDataLoader"
+PLACE_NAMES = ("state_dict", "load_state_dict")
+NO_PLACE = (
+    "a loader that prepare has not divided has no state_dict: this loader divides its data itself, and knows its "
+    "place alone. Save what its dataset or sampler has, or hand over torchdata's StatefulDataLoader"
 )
 LOADED_BEFORE = (
     "the loader has a state that was loaded, and prepare divides its data anew: load it into the loader that prepare "
@@ -142,7 +143,6 @@ class PreparedLoader:
     """Yields the loader's batches on the session's device. Everything else is the loader's.
 
     begin: begins a loop over the batches; by default over the loader
-    place: of the script in the data; None: the loader's own, if it has one
     """
 
     def __init__(
@@ -151,9 +151,8 @@ class PreparedLoader:
         device: torch.device,
         timer: StepTimer,
         begin: Callable[[], Iterator[Any]] | None = None,
-        place: Place | None = None,
     ) -> None:
-        self._loader, self._place = loader, place
+        self._loader = loader
         self._begin = begin or loader.__iter__
         self._device = device
         self._timer = timer
@@ -173,29 +172,59 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in PLACE_NAMES:
+            raise AttributeError(NO_PLACE)
+        return getattr(self.__dict__["_loader"], name)
+
+
+class PlacedLoader(PreparedLoader):
+    """A prepared loader that knows the script's place in the data.
+
+    A class of its own: frameworks save the state of whatever has the two methods.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        timer: StepTimer,
+        begin: Callable[[], Iterator[Any]],
+        place: Place,
+    ) -> None:
+        super().__init__(loader, device, timer, begin)
+        self._place = place
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns the script's place in the data, behind the batches that it has had: numbers, and tensors in single.
+        """Returns the place, behind the batches that the script has had: numbers, and in single two tensors.
 
         Of a loader that was divided, it is the place of all workers, if they have had as many batches as this one: any
         number of workers goes on from there. A loader that is used as it is (torchdata's StatefulDataLoader) has its
-        own. Raises Unsupported for a loader that divides itself and has none.
+        own.
         """
-        return dict(self._stateful().state_dict())
+        return dict(self._place.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Has the next loop go on from there: what `state_dict` gave. Each worker loads it, behind `prepare`.
 
-        Raises InvalidRequest for the place in other data, and while a loop is under way; Unsupported as `state_dict`.
+        Raises InvalidRequest for the place in other data, and while a loop is under way.
         """
-        self._stateful().load_state_dict(state)
+        self._place.load_state_dict(state)
 
-    def _stateful(self) -> Any:
-        if self._place is None and not hasattr(self._loader, "state_dict"):
-            raise Unsupported(NO_POSITION)
-        return self._place or self._loader
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+def prepared_loader(
+    loader: DataLoader[Any],
+    device: torch.device,
+    timer: StepTimer,
+    begin: Callable[[], Iterator[Any]],
+    place: Place | None = None,
+) -> PreparedLoader:
+    """Returns a prepared loader. place: of the script in the data; None: the loader's own, if it has one"""
+    if place is None and all(hasattr(loader, name) for name in PLACE_NAMES):
+        place = cast(Place, loader)
+    if place is None:
+        return PreparedLoader(loader, device, timer, begin)
+    return PlacedLoader(loader, device, timer, begin, place)
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.data.loaders import PreparedLoader, ShareSampler, shard_loader, warning_once
+from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
 from ps_worker.data.place import ShareLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.stepped_alone import watch_steps
@@ -143,11 +143,11 @@ class Ddp:
         share = shard_loader(loader, self._share, seed)
         if isinstance(share.sampler, ShareSampler):
             place = ShareLoop(share, share.sampler)
-            return PreparedLoader(share, self._device, self._metrics.timer, place.batches, place)
+            return prepared_loader(share, self._device, self._metrics.timer, place.batches, place)
         begin: Callable[[], Iterator[Any]] = share.__iter__
         if isinstance(loader.dataset, IterableDataset):
             begin = warning_once(loader, self._share, begin)
-        return PreparedLoader(share, self._device, self._metrics.timer, begin)
+        return prepared_loader(share, self._device, self._metrics.timer, begin)
 
     def _share(self) -> tuple[int, int]:
         return self.rank, self.world_size

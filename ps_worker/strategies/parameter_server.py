@@ -26,7 +26,14 @@ from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.rounds import Rounds
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
-from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
+from ps_worker.data.loaders import (
+    PreparedLoader,
+    dividing_sampler,
+    prepared_loader,
+    shard_loader,
+    warning_once,
+    with_plain_batches,
+)
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import check_next, describe
 from ps_worker.model.optimizer import ServerOptimizer
@@ -161,7 +168,7 @@ class ParameterServer:
             begin, place = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
-            return PreparedLoader(share, self._device, timer, begin, place)
+            return prepared_loader(share, self._device, timer, begin, place)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)

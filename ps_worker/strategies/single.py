@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ps_worker.data.loaders import PreparedLoader, refused_of_loader
+from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_loader
 from ps_worker.data.place import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
@@ -85,9 +85,9 @@ class Single:
         """Returns a loader of all of the data."""
         self._log_refused(refused_of_loader(loader))
         if hasattr(loader, "state_dict"):  # torchdata's, which has its own
-            return PreparedLoader(loader, self._device, self._metrics.timer)
+            return prepared_loader(loader, self._device, self._metrics.timer, loader.__iter__)
         place = WholeLoop(loader)
-        return PreparedLoader(loader, self._device, self._metrics.timer, place.batches, place)
+        return prepared_loader(loader, self._device, self._metrics.timer, place.batches, place)
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
