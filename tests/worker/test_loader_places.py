@@ -67,8 +67,15 @@ MAKES = [without_servers, with_servers]
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("more", [{}, {"num_workers": 2}, {"drop_last": True}, {"shuffle": False}])
-@pytest.mark.parametrize("batches", [0, 4, 9, 10, 13])  # a share has 19 samples, and 18 with drop_last
+@pytest.mark.parametrize(
+    ("more", "batches"),
+    [
+        *(({}, count) for count in (0, 4, 9, 10, 13)),  # a share has 19 samples
+        *(({"drop_last": True}, count) for count in (0, 8, 9, 10)),  # and 18
+        ({"shuffle": False}, 4),
+        ({"num_workers": 2}, 4),
+    ],
+)
 def test_as_many_workers_go_on_with_the_next_batch(make: Make, more: dict[str, Any], batches: int) -> None:
     undisturbed = [list(passes(make(rank, 2, **more), 3)) for rank in range(2)]
     state, had = saved_after(make, 2, batches, **more)
@@ -79,8 +86,7 @@ def test_as_many_workers_go_on_with_the_next_batch(make: Make, more: dict[str, A
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("workers", [1, 3, 4])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("workers", "num_workers"), [(1, 0), (3, 0), (4, 0), (3, 2)])
 def test_another_number_of_workers_divides_the_rest_of_the_pass(make: Make, workers: int, num_workers: int) -> None:
     state, had = saved_after(make, 2, 4, num_workers=num_workers)
     before = [index for own in had for batch in own for index in batch]
