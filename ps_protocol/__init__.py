@@ -20,6 +20,7 @@ row_ids.py         Ids of rows: how they are mixed, and which shard has a row
 row_memory.py      Memory for rows that a worker shares with the shards on its host
 row_optimizers.py  Which optimizers can step the rows of a table, and what they are called with
 segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
+stages.py          What trains a bucket from some step on: stages of a script that goes on with other optimizers
 tables.py          What a table of rows is, as a value that both ends can compare
 tensors.py         Bytes as tensors and tensors as bytes, without copying
 versions.py        Versions of the protocol, and which of them understand each other

@@ -18,8 +18,9 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
+from ps_protocol.stages import StageSpec
 from ps_protocol.tables import Initializer, JobTable, TableSpec
-from ps_protocol.v1 import figures_pb2, job_pb2, types_pb2
+from ps_protocol.v1 import data_pb2, figures_pb2, job_pb2, types_pb2
 
 T = TypeVar("T")
 
@@ -258,6 +259,24 @@ def group_updates(messages: Iterable[job_pb2.GroupUpdate]) -> dict[int, HyperPar
 def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2.GroupUpdate]:
     """Returns changed hyper-parameters as messages."""
     return [job_pb2.GroupUpdate(group=index, hyper_parameters=hyper_messages(groups[index])) for index in groups]
+
+
+def next_optimizer(message: data_pb2.NextOptimizer) -> StageSpec:
+    """Returns what a message says trains a bucket. Raises InvalidRequest for a group that comes twice."""
+    members = tuple(None if number == 0 else number - 1 for number in message.slice_groups)
+    groups = group_updates(message.groups)
+    return StageSpec(message.stage, message.optimizer, members, groups, frozenset(message.kept_slices))
+
+
+def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
+    """Returns the message that says what trains a bucket."""
+    return data_pb2.NextOptimizer(
+        stage=stage.number,
+        optimizer=stage.optimizer,
+        groups=group_update_messages(stage.groups),
+        slice_groups=[0 if group is None else group + 1 for group in stage.members],
+        kept_slices=sorted(stage.kept),
+    )
 
 
 def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:

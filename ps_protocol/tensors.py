@@ -29,6 +29,8 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+_ALL = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
+_ELEMENT_TYPES: dict[str, torch.dtype] = {str(each).removeprefix("torch."): each for each in _ALL}
 # The parts of complex elements, which optimizers step one by one, as they do in torch.
 REAL_PARTS: dict[torch.dtype, torch.dtype] = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -40,8 +42,7 @@ def element_name(dtype: torch.dtype) -> str:
 
 def element_type(name: str) -> torch.dtype | None:
     """Returns the type of that name; None where this version of torch has none."""
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return _ELEMENT_TYPES.get(name)
 
 
 def flat_parts(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:

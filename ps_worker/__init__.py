@@ -6,6 +6,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
 session.py      The public face of a worker: `connect`, and the session that it returns
 given.py        The arguments of `prepare`: sorted by what they are, and checked
+prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers

@@ -42,12 +42,16 @@ def sort_given(things: Sequence[Any]) -> Given:
                 "prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got "
                 f"{type(thing).__name__}{_advice(thing)}"
             )
+    return given
+
+
+def check_pairs(given: Given) -> None:
+    """Raises InvalidRequest for models without optimizers, and the other way round, where none are prepared yet."""
     if bool(given.models) != bool(given.optimizers):
         raise InvalidRequest(
             "prepare takes models together with their optimizers, all in one call, got "
             f"{len(given.models)} models and {len(given.optimizers)} optimizers"
         )
-    return given
 
 
 def _advice(thing: Any) -> str:

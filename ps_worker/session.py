@@ -32,12 +32,13 @@ from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
-from ps_worker.given import check_own, non_finite_named, sort_given, wire_named
+from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
+from ps_worker.prepared import Prepared
 from ps_worker.state.ending import end_by_signal, is_cut_short
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.strategies.ddp import Ddp
@@ -140,6 +141,7 @@ class Session:
         self._pid = os.getpid()
         self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
+        self._prepared, self._options = Prepared(), PrepareOptions()
         self._has_loaders = False  # that `prepare` returned
         self.mode = config.mode
         self.device = _device(config.local_rank)
@@ -211,9 +213,14 @@ class Session:
         optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
         rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
         `state_dict` and `load_state_dict`, come back as they are; if the job is rolled back to a checkpoint, so is
-        their state, and a worker that joins a job under way takes it over from another one. All models and optimizers
-        go into one call; more loaders may be prepared later. Blocks until
-        every declared worker has joined.
+        their state, and a worker that joins a job under way takes it over from another one. All models and their
+        optimizers go into one call; more loaders may be prepared later. Blocks until every declared worker has joined.
+
+        Called once more with an optimizer over parameters of the prepared models, it begins the next stage of the
+        script: `optimizer = session.prepare(optimizer)`, or with the models as well. From the next step on the new
+        optimizer steps its parameters, in place of those that had any of them, with the state that it brings: none, if
+        it is fresh. All workers do so at the same point. Where it has parameters that no optimizer had, it blocks until
+        all have, in a job with a world size.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
                       server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
@@ -248,7 +255,7 @@ class Session:
         check_own(own, given.others)
         _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
-        if given.models:
+        if given.models or given.optimizers:
             options = PrepareOptions(
                 bucket_bytes=bucket_bytes,
                 non_finite=non_finite_named(non_finite),
@@ -258,7 +265,12 @@ class Session:
                 ddp=ddp_options or {},
                 local=local_settings(self.mode, outer or {}),
             )
-            prepared |= self._prepare_models(given.models, given.optimizers, options)
+            if self._models and all(self._prepared.knows(model) for model in given.models):
+                self._begin_stage([each for each in given.optimizers if not self._prepared.knows(each)], options)
+            else:
+                check_pairs(given)
+                self._prepare_models(given.models, given.optimizers, options)
+            prepared |= self._prepared.of([*given.models, *given.optimizers])
         for loader in given.loaders:
             prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
             self._has_loaders = True
@@ -268,8 +280,8 @@ class Session:
 
     def _prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
-    ) -> dict[int, Any]:
-        """Returns the prepared models and optimizers, by the id of the script's own."""
+    ) -> None:
+        """Prepares models and optimizers, for the first time."""
         if self._models:
             raise InvalidRequest(
                 "this session has its models already: hand all models and optimizers to one call of prepare; "
@@ -282,11 +294,23 @@ class Session:
         if loops.text:
             log.log(logging.WARNING if loops.is_trouble else logging.INFO, "%s", loops.text)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
-        self._models = list(models)
+        self._models, self._options = list(models), options
         speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
-        return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
+        self._prepared.add((*models, *optimizers), (*wrapped, *steppers))
+
+    def _begin_stage(self, optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions) -> None:
+        """Has other optimizers step the prepared models."""
+        wire = wire_named(self._config.wire[0]), wire_named(self._config.wire[1])
+        unsaid = PrepareOptions(gradient_wire=wire[0], weight_wire=wire[1], local=local_settings(self.mode, {}))
+        if options not in (unsaid, self._options):
+            raise InvalidRequest(
+                "a later call of prepare goes on with the settings of the first one: leave out bucket_bytes, overlap "
+                "and the like, or give the same"
+            )
+        if optimizers:
+            self._prepared.add(optimizers, self._strategy.begin_stage(self._models, optimizers))
 
     # -- over all workers --------------------------------------------------------------------------------------------
 

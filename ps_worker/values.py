@@ -12,6 +12,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
+from ps_protocol.stages import StageSpec
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,15 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Registration:
-    """A job that is registered: where its buckets are, the bytes of a full one, and its run."""
+    """A job that is registered: where its buckets are, the bytes of a full one, and its run.
+
+    stage_limit: how many stages it may come to; 0: the servers know none
+    """
 
     shard_map: ShardMap
     bucket_bytes: int
     run: str
+    stage_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ class BucketPush:
     groups: hyper-parameters of the groups that have parameters in the bucket
     ranges: the leased data that the step used
     weight: what it weighs in the mean; 0: all weigh the same
+    stage:  of the script: that of the groups
     """
 
     bucket: BucketSpec
@@ -162,6 +168,7 @@ class BucketPush:
     groups: dict[int, HyperParameters]
     ranges: Sequence[DataRange] = ()
     weight: float = 0.0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,12 +178,16 @@ class Assignment:
     absent:  positions of the slices that stay as they are
     state:   None: the payload is weights; "": the other slices lose all their state, and there is no payload
     payload: in the bucket's own type, or one float32 for each slice where the state is a number
+    stage:   of the script: that of the state
+    next:    what trains the bucket from the next step on, in place of all this
     """
 
     bucket: BucketSpec
     absent: Sequence[int]
     state: str | None
     payload: memoryview | None
+    stage: int = 0
+    next: StageSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -238,12 +249,17 @@ class PullResult:
 
 @dataclass(frozen=True)
 class StateChunk:
-    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
+    """One kind of optimizer state of one bucket.
+
+    absent: positions of the slices that have none
+    stage:  to which the bucket has come
+    """
 
     bucket: int
     state: str
     absent: frozenset[int]
     payload: memoryview
+    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,10 @@ class Commit(BucketCommand):
     """Makes the draft of a clock count, now or when it comes. Raises as Stage.
 
     groups, ranges: of the whole step, in place of the draft's
+    stage:          of the script: that of the groups
     """
 
     clock: int
     groups: Mapping[int, HyperParameters]
     ranges: tuple[DataRange, ...] = ()
+    stage: int = 0

@@ -204,6 +204,8 @@ class JobPartition:
         self.roster.clear()
         for index, bucket in self.buckets.items():
             bucket.restore(snapshots[index], command.owned)
+            if bucket.weights.stage.number:
+                self.checker.begin(index, bucket.weights.stage)
         committed = {index: snapshots[index].committed for index in self.buckets}
         self.data.restore(committed | {index: command.tables[index].committed for index in self.tables})
 
@@ -259,6 +261,8 @@ class JobPartition:
 
     def _assign(self, bucket: Bucket, command: Assign) -> Staged:
         rank, clock = command.rank, command.clock
+        if command.assignment.next is not None:
+            self.checker.begin(command.bucket, command.assignment.next)
         pending = bucket.pending_at(rank, clock)
         before = pending.assignment if pending is not None else None
         assignment = command.assignment if before is None else before.union(command.assignment)
@@ -417,6 +421,6 @@ class JobPartition:
 
 def _committed_draft(draft: Draft, commit: Commit) -> Stage:
     """Returns a draft as the contribution that it is with its commit."""
-    gradient = replace(draft.gradient, groups=commit.groups)
+    gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
     worker = draft.rank, draft.incarnation, draft.key
     return Stage(*worker, draft.bucket, draft.clock, gradient, commit.ranges, draft.principal)

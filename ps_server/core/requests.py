@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.stages import StageSpec
 from ps_protocol.tables import Beginning
 
 
@@ -23,6 +24,7 @@ class PushKind(enum.Enum):
     COMMIT = "commit"  # of the draft of the same clock
     ASSIGN = "assign"
     ASSIGN_STATE = "assign_state"
+    NEXT_OPTIMIZER = "next_optimizer"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Push:
     state: str = ""  # the optimizer state that is assigned
     wire_format: str = ""  # of a gradient; empty: the bucket's own type
     weight: float = 0.0  # of a gradient, in the mean of its update; 0: all weigh the same
+    stage: int = 0  # of the script: that of `groups` and `state`
+    next_optimizer: StageSpec | None = None
 
 
 class RowPushKind(enum.Enum):
@@ -169,6 +173,7 @@ class PushedBucket(NamedTuple):
     finite: bool = False
     state: str = ""
     wire_format: str = ""
+    next_optimizer: StageSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class PushCall:
 
     payload: of all buckets, one after the other; None: their gradients lie in the worker's segment
     run:     of the job that the worker belongs to; empty: any
-    weight:  see Push
+    weight, stage: see Push
     """
 
     job: str
@@ -191,6 +196,7 @@ class PushCall:
     key: bytes = field(default=b"", repr=False)
     run: str = ""
     weight: float = 0.0
+    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -341,5 +341,5 @@ def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
     """Lends one kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
     with bucket.tensors:
         values, absent = bucket.weights.read_state(name)
-        version = bucket.rule.version
-    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values)), loan=None)
+        version, stage = bucket.rule.version, bucket.weights.stage.number
+    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values), stage), loan=None)

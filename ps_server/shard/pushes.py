@@ -203,6 +203,8 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
         state=bucket.state,
         wire_format=bucket.wire_format,
         weight=call.weight,
+        stage=call.stage,
+        next_optimizer=bucket.next_optimizer,
     )
 
 
@@ -219,7 +221,7 @@ def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
         return [call.payload]
     payloads, position = [], 0
     for bucket in call.buckets:
-        end = position + checker.payload_size(bucket.bucket, bucket.kind, bucket.state)
+        end = position + checker.payload_size(bucket.bucket, bucket.kind, bucket.state, call.stage)
         payloads.append(call.payload[position:end])
         position = end
     if len(call.payload) != position:

@@ -87,13 +87,18 @@ class PulledTable(NamedTuple):
 
 
 class PulledState(NamedTuple):
-    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
+    """One kind of optimizer state of one bucket.
+
+    absent: positions of the slices that have none
+    stage:  to which the bucket has come
+    """
 
     bucket: int
     version: int
     name: str
     absent: frozenset[int]
     payload: memoryview
+    stage: int = 0
 
 
 class RoundBegin(NamedTuple):

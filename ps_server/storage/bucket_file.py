@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
+from ps_protocol.stages import StageSpec, check_stage
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
@@ -23,6 +25,9 @@ _STATE_NAME = re.compile(r"[a-z_]{1,64}")
 # must not take them for all.
 _ROWS, _CHANGES = "rows", "changes"
 _SENT = "sent"  # in the name of what workers have of a bucket, where that is not its weights
+# In the name of a bucket's weights; the latter where another optimizer trains it than its job is registered with. An
+# earlier version, which would go on with the registered one, does not know that name.
+_WEIGHTS, _STAGED_WEIGHTS = "weights", "weights-in-stage"
 
 
 def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -44,7 +49,9 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             described |= {} if bucket.seed is None else {"seed": bucket.seed}
             continue
         described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
-        tensors[f"{bucket.index}/weights"] = bucket.weights
+        if bucket.stage is not None:
+            described["stage"] = _stage_data(bucket.stage)
+        tensors[f"{bucket.index}/{_WEIGHTS if bucket.stage is None else _STAGED_WEIGHTS}"] = bucket.weights
         tensors |= {} if bucket.sent is None else {f"{bucket.index}/{_SENT}": bucket.sent}
         for position, state in bucket.state.items():
             tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
@@ -73,13 +80,14 @@ def read_snapshots(
         if bucket is None:
             return None
         _check_entry(entry, bucket)
-        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
+        is_weights = rest in ([_WEIGHTS], [_STAGED_WEIGHTS])
+        return to[bucket.index] if is_weights and bucket.index in to else entry.empty()
 
     for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
         if rest[0] in (_ROWS, _CHANGES):
             tables[int(index)][rest[1]] = tensor
-        elif rest == ["weights"]:
+        elif rest in ([_WEIGHTS], [_STAGED_WEIGHTS]):
             weights[int(index)] = tensor
         elif rest == [_SENT]:
             sent[int(index)] = tensor
@@ -87,7 +95,7 @@ def read_snapshots(
             states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
     return (
         {
-            index: _snapshot(index, described[str(index)], weights[index], state, sent.get(index))
+            index: _snapshot(wanted[index], described[str(index)], weights[index], state, sent.get(index))
             for index, state in states.items()
         },
         {table: _table(table, described[str(table)], read) for table, read in tables.items()},
@@ -97,7 +105,7 @@ def read_snapshots(
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
     """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
     _, *rest = entry.name.split("/")
-    if rest in (["weights"], [_SENT]):
+    if rest in ([_WEIGHTS], [_STAGED_WEIGHTS], [_SENT]):
         if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
             present = f"{entry.shape} {entry.dtype}"
             raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
@@ -109,17 +117,37 @@ def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
         raise ValueError(f"{entry.name}: shape {entry.shape} and type {entry.dtype} fit no optimizer state")
 
 
+def _stage_data(stage: StageSpec) -> dict[str, Any]:
+    groups = {str(group): dict(values) for group, values in stage.groups.items()}
+    return {"number": stage.number, "optimizer": stage.optimizer, "members": stage.members, "groups": groups}
+
+
+def _stage(data: Any, bucket: BucketSpec) -> StageSpec | None:
+    """Returns what trains a bucket; None where a file says nothing of it. Raises ValueError for what cannot."""
+    if data is None:
+        return None
+    members = tuple(None if member is None else int(member) for member in data["members"])
+    groups = {int(group): _hyper_parameters(values) for group, values in data["groups"].items()}
+    stage = StageSpec(int(data["number"]), str(data["optimizer"]), members, groups)
+    try:
+        check_stage(stage, bucket)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from None
+    return stage
+
+
 def _snapshot(
-    index: int,
+    bucket: BucketSpec,
     described: Mapping[str, Any],
     weights: torch.Tensor,
     state: Mapping[int, Mapping[str, torch.Tensor]],
     sent: torch.Tensor | None,
 ) -> BucketSnapshot:
-    version, clocks, pushed = _reached(index, described)
+    version, clocks, pushed = _reached(bucket.index, described)
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    committed = _committed(described.get("data", {}))
-    return BucketSnapshot(index, version, clocks, weights, state, groups, committed, sent, pushed)
+    committed, stage = _committed(described.get("data", {})), _stage(described.get("stage"), bucket)
+    reached = bucket.index, version, clocks
+    return BucketSnapshot(*reached, weights, state, groups, committed, sent, pushed, stage)
 
 
 def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:

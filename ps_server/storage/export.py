@@ -24,6 +24,7 @@ from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
+from ps_protocol.stages import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.placement import Place
@@ -74,8 +75,9 @@ def export(
         raise InvalidRequest(f"{directory} is no directory")
     store = CheckpointStore(directory)
     found = _find(store, job, name, told, fallback)
-    manifest, spec, tables = found.manifest, found.spec, found.rows
-    model, optimizer, groups = _gather(spec, found.buckets, found.snapshots)
+    manifest, tables = found.manifest, found.rows
+    spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
+    model, optimizer, groups = _gather(spec, found.buckets, snapshots)
     model |= found.changed
     model = _as_modules_have_them(model, spec)
     for table in spec.tables:
@@ -157,6 +159,35 @@ def _read(store: CheckpointStore, job: str, name: str) -> Found:
         table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
     }
     return Found(manifest, spec, buckets, snapshots, changed, rows)
+
+
+def _in_last_stage(
+    spec: JobSpec, buckets: tuple[BucketSpec, ...], snapshots: dict[int, BucketSnapshot]
+) -> tuple[JobSpec, dict[int, BucketSnapshot]]:
+    """Returns a job, and its buckets, with the optimizers and the groups of the last stage that any bucket has come to.
+
+    A bucket that has not come to it, in a mode in which buckets go their own ways, counts as one that none steps.
+    """
+    stages = {bucket.index: snapshots[bucket.index].stage or first_stage(spec, bucket) for bucket in buckets}
+    last = max((stage.number for stage in stages.values()), default=0)
+    if last == 0:
+        return spec, snapshots
+    here = [(bucket, stages[bucket.index]) for bucket in buckets if stages[bucket.index].number == last]
+    number = {group: place for place, group in enumerate(sorted({g for _, stage in here for g in stage.groups}))}
+    values = {number[group]: values for _, stage in here for group, values in stage.groups.items()}
+    of = {part.parameter: stage.members[p] for bucket, stage in here for p, part in enumerate(bucket.slices)}
+    members = {parameter: number[group] for parameter, group in of.items() if group is not None}
+    found = {index: replace(each, state={}, groups={}) for index, each in snapshots.items()}
+    for bucket, _ in here:
+        own = snapshots[bucket.index]
+        found[bucket.index] = replace(own, groups={number[group]: used for group, used in own.groups.items()})
+    in_stage = replace(
+        spec,
+        parameters=tuple(replace(each, group=members.get(index)) for index, each in enumerate(spec.parameters)),
+        optimizer=", ".join(dict.fromkeys(stage.optimizer for _, stage in here if stage.groups)),
+        groups=tuple(values[place] for place in sorted(values)),
+    )
+    return in_stage, found
 
 
 def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict[str, torch.Tensor]:

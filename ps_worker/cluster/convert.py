@@ -13,6 +13,7 @@ from ps_protocol.convert import (
     data_range_messages,
     duration,
     group_update_messages,
+    next_optimizer_message,
     seconds,
     since_1970,
     wire_format,
@@ -82,18 +83,22 @@ def initial_push(worker: Identity, bucket: int, payload: memoryview) -> Parts:
 
 def assignment(worker: Identity, clock: int, assignment: Assignment) -> Parts:
     """Writes what takes effect with the step of this clock; 0: with the initial values."""
-    state = assignment.state
+    state, following = assignment.state, assignment.next
+    kind = data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE
     push = data_pb2.BucketPush(
         bucket=assignment.bucket.index,
-        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
+        kind=kind if following is None else data_pb2.PUSH_KIND_NEXT_OPTIMIZER,
         absent_slices=assignment.absent,
         state=state or "",
+        next_optimizer=None if following is None else next_optimizer_message(following),
     )
-    return _setting(worker, clock, push, assignment.payload)
+    return _setting(worker, clock, push, assignment.payload, assignment.stage)
 
 
-def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> Parts:
-    header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push])
+def _setting(
+    worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None, stage: int = 0
+) -> Parts:
+    header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push], stage=stage)
     return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
@@ -163,6 +168,7 @@ def _push_header(
         groups=group_update_messages(groups),
         ranges=data_range_messages(pushes[0].ranges if pushes else ()),
         weight=pushes[0].weight if pushes else 0.0,
+        stage=pushes[0].stage if pushes else 0,
     )
 
 
@@ -207,7 +213,7 @@ def state_chunk(fields: bytes, payload: memoryview | None) -> StateChunk:
     """Reads one message of the optimizer state of buckets, from its fields and its payload."""
     state = data_pb2.PullStateResponse.FromString(fields).state
     content = payload if payload is not None else _NOTHING
-    return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content)
+    return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content, state.stage)
 
 
 def pulled(

@@ -97,7 +97,8 @@ class CoordinatorClient:
         )
         response = self._call(self._jobs.RegisterJob, request)
         check_server_version(response.protocol_version)
-        return Registration(convert.shard_map(response.shard_map), response.bucket_bytes, response.run)
+        shards = convert.shard_map(response.shard_map)
+        return Registration(shards, response.bucket_bytes, response.run, response.stage_limit)
 
     def join(
         self, options: JobOptions, run: str, metrics_address: str, before: JoinResult | None, clock: int

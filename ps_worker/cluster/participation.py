@@ -82,6 +82,7 @@ class Participation:
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
+        self.stage_limit = 0  # how many stages the job may come to: from `join` on
         self._shard_map = ShardMap({}, ())
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
@@ -101,7 +102,7 @@ class Participation:
             registered = self.coordinator.register(spec, launch, self.options.memory_place)
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
-            self._shard_map = registered.shard_map
+            self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
             try:

@@ -20,11 +20,16 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
-from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_worker.data.loaders import NO_POSITION, PreparedLoader, rebuilt, shuffles
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.data.loaders import PLACE_NAMES, PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
+NO_PLACE = (
+    "a loader of an elastic job has no state_dict: its batches are leased to whoever comes for them, and which are "
+    "used is in the servers' checkpoints (docs/save-and-resume.md). A script's own file is for the end of a pass; in a "
+    "job with a world size it has the place in the data, too"
+)
 MOST_AHEAD = 64
 # A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
 SHORT_SECONDS, LONG_SECONDS = 0.25, 1.0
@@ -316,15 +321,9 @@ class LeasedLoader:
         """Returns this worker's batches in a pass if all that take part now are equally fast."""
         return self._leases.share()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raises Unsupported: which batches are used is in the servers' checkpoints."""
-        raise Unsupported(NO_POSITION)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises Unsupported, as `state_dict` does."""
-        raise Unsupported(NO_POSITION)
-
     def __getattr__(self, name: str) -> Any:
+        if name in PLACE_NAMES:  # the script's own loader may have them, and knows nothing of what is leased
+            raise AttributeError(NO_PLACE)
         return getattr(self.__dict__["_loader"], name)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -14,10 +14,14 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
-NO_POSITION = (
-    "a loader that prepare has divided has no state_dict: what a worker has taken of its share is no position in the "
-    "data of all. Save at the end of a pass, and resume with prepare(..., seed=first); or let the servers make "
-    "checkpoints, which have each worker's position (docs/save-and-resume.md)"
+PLACE_NAMES = ("state_dict", "load_state_dict")
+NO_PLACE = (
+    "a loader that prepare has not divided has no state_dict: this loader divides its data itself, and knows its "
+    "place alone. Save what its dataset or sampler has, or hand over torchdata's StatefulDataLoader"
+)
+LOADED_BEFORE = (
+    "the loader has a state that was loaded, and prepare divides its data anew: load it into the loader that prepare "
+    "returns, with a state that such a loader gave"
 )
 
 Share = Callable[[], tuple[int, int]]  # (index, how many shares)
@@ -60,15 +64,23 @@ class ShareSampler(Sampler[int]):
         self._seed = seed
         self.epoch = 0
         self._fixed: tuple[int, int] | None = None
-        self._skip = 0
+        self._skip = self._over = 0
 
-    def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0) -> None:
-        """Makes the next epoch this one, with this share, beginning after so many samples."""
-        self.epoch, self._fixed, self._skip = epoch, share, skip
+    def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0, over: int = 0) -> None:
+        """Makes the next epoch this one, with this share, beginning after `skip` of its samples.
+
+        over: so many samples of the epoch are over, whoever had them: the rest is divided
+        """
+        self.epoch, self._fixed, self._skip, self._over = epoch, share, skip, over
 
     def __len__(self) -> int:
         _, count = self._fixed or self.share()
-        return self._size // count if self._drop_last else -(-self._size // count)
+        return self.length(count)
+
+    def length(self, count: int, over: int = 0) -> int:
+        """Returns the samples of one share of so many, of an epoch of which so many samples are over."""
+        left = max(0, self._size - over)
+        return left // count if self._drop_last else -(-left // count)
 
     def __iter__(self) -> Iterator[int]:
         index, count = self._fixed or self.share()
@@ -78,11 +90,53 @@ class ShareSampler(Sampler[int]):
         else:
             order = list(range(self._size))
         self.epoch += 1
-        length = (self._size // count if self._drop_last else -(-self._size // count)) * count
-        while 0 < len(order) < length:
-            order += order[: length - len(order)]
-        skip, self._skip, self._fixed = self._skip, 0, None
-        return iter(order[index:length:count][skip:])
+        length, rest = self.length(count, self._over) * count, order[self._over :]
+        while 0 < len(rest) < length:
+            rest += order[: length - len(rest)]
+        skip, self._skip, self._over, self._fixed = self._skip, 0, 0, None
+        return iter(rest[index:length:count][skip:])
+
+    # -- for a script's own file -------------------------------------------------------------------------------------
+
+    def place(self, epoch: int, over: int) -> dict[str, Any]:
+        """Returns the place in the data of all workers, for any number of workers to go on from.
+
+        epoch: that is under way, or comes next
+        over:  how many samples of it are over
+        """
+        order = self._seed + epoch if self._shuffle else None
+        return {"order": order, "samples": min(over, self._size), "size": self._size}
+
+    def place_of(self, state: Any) -> tuple[int, int]:
+        """Returns the epoch, and how many samples of it are over, from what `place` gave. Raises InvalidRequest for
+        anything else, and for the place in other data."""
+        check_place(state, ("order", "samples", "size"), "that prepare has divided", self._size)
+        order, over, size = state["order"], state["samples"], state["size"]
+        if (order is not None) != self._shuffle:
+            has, wants = ("no shuffle", "shuffles") if order is None else ("a shuffle", "does not shuffle")
+            raise InvalidRequest(f"the state is of a loader with {has}, and this one {wants}")
+        if not all(isinstance(each, int) for each in (order or 0, over)) or not 0 <= over <= size:
+            raise InvalidRequest(f"expected whole numbers, 0 to {size} samples, got order={order!r}, samples={over!r}")
+        return (0 if order is None else order - self._seed), over
+
+
+class Place(Protocol):
+    """Where a script is in the data of a loader, for its own file. A loop that it has left early is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it, behind the batches that the script has had."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the next loop begin there. Raises InvalidRequest for what is none, and while a loop is under way."""
+
+
+def check_place(state: Any, names: tuple[str, ...], whose: str, size: int | None) -> None:
+    """Raises InvalidRequest for what is no place in data of that size. whose: state it is expected to be"""
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        got = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else type(state).__name__
+        raise InvalidRequest(f"expected the state_dict of a loader {whose}, with {', '.join(names)}, got {got}")
+    if state["size"] != size:
+        raise InvalidRequest(f"the state is of a loader of {state['size']} samples, and this one has {size}")
 
 
 class PreparedLoader:
@@ -118,24 +172,59 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns that of a loader which is used as it is (torchdata's StatefulDataLoader).
+    def __getattr__(self, name: str) -> Any:
+        if name in PLACE_NAMES:
+            raise AttributeError(NO_PLACE)
+        return getattr(self.__dict__["_loader"], name)
 
-        Raises Unsupported for others: the position in a worker's share is in the servers' checkpoints alone.
+
+class PlacedLoader(PreparedLoader):
+    """A prepared loader that knows the script's place in the data.
+
+    A class of its own: frameworks save the state of whatever has the two methods.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        timer: StepTimer,
+        begin: Callable[[], Iterator[Any]],
+        place: Place,
+    ) -> None:
+        super().__init__(loader, device, timer, begin)
+        self._place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place, behind the batches that the script has had: numbers, and in single two tensors.
+
+        Of a loader that was divided, it is the place of all workers, if they have had as many batches as this one: any
+        number of workers goes on from there. A loader that is used as it is (torchdata's StatefulDataLoader) has its
+        own.
         """
-        return dict(self._stateful().state_dict())
+        return dict(self._place.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next loop go on from there, or raises Unsupported, as `state_dict` does."""
-        self._stateful().load_state_dict(state)
+        """Has the next loop go on from there: what `state_dict` gave. Each worker loads it, behind `prepare`.
 
-    def _stateful(self) -> Any:
-        if not hasattr(self._loader, "state_dict"):
-            raise Unsupported(NO_POSITION)
-        return self._loader
+        Raises InvalidRequest for the place in other data, and while a loop is under way.
+        """
+        self._place.load_state_dict(state)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+
+def prepared_loader(
+    loader: DataLoader[Any],
+    device: torch.device,
+    timer: StepTimer,
+    begin: Callable[[], Iterator[Any]],
+    place: Place | None = None,
+) -> PreparedLoader:
+    """Returns a prepared loader. place: of the script in the data; None: the loader's own, if it has one"""
+    if place is None and all(hasattr(loader, name) for name in PLACE_NAMES):
+        place = cast(Place, loader)
+    if place is None:
+        return PreparedLoader(loader, device, timer, begin)
+    return PlacedLoader(loader, device, timer, begin, place)
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
@@ -157,6 +246,8 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
             )
         return loader
     refuse_undividable(loader)
+    if getattr(loader, "next_iter_state", None) is not None:  # torchdata's
+        raise InvalidRequest(LOADED_BEFORE)
     loader = with_plain_batches(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
     sampler = ShareSampler(size, share, shuffles(loader.sampler), bool(loader.drop_last), seed)

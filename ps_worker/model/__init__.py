@@ -17,6 +17,7 @@ refused.py          Models that servers cannot train, told before anything joins
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
 separate_base.py    The base of local steps with memory of its own: of each bucket, what was pulled last
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
+stages.py           What steps the parameters of a job, in each stage of the script
 storage.py          A storage of its own for a part of a flat buffer
 stepped_alone.py    Notices an optimizer that steps a session's parameters past it, on this worker alone
 streamed_round.py   A round whose model is pushed fragment by fragment: which one is due, and what is pushed of it

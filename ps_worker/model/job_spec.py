@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
 from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
+from ps_worker.tables.stepping import check, group_of, optimizer_of
 from ps_worker.values import PrepareOptions
 
 
@@ -99,13 +100,50 @@ def _parameters(
             is_saved = id(tensor) not in not_saved
             parameters.append(ParameterSpec(name, shape, dtype, group, optimizer, element, is_saved))
             tensors.append(part)
-    if groups:
-        raise InvalidRequest(
-            f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models "
-            "over. Put a parameter of its own, such as the weight of a loss, into a module, and hand that over, too: "
-            "class Loss(nn.Module), with self.weight = nn.Parameter(...) in its __init__"
-        )
+    _refuse_unknown(len(groups))
     return tuple(parameters), tensors
+
+
+def _refuse_unknown(count: int) -> None:
+    """Raises InvalidRequest where optimizers have parameters that no model has. count: of them"""
+    if count:
+        raise InvalidRequest(
+            f"the optimizers hold {count} parameters of no model that was handed to prepare; hand all models over. Put "
+            "a parameter of its own, such as the weight of a loss, into a module, and hand that over, too: class "
+            "Loss(nn.Module), with self.weight = nn.Parameter(...) in its __init__"
+        )
+
+
+def check_next(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], rows_of: Mapping[str, str]
+) -> None:
+    """Raises what `describe` would for optimizers that are to step prepared models from now on.
+
+    rows_of: by the name of a table, the optimizer that its job steps its rows with
+    """
+    for optimizer in optimizers:
+        optimizer_name(optimizer)
+    check_known(models, optimizers)
+    tables = named_tables(models)
+    check(list(tables.values()), optimizers)
+    for name, table in tables.items():
+        owner = next((each for each in optimizers if group_of(each, table.weight) is not None), None)
+        cls = rows_of[name] if owner is None else optimizer_of(table, owner)[0]
+        if cls != rows_of[name]:
+            raise Unsupported(
+                f"the rows of table {name!r} are stepped by {rows_of[name]} as long as the job runs, and {cls} has its "
+                f"weight now: leave it out, or give it a {rows_of[name]} of its own"
+            )
+
+
+def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises InvalidRequest for optimizers with parameters in common, or of no model; Unsupported for parameters that
+    would train in a type that servers cannot step."""
+    groups = _groups(models, optimizers)
+    for key, tensor in _named(models):
+        if groups.pop(id(tensor), None) is not None:
+            is_trained(key, tensor)
+    _refuse_unknown(len(groups))
 
 
 def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,9 +191,9 @@ def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
 def _all_said(checks: Sequence[Callable[[], object]]) -> list[str]:
     """Returns the messages of the errors that checks raise."""
     said = []
-    for check in checks:
+    for refuse in checks:
         try:
-            check()
+            refuse()
         except (InvalidRequest, Unsupported) as error:
             said.append(str(error))
     return said

@@ -12,6 +12,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.optimizers import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
+from ps_worker.model.stages import Stage
 from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -58,14 +59,19 @@ def states_before(
 ) -> States:
     """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-    states = {
-        indices[id(parameter)]: tensors_of(state)
+    states = {indices[id(parameter)]: state for parameter, state in states_of(optimizers).items()}
+    check_states(spec, states)
+    return states
+
+
+def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the state of optimizers that have taken steps already, by parameter."""
+    return {
+        parameter: tensors_of(state)
         for optimizer in optimizers
         if _has_stepped(optimizer)
         for parameter, state in optimizer.state.items()
     }
-    check_states(spec, states)
-    return states
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -108,17 +114,31 @@ def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int,
 
 
 class StateCollector:
-    """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice."""
+    """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice.
 
-    def __init__(self, spec: JobSpec, layout: Layout) -> None:
-        self._spec = spec
+    A bucket that has not come to the stage yet has the state of the one before: that of an optimizer that has begun
+    later is left out.
+    """
+
+    def __init__(self, stage: Stage, layout: Layout) -> None:
+        self._stage = stage
+        self._spec = stage.spec
         self._layout = layout
         self._lock = threading.Lock()
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     def land(self, chunk: StateChunk) -> None:
-        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's."""
+        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's, or the job has
+        come to a later stage than this script."""
         bucket = self._layout.buckets[chunk.bucket]
+        if chunk.stage > self._stage.number:
+            raise InvalidRequest(
+                f"the job has come to its stage {chunk.stage}, and this script to stage {self._stage.number}: its "
+                "optimizers have no state there. Ask for it when this script has handed the later ones to prepare, too"
+            )
+        parts = [(position, part) for position, part in enumerate(bucket.slices) if self._has(part.parameter, chunk)]
+        if not parts:
+            return
         scalar = is_scalar_state(self._spec.optimizers[bucket.optimizer], chunk.state)
         values = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
         expected = len(bucket.slices) if scalar else bucket.numel
@@ -126,7 +146,7 @@ class StateCollector:
             raise InvalidRequest(
                 f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {values.numel()}"
             )
-        for position, part in enumerate(bucket.slices):
+        for position, part in parts:
             if position in chunk.absent:
                 continue
             if scalar:
@@ -139,6 +159,10 @@ class StateCollector:
             else:
                 whole = _real(self._whole(part.parameter, chunk.state)).view(-1)
                 whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
+
+    def _has(self, parameter: int, chunk: StateChunk) -> bool:
+        """Whether what a chunk has of a parameter is of the optimizer that steps it now."""
+        return self._stage.since.get(parameter, chunk.stage + 1) <= chunk.stage
 
     def _whole(self, index: int, name: str) -> torch.Tensor:
         parameter = self._spec.parameters[index]

@@ -52,7 +52,8 @@ def refuse_sparse(model: nn.Module) -> None:
 def refuse_sync_batch_norm(model: nn.Module) -> None:
     """Raises Unsupported for SyncBatchNorm, unless the script has a process group of its own for it."""
     for key, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and not _has_process_group():
+        named = any(kind.__name__ == "SyncBatchNorm" for kind in type(module).__mro__)  # torch's own, and Apex's
+        if named and not _has_process_group():
             raise Unsupported(
                 f"{key or 'the model'} is a SyncBatchNorm, which needs a process group, and there is none: it would be "
                 "a BatchNorm with each worker's own statistics. Leave convert_sync_batchnorm out if that will do, use "

@@ -61,6 +61,7 @@ class WorkerCheckpoint:
     device: the one whose random state counts
     save:   takes a clock and the bytes of its state; returns at once
     steps:  made by this process, whatever the clock
+    stage:  of the script: it has handed over other optimizers so often
     inner:  the state of optimizers that step on this worker
     """
 
@@ -68,7 +69,7 @@ class WorkerCheckpoint:
 
     def __init__(self, device: torch.device, save: Save) -> None:
         self.device = device
-        self.steps = 0
+        self.steps = self.stage = 0
         self.loaders: list[LoaderPosition] = []
         self._save = save
         self._optimizers: list[tuple[torch.optim.Optimizer, int]] = []  # each, and how many groups it began with
@@ -92,6 +93,14 @@ class WorkerCheckpoint:
         """Takes in optimizers' groups, and what of the model is the worker's own."""
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
         self._model = model
+
+    def enter(self, stage: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Begins a stage of the script, in which these optimizers step."""
+        self.stage = stage
+        self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
+        if self._target is not None:
+            for optimizer in optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `rollback`
 
     def trains(self, indices: Sequence[int]) -> None:
         """Notes that another job trains parameters from here on that no optimizer of this one steps."""
@@ -299,6 +308,7 @@ class WorkerCheckpoint:
             RandomState.now(self.device),
             [self._state_of(thing) for thing in self._stateful],
             [copied({k: v for k, v in group.items() if k != "params"}, "a group") for group in self._groups()],
+            self.stage,
         )
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -322,21 +332,28 @@ class WorkerCheckpoint:
 
     def tells(self, clock: int) -> bytes | None:
         """Returns what the script has set that is the job's, for workers that join late; None: there is nothing."""
-        return None if self._target is not None else self.job.told(clock)
+        return None if self._target is not None else self.job.told(clock, self.stage)
 
-    def adopt(self, told: bytes | None, clock: int, force: bool) -> None:
+    def adopt(self, told: bytes | None, clock: int, force: bool) -> int:
         """Takes over what another worker has told of its script, at the first step of a process that came late.
 
+        Returns the stage at which that worker's script was. Of a later one than this script's, nothing is taken: those
+        are other optimizers, and maybe other things. Where this script is in a later one, its own state counts.
         force: also where a schedule goes back
         """
         what = "the schedules and other things that were handed to prepare begin anew at clock %d: %s"
+        state, why = None, None
         try:
             state = None if told is None else JobState.decode(told)
-            why = "no live worker and no checkpoint has their state" if state is None else self.job.adopt(state, force)
+            if state is None:
+                why = "no live worker and no checkpoint has their state"
+            elif state.stage == self.stage:
+                why = self.job.adopt(state, force)
         except InvalidRequest as error:
             why = str(error)
         if why is not None:
             log.warning(what, clock, why)
+        return self.stage if state is None else state.stage
 
     @property
     def has_unknown_scheduler(self) -> bool:
@@ -364,7 +381,7 @@ class WorkerCheckpoint:
         target = self._target
         assert target is not None
         self._restore(target)
-        for position, state in zip(self.loaders, target.script.loaders, strict=True):
+        for position, state in zip(self.loaders, target.script.loaders, strict=False):
             if position.index != loader:
                 position.follow(state)
         left_out, self._leave_out = self._leave_out, 0
@@ -378,9 +395,13 @@ class WorkerCheckpoint:
                 position.follow(loader_state)
 
     def set_settings(self, settings: Settings) -> None:
-        """Sets random states, hyper-parameters, and the state of schedulers and the like."""
-        set_groups(self._groups(), settings.groups)
-        for thing, state in zip(self._stateful, settings.stateful, strict=True):
+        """Sets random states, hyper-parameters, and the state of schedulers and the like.
+
+        Those of an earlier stage name other optimizers' groups, and fewer things.
+        """
+        is_of_now = settings.stage == self.stage
+        set_groups(self._groups(), settings.groups if is_of_now else [])
+        for thing, state in zip(self._stateful, settings.stateful, strict=is_of_now):
             thing.load_state_dict(copied(state))
         settings.random.restore(self.device)
 
@@ -390,6 +411,9 @@ class WorkerCheckpoint:
         # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
         saved = len(settings.groups), len(settings.stateful), len(loaders)
+        # So is one from an earlier stage, in which less was prepared.
+        if settings.stage < self.stage and saved[1] <= here[1] and saved[2] <= here[2]:
+            here = saved
         if here != saved or not self._model.takes(state.own):
             raise Unsupported(
                 "what this worker had saved is of another script: (groups, things with a state, loaders) were "
@@ -397,10 +421,11 @@ class WorkerCheckpoint:
             )
         self._target, self._at_step = None, state.at_step
         if self.steps == 0 and state.at_step is not None:  # a new process, at the top of its loop
-            settings = replace(settings, stateful=state.at_step.stateful, groups=state.at_step.groups)
+            then = state.at_step
+            settings = replace(settings, stateful=then.stateful, groups=then.groups, stage=then.stage)
         self.set_settings(settings)
         self._model.put(state.own, state.clock)
-        self.inner.restore(state.clock, state.inner)
+        self.inner.restore(state.clock, state.inner if settings.stage == self.stage else None)
         log.info("this worker's own state is that of clock %d", state.clock)
 
 
@@ -413,7 +438,7 @@ def _before_pass(state: LoaderState) -> LoaderState:
     """Returns the position of a loader before the pass that is under way: an evaluation is made again as a whole."""
     if not state.going or state.start is None:
         return state
-    return LoaderState(state.begun - 1, False, 0, None, state.start.generator)
+    return LoaderState(state.begun - 1, False, 0, None, state.start.generator, state.shift, state.over)
 
 
 class BesideCheckpoint(WorkerCheckpoint):

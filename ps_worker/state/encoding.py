@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class LoaderState:
 
     begun: passes begun
     going: whether the last of them is under way, with `taken` batches out of it, from `start`
+    shift: pass k is the data's pass k + shift: the script has gone on from a file of its own
+    over:  so many samples of the pass under way, or of the next one, were over for all workers before it began
     """
 
     begun: int
@@ -84,6 +86,8 @@ class LoaderState:
     taken: int
     start: PassStart | None
     generator: torch.Tensor | None
+    shift: int = 0
+    over: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,13 @@ class Settings:
 
     stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
     groups:   the hyper-parameters of each of the optimizer's groups
+    stage:    of the script, whose optimizers these are
     """
 
     random: RandomState
     stateful: list[Any]
     groups: list[dict[str, Any]]
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,13 +162,16 @@ def encode(state: WorkerState) -> bytes:
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
         "groups": plain(settings.groups, tensors, "groups"),
+        "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
+        "places": [[loader.shift, loader.over] for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
         "residual": None if state.own.residual is None else sorted(state.own.residual),
         "inner": plain(state.inner, tensors, "the optimizer's state"),
         "at_step": None if state.at_step is None else _settings(state.at_step, tensors),
+        "stage_at_step": 0 if state.at_step is None else state.at_step.stage,
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
@@ -197,8 +206,10 @@ def decode(data: bytes) -> WorkerState:
         return WorkerState(
             clock=_whole(document["clock"]),
             script=ScriptState(
-                _settings_of((document["random"], document["stateful"], document["groups"]), decoded),
-                [_loader_of(loader, decoded) for loader in document["loaders"]],
+                _settings_of(
+                    (document["random"], document["stateful"], document["groups"]), decoded, document.get("stage", 0)
+                ),
+                _loaders_of(document["loaders"], document.get("places"), decoded),
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
@@ -207,19 +218,19 @@ def decode(data: bytes) -> WorkerState:
                 _residual_of(document.get("residual", []), tensor),
             ),
             inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
-            at_step=_at_step_of(document.get("at_step"), decoded),  # nor this
+            at_step=_at_step_of(document.get("at_step"), decoded, document.get("stage_at_step", 0)),  # nor this
         )
     except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
 
 
-def _settings_of(value: Any, decoded: Callable[[Any], Any]) -> Settings:
+def _settings_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings:
     random, stateful, groups = value
-    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)))
+    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)), _whole(stage))
 
 
-def _at_step_of(value: Any, decoded: Callable[[Any], Any]) -> Settings | None:
-    return None if value is None else _settings_of(value, decoded)
+def _at_step_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings | None:
+    return None if value is None else _settings_of(value, decoded, stage)
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:
@@ -273,6 +284,15 @@ def _random_of(value: Any) -> RandomState:
         )
     random.Random(0).setstate(python)  # raises for what is none of Python's
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
+
+
+def _loaders_of(values: list[Any], places: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
+    """places: none in states of earlier versions"""
+    loaders = [_loader_of(value, decoded) for value in values]
+    if places is None:
+        return loaders
+    pairs = zip(loaders, places, strict=True)
+    return [replace(loader, shift=int(shift), over=_whole(over)) for loader, (shift, over) in pairs]
 
 
 def _loader_of(value: Any, decoded: Callable[[Any], Any]) -> LoaderState:

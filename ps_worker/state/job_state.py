@@ -33,12 +33,14 @@ class JobState:
 
     kinds:    the names of the things' types; None: not known
     stateful: None for what is the worker's own
+    stage:    of the script, whose optimizers these groups are of
     """
 
     clock: int
     kinds: list[str] | None
     stateful: list[Any]
     groups: list[dict[str, Any]]
+    stage: int = 0
 
     def encode(self) -> bytes:
         """Returns it as bytes. Raises Unsupported for a value of an unknown type."""
@@ -48,6 +50,7 @@ class JobState:
             "kinds": self.kinds,
             "stateful": plain(self.stateful, tensors),
             "groups": plain(self.groups, tensors, "groups"),
+            "stage": self.stage,
         }
         return write_document(document, tensors, FORMAT)
 
@@ -62,7 +65,9 @@ class JobState:
 
             at_step = document.get("at_step")  # of a worker without a loader
             stateful, groups = (document["stateful"], document["groups"]) if at_step is None else at_step[1:]
-            return cls(int(document["clock"]), document.get("kinds"), list(decoded(stateful)), list(decoded(groups)))
+            stage = int(document.get("stage" if at_step is None else "stage_at_step", 0))  # earlier versions have none
+            kinds = document.get("kinds")
+            return cls(int(document["clock"]), kinds, list(decoded(stateful)), list(decoded(groups)), stage)
         except UNREADABLE as error:
             raise InvalidRequest(f"what another worker told of its script cannot be read: {error}") from None
 
@@ -90,11 +95,11 @@ class JobThings:
         """Whether any thing's state is the job's."""
         return not all(self._own)
 
-    def told(self, clock: int) -> bytes | None:
+    def told(self, clock: int, stage: int) -> bytes | None:
         """Returns the state as it is told to others; None where there is none, or too much."""
         if not self.are_some:
             return None
-        encoded = self.state(clock).encode()
+        encoded = self.state(clock, stage).encode()
         if len(encoded) <= MAX_SCRIPT_BYTES:
             return encoded
         sizes = {_kind(thing): len(JobState(0, None, [self._state_of(thing)], []).encode()) for thing in self._things}
@@ -107,7 +112,7 @@ class JobThings:
         )
         return None
 
-    def state(self, clock: int) -> JobState:
+    def state(self, clock: int, stage: int) -> JobState:
         """Returns the state as it is."""
         pairs = list(zip(self._things, self._own, strict=True))
         return JobState(
@@ -115,6 +120,7 @@ class JobThings:
             [_kind(thing) for thing in self._things],
             [None if own else self._state_of(thing) for thing, own in pairs],
             [copied({key: value for key, value in group.items() if key != "params"}) for group in self._groups()],
+            stage,
         )
 
     def adopt(self, state: JobState, force: bool) -> str | None:
@@ -132,7 +138,7 @@ class JobThings:
         ]
         if not force and any(_goes_back(thing, saved) for thing, saved in others):
             return None  # the script has brought itself as far
-        before = self.state(0)
+        before = self.state(0, 0)
         try:
             self._set([(thing, saved) for thing, saved in others], state.groups)
         except Exception as error:  # of the things themselves

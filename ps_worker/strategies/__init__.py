@@ -4,6 +4,7 @@ added.py             Parameters that an optimizer is given after `prepare`: `opt
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
+job_stages.py        The stages of one job: other optimizers step its parameters from then on
 job_training.py      The training of models in one job: the step loop
 local.py             Local steps: the mode `local:H`, with the script's own optimizers and a push each round
 parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
+from ps_worker.model.stages import Stage
 from ps_worker.values import Assignment, JoinResult
 
 log = logging.getLogger("ps_worker")
@@ -31,7 +33,7 @@ class Assignments:
     def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor]) -> None:
         """tensors: the model's, in the order of the job's parameters."""
         self._model = model
-        self._spec = model.spec
+        self._spec, self._stage = model.spec, 0
         self._tensors = tensors
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
@@ -60,6 +62,11 @@ class Assignments:
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
 
+    def by_index(self, states: ParameterStates, of: Collection[int]) -> dict[int, Mapping[str, torch.Tensor]]:
+        """Returns state by the index of its parameter, of those parameters alone."""
+        found = {self._indices[id(tensor)]: state for tensor, state in states.items() if id(tensor) in self._indices}
+        return {index: state for index, state in found.items() if index in of}
+
     def load(self, parameters: Set[int], states: ParameterStates) -> None:
         """Has the next step begin with this state of the parameters of one optimizer. Raises what `check_states` does.
 
@@ -72,6 +79,12 @@ class Assignments:
                 loaded[index] = state
         check_states(self._spec, loaded)
         self._states = {**(self._states or {}), **loaded}
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage: what was set of optimizers that step no more is dropped."""
+        kept = {index for index, since in stage.since.items() if since < stage.number}
+        states = {index: state for index, state in (self._states or {}).items() if index in kept}
+        self._spec, self._stage, self._states = stage.spec, stage.number, states or None
 
     def loaded(self, parameters: Set[int]) -> States | None:
         """Returns the state of these parameters if the script has set it since the last step."""
@@ -136,7 +149,7 @@ class Assignments:
         """
         of_step = [each for each in self._of_step if begun is None or not connection.has_had(each.bucket, begun)]
         for assignment in of_step:
-            connection.assign(connection.clock + 1, assignment)
+            connection.assign(connection.clock + 1, replace(assignment, stage=self._stage))
         return bool(of_step)
 
     @property

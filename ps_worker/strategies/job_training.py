@@ -40,6 +40,7 @@ from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.unfinished import Fate, Unfinished
@@ -58,6 +59,7 @@ class JobTraining:
     data:          leased batches that no step has used yet
     checkpoint:    this worker's own part of the job's checkpoints
     stepped:       this process has made a step of its own
+    stages:        which optimizers step the job's parameters
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class JobTraining:
         self.participation = participation
         self._steps = steps
         self._model = steps.model
+        self._tensors = tensors
         self._assignments = Assignments(steps.model, tensors)
         self._added = added
+        self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
@@ -89,6 +93,7 @@ class JobTraining:
         self._beside = beside
         self._is_late = False  # what the script has set is not the job's yet, see `_follow_job`
         self._goes_back = False  # it is ahead of the job's, which was rolled back
+        self._late_until = 0  # the stage of the script at which what the job has can be taken over
 
     def begin(
         self,
@@ -186,6 +191,7 @@ class JobTraining:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
         if self._is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
+        self.stages.check_steps(index)
         self._rolled_back = False
         self._follow_job()
         self.checkpoint.stepping()
@@ -214,15 +220,19 @@ class JobTraining:
     # -- what the script has set that is the job's -------------------------------------------------------------------
 
     def _follow_job(self) -> None:
-        """Has a process that came late continue with the job's schedule, right before its first step."""
-        if not self._is_late:
+        """Has a process that came late continue with the job's schedule: right before its first step, or the first one
+        of the stage to which the job's script has come."""
+        if not self._is_late or self.checkpoint.stage < self._late_until:
             return
         if self.checkpoint.job.are_some:
             try:
                 told = self.participation.ask_script()
             except PlaceLost:
                 return  # which the step meets, too; the next one asks anew
-            self.checkpoint.adopt(None if told is None else told.content, self.clock, self._goes_back)
+            content = None if told is None else told.content
+            self._late_until = self.checkpoint.adopt(content, self.clock, self._goes_back)
+            if self.checkpoint.stage < self._late_until:
+                return
         elif self.checkpoint.has_unknown_scheduler:
             log.warning(
                 "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
@@ -313,6 +323,7 @@ class JobTraining:
         unfinished, connection = self._unfinished, self.participation.connection
         assert unfinished is not None
         step, begun = unfinished.step, unfinished.begun
+        self.stages.tell()
         if self._assignments.send(connection, begun):
             self.participation.settle()
         self._send_assigned_rows(begun)
@@ -353,6 +364,7 @@ class JobTraining:
             self.participation.settle()
         with named(PULL):
             self._model.end_pull()
+        self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         with undisturbed():
@@ -396,6 +408,7 @@ class JobTraining:
         """Takes a new place; returns whether the step at hand counts. It is kept if it is to be pushed again."""
         unfinished, done, lost = self._unfinished, self.clock, self.participation.connection
         is_leased = unfinished is not None and bool(self.data.use())
+        self.stages.place_lost()
         self._steps.abandon()
         self._steps.tables.forget_ahead()
         gradients = self._model.held_gradients()
@@ -550,11 +563,13 @@ class JobTraining:
 
     def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        self.stages.check_steps(index)
         self._added.load(index, states)
         self._assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
         states = self._assignments.loaded(parameters)
         if states is None:
@@ -567,7 +582,7 @@ class JobTraining:
                 "the session is closed, and the optimizer's state went with its place in the job: save it before"
             )
         while True:
-            collector = StateCollector(self._model.spec, self._model.layout)
+            collector = StateCollector(self._steps.stage, self._model.layout)
 
             def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
                 self.participation.connection.pull_state(land)
@@ -578,6 +593,7 @@ class JobTraining:
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        self.stages.check_steps(index)
         parameters = self._added.add(index, group)
         self._assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)

@@ -29,7 +29,9 @@ from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
+from ps_worker.model.job_spec import check_known
 from ps_worker.model.local_round import LocalRound
+from ps_worker.model.stages import tensors_in
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.ending import is_cut_short
 from ps_worker.state.inner import InnerStates
@@ -73,6 +75,16 @@ class LocalSteps(ParameterServer):
         self._local = training
         self._alone.know(optimizers, optimizers)
         return models, optimizers
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns the optimizers as they are, watched. Raises Unsupported for parameters that were frozen before."""
+        assert self._local is not None
+        check_known(models, optimizers)
+        self._local.follow(optimizers)
+        self._alone.take_over(optimizers, optimizers)
+        return optimizers
 
     @property
     def _training_class(self) -> type[LocalTraining]:
@@ -121,7 +133,7 @@ class LocalTraining(JobTraining):
         self._groups = [len(optimizer.param_groups) for optimizer in optimizers]
         self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of the optimizer
         self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
@@ -142,19 +154,46 @@ class LocalTraining(JobTraining):
         self._metrics.rounds.begin()
         if self.clock and self.participation.connection.place.state is None and self._inner.is_empty:
             self._inner.begin_anew()
-        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
         for optimizer in self._own:
-            self._hooks += [
-                optimizer.register_step_pre_hook(lambda *_: self._stepping()),
-                optimizer.register_step_post_hook(lambda *_: self._stepped()),
-            ]
+            self._watch(optimizer)
             self._metrics.watch_gradients(optimizer)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
+        self._hooks[id(optimizer)] = [
+            optimizer.register_step_pre_hook(lambda *_: self._stepping()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+        ]
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Has these optimizers step on this worker from the next step on, in place of those that had any of their
+        parameters. A round that is under way goes on. Raises Unsupported for parameters that the job does not train."""
+        trained = {id(tensor): index for index, tensor in enumerate(self._tensors) if index in self._steps.stage.owner}
+        taken = {id(tensor): tensor for each in optimizers for tensor in tensors_in(each)}
+        if any(tensor.requires_grad and key not in trained for key, tensor in taken.items()):
+            raise Unsupported(
+                "in local:H a job trains the parameters that its first optimizers had: give them all before prepare, "
+                "and set requires_grad=False on those that do not train yet"
+            )
+        replaced = [each for each in self._own if any(id(tensor) in taken for tensor in tensors_in(each))]
+        for each in replaced:
+            for hook in self._hooks.pop(id(each)):
+                hook.remove()
+        self._own = [*(each for each in self._own if id(each) in self._hooks), *optimizers]
+        self._groups = [len(each.param_groups) for each in self._own]
+        for each in optimizers:
+            self._watch(each)
+        self._inner.enter(self._own)
+        self._assignments.note_between_passes(self.clock + 1)
+        self.checkpoint.enter(self.checkpoint.stage + 1, self._own)
 
     def close(self) -> None:
         """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
         if not self._closing:
             self._say_if_never_warm()
-        for hook in self._hooks:
+            if self._began is not None and not self._round.made:
+                self._began = self._told()  # whoever goes on begins the round after the last one
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
         super().close()
 

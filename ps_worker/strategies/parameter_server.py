@@ -26,9 +26,16 @@ from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.rounds import Rounds
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
-from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
+from ps_worker.data.loaders import (
+    PreparedLoader,
+    dividing_sampler,
+    prepared_loader,
+    shard_loader,
+    warning_once,
+    with_plain_batches,
+)
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.job_spec import describe
+from ps_worker.model.job_spec import check_next, describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
@@ -115,6 +122,18 @@ class ParameterServer:
         self._alone.know(prepared, optimizers)
         return models, prepared
 
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
+        training = self._training
+        assert training is not None
+        check_next(models, optimizers, training.stages.rows_of)
+        numbers = training.stages.begin(optimizers)
+        prepared = [ServerOptimizer(each, training, number) for each, number in zip(optimizers, numbers, strict=True)]
+        self._alone.take_over(prepared, optimizers)
+        return prepared
+
     def _join(
         self,
         models: Sequence[nn.Module],
@@ -145,10 +164,11 @@ class ParameterServer:
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
         is_iterable = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or is_iterable:
-            begin = training.checkpoint.add_loader(share, training.look_ahead).batches
+            position = training.checkpoint.add_loader(share, training.look_ahead)
+            begin, place = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
-            return PreparedLoader(share, self._device, timer, begin)
+            return prepared_loader(share, self._device, timer, begin, place)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)

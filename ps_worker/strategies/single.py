@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ps_worker.data.loaders import PreparedLoader, refused_of_loader
+from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_loader
+from ps_worker.data.place import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.model.stepped_alone import SteppedAlone
@@ -65,6 +66,17 @@ class Single:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers
 
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns them as they are. Those before may go on, too; servers would refuse that."""
+        self._log_refused(refused_of(models, optimizers))
+        assert self._alone is not None
+        self._alone.take_over(optimizers, optimizers)
+        for optimizer in optimizers:
+            self._metrics.watch_optimizer(optimizer, self._stepped)
+        return optimizers
+
     def _stepped(self) -> int:
         self.clock += 1
         return self.clock
@@ -72,7 +84,10 @@ class Single:
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns a loader of all of the data."""
         self._log_refused(refused_of_loader(loader))
-        return PreparedLoader(loader, self._device, self._metrics.timer)
+        if hasattr(loader, "state_dict"):  # torchdata's, which has its own
+            return prepared_loader(loader, self._device, self._metrics.timer, loader.__iter__)
+        place = WholeLoop(loader)
+        return prepared_loader(loader, self._device, self._metrics.timer, place.batches, place)
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""

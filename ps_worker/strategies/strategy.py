@@ -70,6 +70,12 @@ class Strategy(Protocol):
     ) -> Prepared:
         """Returns the models and the optimizers to train with. Blocks until all declared workers have joined."""
 
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers to train on with: these step their parameters of the prepared models from now on, in place
+        of those that had any of them."""
+
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> Batches:
         """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
 

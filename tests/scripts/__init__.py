@@ -2,6 +2,7 @@
 
 train_everything.py       Trains in whichever way its launcher chooses, and leaves its weights in a file
 train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
+train_two_stages.py       Two stages, each with an optimizer of its own
 train_with_frameworks.py  Trains with each framework under a launcher, in sync and in async
 train_tables.py           Two tables and a layer, each rank with its part of every batch
 assign_rows.py            Pretrained rows in ddp, and rows that each rank sets later

@@ -18,7 +18,7 @@ from ps_server.storage.export import export, model_state_dict, optimizer_state_d
 from ps_server.storage.manifest import Manifest
 from ps_worker import InvalidRequest, NonFiniteGradient, Session, Unsupported
 from tests.tools.cluster import Cluster, in_parallel
-from tests.tools.small_models import close, drawn, same, step, weights_of
+from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
 MakeCluster = Callable[..., Cluster]
 
@@ -163,6 +163,8 @@ def test_a_quantised_weight_travels_as_the_tensors_that_it_consists_of(shared: C
             model: Any = Quantising(rank)
             model, optimizer = session.prepare(model, sgd(model))  # it is in the optimizer, and has no gradient
             step(model, optimizer, drawn(rank, 4, 3))
+            optimizer = session.prepare(torch.optim.Adam(model.parameters()))
+            step(model, optimizer, drawn(rank, 4, 3))
             assert isinstance(model.base, Quantised)
             assert model.tied is model.base
             return [model.base.values_, model.base.scale_]
@@ -170,6 +172,36 @@ def test_a_quantised_weight_travels_as_the_tensors_that_it_consists_of(shared: C
     first, second = in_parallel(2, work)
     assert same(first, [some(torch.int8, 0, 3, 4), torch.tensor(0.5)])
     assert same(second, first)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.detach()]
+    names, _ = tensor.__tensor_flatten__()
+    return [each for name in names for each in inner_tensors(getattr(tensor, name))]
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchaos_weights_start_as_rank_0_has_them(shared: Cluster, job: str, kind: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def work(rank: int) -> list[torch.Tensor]:
+        with shared.connect("sync", rank, 2, job=job) as session:
+            base = nn.Linear(32, 64).requires_grad_(False)
+            nn.init.constant_(base.weight, 0.25 + rank)
+            nn.init.constant_(base.bias, rank)
+            torchao.quantize_(base, getattr(torchao, kind)())
+            model: Any = nn.Sequential(base, filled(nn.Linear(64, 1)))
+            model, optimizer = session.prepare(model, sgd(model))
+            for number in range(2):
+                step(model, optimizer, drawn(number, 4, 32))
+            assert type(model[0].weight) is type(base.weight) is not nn.Parameter
+            assert float(base.weight.dequantize().mean()) == pytest.approx(0.25, rel=0.01)
+            return [each for parameter in model.parameters() for each in inner_tensors(parameter)]
+
+    first, second = in_parallel(2, work)
+    assert len(first) > 4, "of a weight there are several"
+    assert same(first, second)
 
 
 # -- complex parameters ----------------------------------------------------------------------------------------------

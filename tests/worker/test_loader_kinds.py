@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest
 from ps_worker.data.leased import loader_spec
-from ps_worker.data.loaders import PreparedLoader, shard_loader
+from ps_worker.data.loaders import PlacedLoader, ShareSampler, prepared_loader, shard_loader
+from ps_worker.data.place import ShareLoop
 from ps_worker.given import sort_given
 from ps_worker.metrics import StepTimer
 
@@ -44,22 +45,38 @@ def test_torchdatas_loader_is_leased_as_torchs_is() -> None:
 
 def test_a_loader_that_is_used_as_it_is_keeps_its_position() -> None:
     """In single, say: the script's own file has it."""
-    prepared = PreparedLoader(stateful(batch_size=2), CPU, StepTimer())
+    own = stateful(batch_size=2)
+    prepared = prepared_loader(own, CPU, StepTimer(), own.__iter__)
+    assert isinstance(prepared, PlacedLoader)
     batches = iter(prepared)
     first = [next(batches).tolist() for _ in range(2)]
     state = prepared.state_dict()
-    again = PreparedLoader(stateful(batch_size=2), CPU, StepTimer())
+    own = stateful(batch_size=2)
+    again = prepared_loader(own, CPU, StepTimer(), own.__iter__)
+    assert isinstance(again, PlacedLoader)
     again.load_state_dict(state)
     assert first + [batch.tolist() for batch in again] == [[i, i + 1] for i in range(0, 12, 2)]
 
 
-def test_a_loader_that_was_divided_has_no_position_for_the_scripts_file() -> None:
-    share = shard_loader(DataLoader(list(range(12)), batch_size=2), lambda: (0, 2), seed=3)  # type: ignore[arg-type]
-    prepared = PreparedLoader(share, CPU, StepTimer())
-    with pytest.raises(Unsupported, match="let the servers make checkpoints"):
-        prepared.state_dict()
-    with pytest.raises(Unsupported, match="let the servers make checkpoints"):
-        prepared.load_state_dict({})
+def test_torchdatas_loader_that_was_divided_has_the_place_of_all_workers() -> None:
+    def prepared() -> PlacedLoader:
+        share = shard_loader(stateful(batch_size=2, shuffle=True), lambda: (0, 2), seed=3)
+        assert isinstance(share.sampler, ShareSampler)
+        place = ShareLoop(share, share.sampler)
+        return PlacedLoader(share, CPU, StepTimer(), place.batches, place)
+
+    first = prepared()
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    assert state == {"order": 3, "samples": 4, "size": 12}
+    again = prepared()
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
+    loaded = stateful(batch_size=2, shuffle=True)
+    loaded.load_state_dict(stateful(batch_size=2, shuffle=True).state_dict())
+    with pytest.raises(InvalidRequest, match="load it into the loader that prepare returns"):
+        shard_loader(loaded, lambda: (0, 2), seed=3)
 
 
 def test_the_error_for_another_kind_of_loader_says_what_to_do() -> None:

@@ -196,9 +196,11 @@ for _ in range(2):
 
 @pytest.mark.parametrize("called", ["model", "found"])
 def test_ddp_tells_a_script_whose_steps_average_nothing(nursery: Nursery, tmp_path: Path, called: str) -> None:
-    script, log, ports = tmp_path / "script.py", tmp_path / "log", free_ports(1)
+    script, logs, ports = tmp_path / "script.py", [tmp_path / f"log-{rank}" for rank in range(2)], free_ports(1)
     script.write_text(IGNORES_WHAT_COMES_BACK.format(called=called))
     variables = {"PS_MODE": "ddp", "PS_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports)}
-    processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank in range(2)]
-    assert [process.wait(60) for process in processes] == [0, 0], log.read_text()
-    assert log.read_text().count("so this process trains alone") == (2 if called == "model" else 0)
+    processes = [nursery.run(script, [], log, PS_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
+    codes = [process.wait(60) for process in processes]
+    said = [log.read_text() for log in logs]
+    assert codes == [0, 0], said
+    assert ["so this process trains alone" in text for text in said] == [called == "model"] * 2
