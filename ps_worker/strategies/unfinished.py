@@ -20,7 +20,10 @@ class Fate(enum.Enum):
     COUNTS = "its last gradient counts"
     AGAIN = "its last gradient is pushed from there"
     DATA_COMES_AGAIN = "the data of its last step comes again"
-    NOT_KNOWN = "its last gradient is lost: a server of an earlier version does not say which shards have had it"
+    NOT_KNOWN = (
+        "its last gradient is lost, or a part of it: the coordinator does not say which shards have had it, because a "
+        "server is of an earlier version, or it was started anew while this worker joined"
+    )
     OF_LATER_WEIGHTS = "its last gradient is lost: it was taken at later weights than those that the job went back to"
     INTERRUPTED = "its last gradient is lost, or a part of it: the step was interrupted, and the script has gone on"
     NO_STEP = "it was in no step"
