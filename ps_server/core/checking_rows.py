@@ -73,6 +73,7 @@ class RowChecker:
             push.values,
             push.ranges,
             principal,
+            push.assignment,
         )
 
     def _assign(self, table: JobTable, push: RowsPush, principal: str) -> AssignRows:
@@ -81,6 +82,8 @@ class RowChecker:
             raise InvalidRequest(
                 f"table {name!r}: rows that are assigned are float32 in the message, and nothing else is with them"
             )
+        if not push.assignment:
+            raise InvalidRequest(f"table {name!r}: what is assigned has a number from 1, got 0")
         if not 0 < push.count <= push.total - push.first:
             raise InvalidRequest(
                 f"table {name!r}: rows {push.first} to {push.first + push.count} came of {push.total} that are assigned"
@@ -99,7 +102,7 @@ class RowChecker:
             raise InvalidRequest(f"table {name!r}: rows of worker {push.rank} that are assigned are not finite")
         worker = push.rank, push.incarnation, push.key, self.first + push.table
         rows = RowValues(ids, values.view(push.count, dim))
-        return AssignRows(*worker, push.clock, rows, push.first, push.total, principal)
+        return AssignRows(*worker, push.clock, rows, push.first, push.total, push.assignment, principal)
 
     def beginning(self, push: TablePush) -> BeginRows:
         """Returns the command that takes one message with what a table begins with."""

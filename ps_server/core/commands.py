@@ -161,8 +161,9 @@ class StageRows(Command[Staged]):
     present: the step has a gradient for the table, here or on another shard
     in_mean: it is a term of the mean
     values:  hyper-parameters to use from this update on
-    Raises as Stage, InvalidRequest for messages of one step that contradict each other, LimitExceeded for too many
-    rows.
+    assignment: the number of the assigned rows that it takes along; 0: none
+    Raises as Stage, InvalidRequest for messages of one step that contradict each other, and where not all rows are here
+    that it takes along, LimitExceeded for too many rows.
     """
 
     rank: int
@@ -179,6 +180,7 @@ class StageRows(Command[Staged]):
     values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
     principal: str = ""
+    assignment: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class AssignRows(Command[Staged]):
     """One message of the rows that a worker's script has set before its next step. They are kept until that is staged.
 
     table: its index; first, total: as in StageRows, of what is assigned
+    assignment: its number: a higher one takes the place of a lower one
     Raises as Stage, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
     """
 
@@ -197,6 +200,7 @@ class AssignRows(Command[Staged]):
     rows: RowValues
     first: int
     total: int
+    assignment: int
     principal: str = ""
 
 

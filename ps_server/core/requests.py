@@ -68,6 +68,7 @@ class RowsPush:
     payload:      ids, counts and gradients of `count` rows; of rows that are assigned no counts, and values
     first, total: the number of the first of them among all that the step has here of this kind, and how many these are
     place:        where the payload lies in the worker's segment for rows; None: it is here
+    assignment:   the number of the rows that are assigned, or that a step takes along; 0: it takes none
     """
 
     job: str
@@ -86,6 +87,7 @@ class RowsPush:
     key: bytes = field(default=b"", repr=False)
     run: str = ""
     place: int | None = None
+    assignment: int = 0
 
 
 @dataclass(frozen=True)

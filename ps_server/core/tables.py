@@ -205,10 +205,11 @@ class PendingRows:
 class PendingAssigned:
     """What one worker's script has set in a table before its next clock, of which messages may be missing.
 
-    parts: by the number of the first row
+    number: of the assignment; parts: by the number of the first row
     """
 
     clock: int
+    number: int
     total: int
     parts: dict[int, RowValues] = field(default_factory=dict)
 
@@ -334,10 +335,11 @@ class Tables(Mapping[int, ShardTable]):
         table, rank, clock = self._tables[command.table], command.rank, command.clock
         if table.rule.is_repeat(rank, clock):
             return Staged(table.rule.version, duplicate=True)
-        coming = table.assigned.get(rank)
-        if coming is None or coming.clock != clock:
-            self._drop_assigned(table, rank)
-            coming = PendingAssigned(clock, command.total)
+        coming, number = table.assigned.get(rank), command.assignment
+        if coming is not None and coming.clock == clock and number < coming.number:
+            return Staged(table.rule.version, duplicate=True)  # another one has taken its place
+        if coming is None or (coming.clock, coming.number) != (clock, number):
+            coming = PendingAssigned(clock, number, command.total)
         if coming.total != command.total:
             raise InvalidRequest(
                 f"table {table.spec.rows.name!r}: a message of worker {rank} says that {command.total} rows are "
@@ -400,13 +402,7 @@ class Tables(Mapping[int, ShardTable]):
         return self._count(table, command, pending, data)
 
     def _count(self, table: ShardTable, command: StageRows, pending: PendingRows, data: DataCommits) -> Staged:
-        assigned = table.assigned.get(command.rank)
-        if assigned is not None and assigned.clock == command.clock and assigned.came < assigned.total:
-            self.drop_pending(command.rank, table.index)
-            raise InvalidRequest(
-                f"table {table.spec.rows.name!r}: the step of worker {command.rank} came after {assigned.came} of "
-                f"{assigned.total} rows that are assigned with it"
-            )
+        assigned = self._assigned_with(table, command)
         try:
             use = data.use(table.index, command.ranges)
         except LimitExceeded:
@@ -419,13 +415,24 @@ class Tables(Mapping[int, ShardTable]):
             parts, present, in_mean = (), False, False
         if not parts:
             self._staged.release(table.index, command.rank)
-        clock, set_rows = command.clock if self._quorum else 0, tuple[RowValues, ...]()
-        if assigned is not None and assigned.clock == command.clock:
-            set_rows = tuple(rows for _, rows in sorted(assigned.parts.items()))
+        clock = command.clock if self._quorum else 0
         self._drop_assigned(table, command.rank)
-        contribution = RowsContribution(parts, present, in_mean, command.values, clock, set_rows)
+        contribution = RowsContribution(parts, present, in_mean, command.values, clock, assigned)
         table.rule.stage(command.rank, command.clock, contribution, command.ranges)
         return Staged(table.rule.version, duplicate=False, skipped=not parts, use=use)
+
+    def _assigned_with(self, table: ShardTable, command: StageRows) -> tuple[RowValues, ...]:
+        """Returns the rows that a step takes along. Raises InvalidRequest where not all of them are here."""
+        if not command.assignment:
+            return ()
+        found, key = table.assigned.get(command.rank), (command.clock, command.assignment)
+        if found is None or (found.clock, found.number) != key or found.came < found.total:
+            self.drop_pending(command.rank, table.index)
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: the step of worker {command.rank} came before all rows that are "
+                f"assigned with it (number {command.assignment})"
+            )
+        return tuple(rows for _, rows in sorted(found.parts.items()))
 
     def _reserve(self, table: ShardTable, command: StageRows) -> None:
         """Reserves the bytes of all messages. Raises LimitExceeded for too many, Backlogged if there is no room now.

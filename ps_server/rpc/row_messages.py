@@ -51,6 +51,7 @@ def _push(request: rows_pb2.PushRowsRequest, payload: Buffer | None) -> RowsPush
         key=worker.lease_key,
         run=worker.run,
         place=request.in_segment.offset if in_segment else None,
+        assignment=request.assignment,
     )
 
 

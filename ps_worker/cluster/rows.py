@@ -87,6 +87,8 @@ class RowTransport:
         self._calls, self._worker, self._spec, self._shared = calls, worker, spec, shared
         self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
+        self._assignments = 0  # made so far
+        self._assigned: dict[tuple[int, int, int], int] = {}  # by clock, table and shard, the number of what is there
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
         self._reader: DaemonPool | None = None  # of vectors that a script has given
 
@@ -156,8 +158,10 @@ class RowTransport:
         )
         pushed: list[Future[PushResult]] = []
         pulled: dict[tuple[int, int], Future[PullResult]] = {}
+        assigned, self._assigned = self._assigned, {}
         for push, shard, rows in parts:
             request, place = self._push_request(push, rows, clock, ranges), self._place_on(shard, room)
+            request.assignment = assigned.get((clock, push.table, shard), 0)
             asked = wanted.get((push.table, shard))
             if rows is not None and len(rows) and place is None:
                 wire = self._gradients.name
@@ -185,6 +189,8 @@ class RowTransport:
         request = rows_pb2.PushRowsRequest(
             worker=convert.identity(self._worker), table=table, clock=clock, kind=rows_pb2.ROW_PUSH_KIND_ASSIGN
         )
+        self._assignments += 1
+        request.assignment = self._assignments
         most = max(1, MESSAGE_BYTES // assigned_bytes(rows.values.shape[1], 1))
         sent: list[Future[PushResult]] = []
         for shard, which in zip(self._calls, by_shard(rows.ids, len(self._calls)), strict=True):
@@ -193,6 +199,7 @@ class RowTransport:
                 continue
             values = rows.values[which if isinstance(which, slice) else torch.from_numpy(which)]
             request.total_row_count = len(ids)
+            self._assigned[clock, table, shard] = self._assignments
             for first in range(0, len(ids), most):
                 part = slice(first, first + most)
                 request.first_row, request.row_count = first, len(ids[part])

@@ -19,6 +19,7 @@ from ps_tables.contributions import RowValues
 
 PIECE_BYTES = 4 * 2**20  # of vectors that are read at a time
 
+_BUFFER = 2**20
 _ID_TYPES = (np.dtype(np.int64), np.dtype(np.int32))
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -264,4 +265,5 @@ def _pyarrow_file(file: RowFile) -> Any:
         from pyarrow import parquet
     except ImportError:
         raise InvalidRequest("Parquet needs the package pyarrow: pip install 'ps-torch[parquet]'") from None
-    return parquet.ParquetFile(file.path)
+    # A buffer: otherwise all of a row group is read at once, which may be all of the file.
+    return parquet.ParquetFile(file.path, buffer_size=_BUFFER)

@@ -44,15 +44,16 @@ def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **ro
 def assign(ids: np.ndarray = HERE[:3], value: float = 5.0, clock: int = 1, rank: int = 0, **more: Any) -> RowsPush:
     payload = ids.astype("<i8").tobytes() + np.full((len(ids), DIM), value, "<f4").tobytes()
     who = "job", rank, rank + 1, 0, clock
-    return replace(RowsPush(*who, RowPushKind.ASSIGN, payload, 0, len(ids), len(ids), {}), **more)
+    return replace(RowsPush(*who, RowPushKind.ASSIGN, payload, 0, len(ids), len(ids), {}, assignment=1), **more)
 
 
-def step(ids: np.ndarray = HERE[:0], clock: int = 1, rank: int = 0, skip: bool = False) -> RowsPush:
+def step(ids: np.ndarray = HERE[:0], clock: int = 1, rank: int = 0, skip: bool = False, number: int = 1) -> RowsPush:
     payload = (
         ids.astype("<i8").tobytes() + np.ones(len(ids), "<u4").tobytes() + np.ones((len(ids), DIM), "<f4").tobytes()
     )
     kind = RowPushKind.SKIP if skip else RowPushKind.GRADIENT
-    return RowsPush("job", rank, rank + 1, 0, clock, kind, payload, 0, len(ids), len(ids), {})
+    who = "job", rank, rank + 1, 0, clock
+    return RowsPush(*who, kind, payload, 0, len(ids), len(ids), {}, assignment=number)
 
 
 def send(job: JobPartition, one: RowsPush) -> Staged:
@@ -121,7 +122,7 @@ def test_a_step_before_all_are_here_is_refused_and_may_come_again() -> None:
     job = running()
     send(job, replace(assign(HERE[:3]), total=8))
     before = image(job)
-    with pytest.raises(InvalidRequest, match="the step of worker 0 came after 3 of 8 rows that are assigned with it"):
+    with pytest.raises(InvalidRequest, match=r"worker 0 came before all rows that are assigned with it \(number 1\)"):
         send(job, step(HERE[:1]))
     assert image(job) == before
     send(job, replace(assign(HERE[3:]), first=3, total=8))
@@ -148,6 +149,23 @@ def test_in_async_each_step_brings_its_own() -> None:
     assert weights(job, HERE[:1]) == [6.0 - RATE]
 
 
+def test_a_later_assignment_takes_the_place_of_one_that_was_broken_off() -> None:
+    job = running()
+    send(job, replace(assign(HERE[:3]), total=8))
+    send(job, assign(HERE[:1], 7.0, assignment=2))
+    assert send(job, replace(assign(HERE[3:], first=3), total=8)).duplicate, "a message that was under way"
+    send(job, step(number=2))
+    assert weights(job) == [7.0, 1.0, 1.0]
+
+
+def test_a_step_that_names_none_drops_what_has_come() -> None:
+    job = running()
+    send(job, assign())
+    send(job, step(number=0))
+    assert weights(job) == [1.0] * 3
+    assert (job.tables[0].assigned, [budget.bytes for budget in job._room]) == ({}, [0, 0, 0])
+
+
 @pytest.mark.parametrize("command", [RemoveWorker(0, 1), AddWorker(0, 2, 0)])
 def test_what_is_set_goes_with_the_place_of_its_worker(command: AddWorker | RemoveWorker) -> None:
     job = running("async")
@@ -159,8 +177,8 @@ def test_what_is_set_goes_with_the_place_of_its_worker(command: AddWorker | Remo
 
 def test_rows_that_make_room_are_those_trained_longest_ago() -> None:
     job = running(max_rows=8)  # 4 on this shard
-    send(job, step(HERE[:2]))
-    send(job, step(HERE[2:4], clock=2))
+    send(job, step(HERE[:2], number=0))
+    send(job, step(HERE[2:4], clock=2, number=0))
     send(job, assign(HERE[4:6], clock=3))
     send(job, step(clock=3))
     assert weights(job, HERE[:6]) == [1.0, 1.0, 1.0 - RATE, 1.0 - RATE, 5.0, 5.0]
@@ -177,6 +195,7 @@ REFUSED: dict[str, tuple[Callable[[], RowsPush], type[Exception], str]] = {
     ),
     "an id twice": (lambda: assign(HERE[[0, 1, 0]]), InvalidRequest, "expected each id once"),
     "rows of another shard": (lambda: assign(ELSEWHERE), InvalidRequest, "and came to shard 0 of 2"),
+    "no number": (lambda: assign(assignment=0), InvalidRequest, "what is assigned has a number from 1, got 0"),
     "a NaN": (lambda: assign(value=math.nan), InvalidRequest, "that are assigned are not finite"),
     "hyper-parameters": (lambda: assign(values={"lr": 0.1}), InvalidRequest, "are float32 in the message, and nothing"),
     "a place in memory": (lambda: assign(place=4096), InvalidRequest, "are float32 in the message, and nothing"),

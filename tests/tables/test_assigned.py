@@ -311,6 +311,32 @@ def test_assigned_rows_count_once_though_the_place_is_lost(
         assert sent > message
 
 
+def test_a_step_that_was_broken_off_between_its_rows_is_made_again(
+    shared: Cluster, job: str, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the script has set other rows since."""
+    push, calls = rows.RowTransport._push, 0
+
+    def breaking(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("broken off")
+        return push(*args)
+
+    with shared.connect("sync", job=job) as session:
+        run = Run(session)
+        run.step()
+        monkeypatch.setattr(rows.RowTransport, "_push", breaking)
+        run.table.assign(IDS[:8], VECTORS[:8])
+        with pytest.raises(RuntimeError, match="broken off"):
+            run.step()
+        run.table.assign(IDS[4:12], VECTORS[4:12] + 1000)
+        run.step()
+        expected = [float(VECTORS[number, 0]) + 1000 * (number >= 4) - RATE * (number < 3) for number in range(12)]
+        assert run.first(IDS[:12]) == expected
+
+
 def test_a_rollback_takes_assigned_rows_back_and_the_loop_sets_them_again(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

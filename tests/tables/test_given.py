@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -176,6 +177,25 @@ def test_rows_that_were_loaded_keep_their_state_beside_assigned_ones(
         step(each, of)
     for each in (again, third):
         assert torch.equal(each.rows(torch.arange(10)), table.rows(torch.arange(10)))
+
+
+def test_a_state_that_is_made_by_hand_as_documented_is_loaded() -> None:
+    version, last = torch.tensor([3]), torch.tensor([1, 2, 3, 1, 3])
+    rows = {"seed": torch.tensor([8]), "version": version, "ids": IDS, "last": last, "weights": VECTORS}
+    rows["state.Adagrad.sum"] = torch.full((5, DIM), 3.0)
+    state = {"weight": torch.empty(0, DIM)}
+    state["_extra_state"] = torch.frombuffer(bytearray(safetensors.torch.save(rows)), dtype=torch.uint8)
+    table = ps_worker.Embedding(DIM)
+    table.load_state_dict(state)
+    assert torch.equal(table.rows(IDS), VECTORS)
+    assert torch.equal(table.rows(torch.tensor([99])), ps_worker.Embedding(DIM, seed=8).rows(torch.tensor([99])))
+    saved = safetensors.torch.load(table.state_dict()["_extra_state"].numpy().tobytes())
+    assert saved.keys() == rows.keys()
+    assert all((saved[name].dtype, saved[name].shape) == (each.dtype, each.shape) for name, each in rows.items())
+    optimizer = torch.optim.Adagrad(table.parameters(), lr=1.0)
+    table(IDS[:1]).sum().backward()
+    optimizer.step()
+    assert torch.allclose(table.rows(IDS[:1]), VECTORS[:1] - 0.5), "with a sum of 4 after it"
 
 
 def broken_parquet(folder: Path, **columns: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_server.storage.row_files import RowFiles
 from ps_tables import entries
+from ps_tables.contributions import RowValues
 from ps_tables.copies import TableCopy
 from ps_tables.increments import in_order, merged
 from ps_tables.sizes import record_bytes
@@ -50,8 +51,11 @@ def made(rules: dict[str, int], optimizer: str = "Adam", directory: Path | None 
 
 
 def train(table: Table, seed: int, version: int) -> None:
-    """Makes one update. Popular ids move on, so that rows expire, and some come back."""
+    """Makes one update. Popular ids move on, so that rows expire, and some come back. A few rows are set."""
     random = np.random.default_rng((seed, version))
+    if version % 4 == 0:
+        ids = np.unique(random.integers(0, 120, 12)) * 7919 - 300
+        table.assign(RowValues(ids, torch.from_numpy(random.random((len(ids), DIM), np.float32))), version)
     ids = (random.zipf(1.3, 30) % 120 + version * 3 % 97) * 7919 - 300
     gradients = torch.from_numpy(random.standard_normal((30, DIM)).astype(np.float32))
     table.apply(summed(ids.astype(np.int64), gradients), 1, version)
