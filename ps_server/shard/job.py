@@ -34,6 +34,7 @@ from ps_server.core.sums import Scratch
 from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.table_copies import SavedParts, TableCopying, begin_copy
 from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import READER, Pull, Waiter
@@ -231,6 +232,7 @@ class HostedJob:
         self.narrowed = Narrowed()
         self.times = PushTimes()
         self._room = room
+        self.stage_room = StageRoom(spec.name, state.checker, self.promised)
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
         self.refusals = Refusals()
@@ -386,7 +388,8 @@ class HostedJob:
     def promised(self) -> int:
         """Returns the bytes that the job was admitted with and that are not taken yet."""
         buckets = self.state.buckets
-        left = (self._room.optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
+        optimizer = self._room.optimizer + self.stage_room.more
+        left = (optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
         return sum(max(0, size) for size in left) + self.state.tables.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:

@@ -160,6 +160,8 @@ class Pushes:
                 with job.lock:
                     if isinstance(command, Stage | Draft | Assign | Commit):
                         job.check_taken(command.rank, command.bucket, command.clock)
+                    if isinstance(command, Assign) and command.assignment.next is not None:
+                        job.stage_room.make(job.buckets[command.bucket].spec, command.assignment.next)
                     staged = job.state.execute(command)
                     if staged.fresh and job.times.follows_any((call.rank,)):
                         job.times.staged(call.rank, command.bucket, call.clock, self._pulls.now())

@@ -17,6 +17,7 @@ from ps_protocol.stages import MAX_STAGES, StageSpec
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
+from ps_server.shard.stage_room import StageRoom
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.table_files import save_tensors
 from ps_server.storage.tensor_file import TensorReader
@@ -173,3 +174,20 @@ def test_it_is_part_of_a_snapshot_and_of_its_file(tmp_path: Path) -> None:
     assert again.buckets[0].weights.read_state("exp_avg")[0].tolist() == pytest.approx([0.1] * 32)
     job.buckets[0].restore(again.buckets[1].snapshot())
     assert job.buckets[0].weights.stage.number == 0, "a rollback may go back to a stage before"
+
+
+def test_a_stage_is_refused_that_keeps_more_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"bytes": 0}
+    monkeypatch.setattr("ps_server.shard.stage_room.free_bytes", lambda: free["bytes"])
+    job = partition("async")
+    bucket = job.buckets[0].weights.bucket
+    room = StageRoom("sums", job.checker, lambda: 100)  # which other pushes may take
+    room.make(bucket, StageSpec(1, "SGD", (3,), {3: {"lr": 0.5}}))
+    assert room.more == 0, "as much as before"
+    free["bytes"] = 100 + 2 * bucket.nbytes - 1
+    with pytest.raises(LimitExceeded, match="bucket 0 comes to 256 bytes, for 0 before, and 255 are free for more"):
+        room.make(bucket, replace(NEXT, number=2))
+    free["bytes"] += 1
+    for _ in range(2):  # of two workers
+        room.make(bucket, replace(NEXT, number=2))
+        assert room.more == 2 * bucket.nbytes

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ps_worker
+from ps_protocol.errors import LimitExceeded
 from ps_worker import InvalidRequest, Session, Unsupported
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, in_parallel
@@ -400,6 +401,27 @@ def test_what_the_shards_cannot_do_is_refused_and_changes_nothing(shared: Cluste
         expected = make_net()
         train(expected, sgd(expected), 0, 2)
         assert close(weights_of(net), weights_of(expected))
+
+
+def test_state_that_a_shard_has_no_memory_for_is_refused(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has 418 parameters; each shard's part of it comes to keep its weights twice."""
+    free = {"bytes": 0}
+    monkeypatch.setattr("ps_server.shard.stage_room.free_bytes", lambda: free["bytes"])
+    with shared.connect("sync", job=job) as session:
+        net = make_net()
+        net, optimizer = session.prepare(net, sgd(net), bucket_bytes=256)
+        train(net, optimizer, 0, 2)
+        optimizer = session.prepare(torch.optim.RMSprop(net.parameters()))
+        train(net, optimizer, 2, 3)  # as much as SGD's momentum
+        assert session.clock == 3
+        optimizer = session.prepare(torch.optim.AdamW(net.parameters()))
+        with pytest.raises(LimitExceeded, match="what AdamW keeps in stage 2 does not fit into this shard's memory"):
+            train(net, optimizer, 3, 4)
+        free["bytes"] = 2 * 4 * sum(each.numel() for each in net.parameters())
+        train(net, optimizer, 3, 5)
+        assert session.clock == 5
 
 
 def test_what_is_prepared_already_comes_back_as_it_is(shared: Cluster, job: str) -> None:
