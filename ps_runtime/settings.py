@@ -176,15 +176,22 @@ def file_path(text: str) -> str:
     return str(Path(text).absolute()) if text else text
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """Returns a parser that takes these names and no other."""
+class OneOf:
+    """A parser that takes these names and no other."""
 
-    def name(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, text: str) -> str:
+        """Returns the name. Raises ArgumentTypeError for any other."""
+        if text not in self.names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(self.names)}, got {text!r}")
         return text
 
-    return name
+
+def one_of(*names: str) -> OneOf:
+    """Returns a parser that takes these names and no other; completion in a shell offers them."""
+    return OneOf(names)
 
 
 def seconds(text: str) -> float:

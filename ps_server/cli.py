@@ -21,6 +21,7 @@ from ps_runtime import logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
 from ps_runtime.compiled_loops import NATIVE_DIR
+from ps_runtime.completion import add_completion, script
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
@@ -89,10 +90,32 @@ def parser() -> CommandLine:
     def add(name: str, text: str, *settings: Setting, words: str = "[options]") -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
+    # In the order of --help: what people type most, what one machine does not need, what launchers call.
+    _add_up(add)
+    _add_asking(add)
+    _add_export(add)
+    _add_plan(add)
+    _add_parts(add)
+    config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
+    _add_certificates(add)
+    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
+    add_completion(root)
+    _add_report(add)
+    return root
+
+
+def _add_up(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that starts a whole cluster."""
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
     # No variables: those of `ps-server shard` say something else to this command.
     up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
     up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
+    _add_serving(up)
+
+
+def _add_parts(add: Callable[..., CommandLine]) -> None:
+    """Adds the commands that start one server of a cluster each."""
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
@@ -103,18 +126,12 @@ def parser() -> CommandLine:
     for command, flag in ((coordinator, "supervised"), (shard, "supervised"), (shard, "drains"), (shard, "ends-last")):
         command.add_argument(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
-    for command in (up, coordinator, shard):
+    for command in (coordinator, shard):
         _add_serving(command)
 
-    _add_asking(add)
-    _add_plan(add)
-    _add_export(add)
 
-    config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
-    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
-
-    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
-
+def _add_certificates(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that makes certificates to try things out."""
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
     files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
     certs.add_argument("directory", metavar="DIR", help=files)
@@ -123,7 +140,6 @@ def parser() -> CommandLine:
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
     certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
     certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
-    return root
 
 
 def _watch_period(text: str) -> float:
@@ -155,10 +171,15 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
     page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
-    report = add("report", "say that a shard's process has ended, as its launcher has seen", *asking, INDEX)
-    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
-    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
+    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
+
+
+def _add_report(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that a launcher calls."""
+    text = "say that a shard's process has ended, as its launcher has seen"
+    report = add("report", text, *access_settings(), SERVER, INDEX)
+    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
 
 
 def _add_plan(add: Callable[..., CommandLine]) -> None:
@@ -251,6 +272,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _make_certificates(arguments)
     if arguments.command == "config":
         print(parser().settings_of(arguments.words or ["up"]))
+        return 0
+    if arguments.command == "completion":
+        print(script(parser(), arguments.shell), end="")
         return 0
     return _ask(arguments)
 
