@@ -12,8 +12,8 @@ from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
 from ps_server.ops.status import mode_text, printable, table
-from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.plain import json_text, plain
 
 LANE = 24  # characters
 TRY_AGAIN_SECONDS = 1.0
@@ -43,7 +43,7 @@ def watch(
             with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
                 for response in coordinator.watch(period):
                     seen = True
-                    draw(out, convert.plain(response))
+                    draw(out, plain(response))
             trouble = "the coordinator stops"
         except PSError as error:
             if not seen or not error.retryable:
@@ -55,7 +55,7 @@ def watch(
 
 
 def _json_line(out: TextIO, view: dict[str, Any]) -> None:
-    out.write(convert.json_text(view) + "\n")
+    out.write(json_text(view) + "\n")
     out.flush()
 
 
@@ -80,7 +80,7 @@ def _write(out: TextIO, lines: list[str]) -> None:
 
 
 def screen(view: dict[str, Any]) -> list[str]:
-    """Returns a view, as convert.plain has it, as lines for a person."""
+    """Returns a view, as plain() has it, as lines for a person."""
     lines = table(view["status"]).splitlines()
     views = {job["job"]: job for job in view["jobs"]}
     for job in view["status"]["jobs"]:

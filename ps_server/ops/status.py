@@ -12,16 +12,16 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, ranks_text, size_text
 from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
-from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.plain import plain
 
 FEWER = 1.05  # as many times fewer bytes than sync moves are said; below, they are those of sync with some padding
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """Returns the cluster's state: a GetStatusResponse as convert.plain has it. Raises Unreachable or PSError."""
+    """Returns the cluster's state: a GetStatusResponse as plain() has it. Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
-        return convert.plain(coordinator.status())
+        return plain(coordinator.status())
 
 
 def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
