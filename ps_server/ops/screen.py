@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.quantities import time_text
 from ps_runtime.retry import Peer
-from ps_server.ops.status import mode_text, printable, table
+from ps_server.ops.status import mode_text, printable, steps_text, table
 from ps_server.rpc.coordinator_client import CoordinatorClient
 from ps_server.rpc.plain import json_text, plain
 
@@ -99,11 +100,13 @@ def _job(job: dict[str, Any], view: dict[str, Any]) -> Iterator[str]:
     # A worker's rate is known from its second report on; until then the job's is not 0, but not known either.
     known = not view["workers"] or any(does["steps_per_second"] is not None for does in view["workers"])
     parts.append(f"{view['steps_per_second']:.1f} steps/s" if known else "- steps/s")
-    if view["checkpoint_age_duration"] is not None:
-        parts.append(f"checkpoint {view['checkpoint_age_duration']:.0f} s ago")
+    if view["age_duration"] is not None:
+        parts.append(f"running for {time_text(view['age_duration'])}")
     yield printable(" · ".join(parts))
     if view["diagnosis"]:
         yield printable(view["diagnosis"])
+    if progress := _progress(job, view):
+        yield printable(" · ".join(progress))
     workers = job["workers"]
     if not workers:
         return
@@ -122,6 +125,18 @@ def _job(job: dict[str, Any], view: dict[str, Any]) -> Iterator[str]:
             f" {worker['rank']:>4}  {host:<{wide}}  {worker['clock']:>{long}}  {lane}  {rate:>7}{numbers}  "
             f"{printable(does['activity'])}"
         )
+
+
+def _progress(job: dict[str, Any], view: dict[str, Any]) -> list[str]:
+    """Returns how far a job is, and what is left, as far as it is known."""
+    parts = [steps] if (steps := steps_text(job)) else []
+    if view["done_fraction"] is not None:
+        parts.append(f"{100 * view['done_fraction']:.0f} %")
+    if view["left_duration"]:
+        parts.append(f"{time_text(view['left_duration'])} left")
+    if view["checkpoint_age_duration"] is not None:
+        parts.append(f"checkpoint {time_text(view['checkpoint_age_duration'])} ago")
+    return parts
 
 
 def _lane(clock: int, slowest: int, fastest: int) -> str:

@@ -128,6 +128,17 @@ def mode_text(job: dict[str, Any]) -> str:
     return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
 
 
+def steps_text(job: dict[str, Any]) -> str:
+    """Returns how many of their steps the workers of a job have made; empty where no script says how many there are."""
+    told = [worker["figures"] for worker in job["workers"] if worker["figures"]]
+    told = [figures for figures in told if figures.get("total_step_count")]
+    if not told:
+        return ""
+    done = [figures["done_step_count"] for figures in told]
+    made = str(done[0]) if min(done) == max(done) else f"{min(done)}-{max(done)}"
+    return f"step {made} of {max(figures['total_step_count'] for figures in told)}"
+
+
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
@@ -142,7 +153,7 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     return [
         f"job {job['name']}: {mode_text(job)}, {workers}{waiting}; "
         f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "
-        f"imbalance {job['imbalance']:.2f}{_history(job)}",
+        f"imbalance {job['imbalance']:.2f}{f'; {steps}' if (steps := steps_text(job)) else ''}{_history(job)}",
         *(
             f"  loader {loader['loader']}: pass {loader['pass_number']}, {loader['committed_count']} of "
             f"{loader['sample_count']} samples committed, {loader['leased_count']} leased; "
