@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -346,7 +347,8 @@ def _ask(arguments: argparse.Namespace) -> int:
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        print(json_text(running, indent=2) if arguments.json else status.table(running))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(json_text(running, indent=2) if arguments.json else status.table(running, width))
     return 0
 
 
