@@ -344,5 +344,7 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         looked_up_id_count=figures.looked_up,
         distinct_id_count=figures.distinct,
         residual_ratio=figures.residual_ratio,
+        total_step_count=figures.total,
+        done_step_count=figures.done,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )

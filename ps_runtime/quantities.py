@@ -13,6 +13,15 @@ def size_text(count: int) -> str:
     return f"{count} B"
 
 
+def time_text(seconds: float) -> str:
+    """Returns a duration to two figures or so, for a person: 0.4 s, 12 s, 3 min, 1.5 h, 2.1 days."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if 0 < seconds < 1 else f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
 def counted(count: int, noun: str) -> str:
     """Returns how many there are of something: `1 bucket`, `2 buckets`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -59,10 +60,12 @@ from ps_server.config import (
 )
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
+from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
     from ps_server.server import Server
 
+OF_SERVERS = ("torch", "numpy", "safetensors")  # what servers and exports need, and those do not that look in
 OTHERS_END_SECONDS = 20.0  # in which launches on other machines hear that a job is over, and end their shards
 SWITCH_SECONDS = 0.0005
 _PROCESS = whole_number(1, 2**63 - 1)
@@ -235,6 +238,11 @@ def main() -> NoReturn:
         sys.exit(_run(arguments))
     except PSError as error:
         sys.exit(logs.line_of(speaker, str(error), kind))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in OF_SERVERS:
+            raise
+        text = f"`ps-server {arguments.command}` needs {error.name}, which this Python does not have: pip install torch"
+        sys.exit(logs.line_of(speaker, text, kind))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -242,7 +250,8 @@ def main() -> NoReturn:
         sys.exit(1)
 
 
-# Most is imported where it is used, because torch takes seconds to import and --help should not.
+# Most is imported where it is used, because torch takes seconds to import and --help should not: and those that look in
+# run where there is none.
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -251,6 +260,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
     if arguments.command == "export":
+        check_directory(arguments.checkpoint_dir)
         from ps_server.storage.export import export
 
         output = Path(arguments.output)
@@ -333,14 +343,15 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access_of
-    from ps_server.rpc.health_client import is_serving
 
     allowed = access_of(arguments)
     if arguments.command == "health":
+        from ps_server.rpc.health_client import is_serving
+
         return 0 if is_serving(arguments.server, allowed) else 1
 
-    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
-    from ps_server.rpc import convert
+    from ps_server.ops import status
+    from ps_server.rpc.plain import json_text
 
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
@@ -360,7 +371,8 @@ def _ask(arguments: argparse.Namespace) -> int:
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        print(convert.json_text(running, indent=2) if arguments.json else status.table(running))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(json_text(running, indent=2) if arguments.json else status.table(running, width))
     return 0
 
 
@@ -368,6 +380,9 @@ def _up(arguments: argparse.Namespace) -> int:
     """Runs a cluster: its shards are told all settings by variables, and nothing else by the parent's environment."""
     from ps_launch.servers import Supervision, up
 
+    for name in OF_SERVERS:  # said once here, rather than by each shard
+        if all(finder.find_spec(name, None) is None for finder in sys.meta_path):
+            raise ModuleNotFoundError(name=name)
     failpoints.check()  # an error in them is said once here, rather than by each shard
     only = arguments.only
     if only is not None and only >= arguments.shards:

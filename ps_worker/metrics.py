@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
+from ps_protocol.figures import MAX_TOTAL, MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, Sample, process_registry, serve_metrics
 
@@ -290,6 +290,8 @@ class WorkerMetrics:
         self.registry.register(_model_gauges(lambda: self._model))
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
+        text = "Steps that this worker makes in all, as its script says; 0: it does not say."
+        self._total = Gauge("ps_worker_total_steps", text, registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
         """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound.
@@ -372,6 +374,14 @@ class WorkerMetrics:
         """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""
         self._figures = replace(self._figures, values=self._logged.log(values))
 
+    def progress(self, total: Any) -> None:
+        """Takes how many steps the worker makes in all. Raises InvalidRequest for what is no number of steps."""
+        steps = int(total) if isinstance(total, numbers.Integral) and not isinstance(total, bool) else 0
+        if not 0 < steps <= MAX_TOTAL:
+            raise InvalidRequest(f"session.progress takes a total of 1 to 2^53 steps, got {total!r}")
+        self._figures = replace(self._figures, total=steps)
+        self._total.set(steps)
+
     def not_finite(self) -> None:
         """Counts a step whose gradient holds an infinity or a NaN."""
         self._counters["ps_worker_non_finite_total"].inc()
@@ -386,7 +396,7 @@ class WorkerMetrics:
         self.timer.stepped()
         self._counters["ps_worker_rejoins_total"].inc()
         self._counters["ps_worker_lost_steps_total"].inc(lost)
-        self._clock.set(clock)
+        self.at(clock)
 
     def fresh_inner_state(self) -> None:
         """Counts that the script's own optimizers begin without a state in a job that is under way."""
@@ -398,6 +408,7 @@ class WorkerMetrics:
 
     def at(self, clock: int) -> None:
         """Sets how many steps are finished."""
+        self._figures = replace(self._figures, done=clock)
         self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:
@@ -407,4 +418,4 @@ class WorkerMetrics:
         phases = {phase: before.phases[phase] + seconds for phase, seconds in step.items()}
         self._figures = replace(before, steps=before.steps + 1, phases=phases)
         self._counters["ps_worker_steps_total"].inc()
-        self._clock.set(clock)
+        self.at(clock)

@@ -384,6 +384,19 @@ class Session:
         _check_process(self._pid)
         self._metrics.log(values)
 
+    def progress(self, total: int) -> None:
+        """Says how many steps this worker makes in all, so that those who watch see how much is left, and how long.
+
+        It travels with the next heartbeat: `ps-server status`, the page and /metrics (ps_worker_total_steps) show it
+        beside the clock. Nothing in training depends on it, and a later call replaces it.
+
+        total: the `clock` at which this worker is done, 1 to 2^53 steps: `passes * len(loader)`, for each optimizer
+               that steps in each batch; `session.clock + steps` where the loop goes on from a clock above 0
+        Raises InvalidRequest for other totals.
+        """
+        _check_process(self._pid)
+        self._metrics.progress(total)
+
     def timeline(self, path: str | os.PathLike[str], steps: int = 50) -> None:
         """Records the steps behind the next `optimizer.step()`: of each bucket, when it was ready, sent, staged,
         applied, admitted and landed, on this worker's clock. Perfetto opens the file, a Chrome trace.

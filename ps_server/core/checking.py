@@ -16,7 +16,8 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient,
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
+from ps_protocol.optimizer_state import is_scalar_state, required_state
+from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec, check_stage, first_stage, stage_difference
 from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage

@@ -6,21 +6,22 @@ bounds of the links, and rates follow from them. docs/planning.md has each formu
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ps_protocol.codecs import PLAIN, WIRE_FORMATS, Blocks
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, with_defaults
+from ps_protocol.optimizer_state import KNOWN
+from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
 from ps_runtime.quantities import size_text
 from ps_server.core.bucket_sizes import sized
+from ps_server.core.extent import check_extent
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.placement import place_job
 from ps_server.core.room import room_for
-from ps_server.core.validation import check_job_spec
 
 # Buckets of each worker that a shard holds while they travel over gRPC: two pushes, each in gRPC's slices and then
 # joined, and an answer to a pull as bytes and as a slice (docs/data-path.md).
@@ -141,13 +142,14 @@ def advise(question: Question) -> Advice:
 
 def job_spec(question: Question) -> JobSpec:
     """Returns the job as its workers would register it, with the size of buckets that a server would choose."""
-    name = next((name for name in ELEMENTWISE if name.lower() == question.optimizer.lower()), None)
+    name = next((name for name in KNOWN if name.lower() == question.optimizer.lower()), None)
     if name is None:
-        raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {question.optimizer!r}")
-    if question.wire not in WIRE_FORMATS:
-        raise InvalidRequest(f"expected one of {', '.join(WIRE_FORMATS)} on the wire, got {question.wire!r}")
+        raise InvalidRequest(f"expected an optimizer out of {', '.join(KNOWN)}, got {question.optimizer!r}")
+    if question.wire not in FORMATS:
+        raise InvalidRequest(f"expected one of {', '.join(FORMATS)} on the wire, got {question.wire!r}")
     group = {"momentum": question.momentum} if question.momentum else {}
-    check_hyper_parameters(name, group)
+    if question.momentum:
+        _check_momentum(name, question.momentum)
     count, rest = divmod(question.parameters, question.tensors)
     if count == 0:
         raise InvalidRequest(f"{question.parameters} parameters do not make {question.tensors} tensors")
@@ -155,9 +157,17 @@ def job_spec(question: Question) -> JobSpec:
     parameters = tuple(ParameterSpec(str(index), (size,), "float32", 0) for index, size in enumerate(shapes))
     sync, wire = Consistency(0, aggregate=True), question.wire
     spec = JobSpec("plan", parameters, name, (group,), sync, 0, question.workers, gradient_wire=wire, weight_wire=wire)
-    spec = sized(with_defaults(spec), question.link is None, DEFAULTS.buckets)
-    check_job_spec(spec, DEFAULTS)
+    spec = sized(spec, question.link is None, DEFAULTS.buckets)
+    check_extent(spec, DEFAULTS)
     return spec
+
+
+def _check_momentum(optimizer: str, momentum: float) -> None:
+    """Raises InvalidRequest unless torch's optimizer of that name takes this momentum."""
+    if optimizer not in ("SGD", "RMSprop"):
+        raise InvalidRequest(f"momentum is of SGD and RMSprop, got it for {optimizer}")
+    if not 0 <= momentum < math.inf:
+        raise InvalidRequest(f"momentum is a finite number from 0, got {momentum:g}")
 
 
 def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
@@ -176,12 +186,12 @@ def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
         under_way=min(under_way, BUCKETS_UNDER_WAY * room.weights * question.workers),
         snapshot=room.weights + room.optimizer,
     )
-    codec = WIRE_FORMATS[question.wire]
+    codec = FORMATS[question.wire]
     worker_bytes, shard_bytes = codec.size(sum(loads)), codec.size(loads[fullest]) * question.workers
     times: list[float | None] = [None, None]
     if question.link is not None:
         # DDP has hooks for half types, and none for blocks.
-        in_ring = PLAIN["float32"].size(sum(loads)) if isinstance(codec, Blocks) else worker_bytes
+        in_ring = CastFormat("float32").size(sum(loads)) if isinstance(codec, BlockFormat) else worker_bytes
         ring = 2 * (question.workers - 1) / question.workers * in_ring
         times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
     return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], times[1])

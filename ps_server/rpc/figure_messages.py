@@ -22,6 +22,8 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
         looked_up=message.looked_up_id_count,
         distinct=message.distinct_id_count,
         residual_ratio=message.residual_ratio if message.HasField("residual_ratio") else None,
+        total=message.total_step_count,
+        done=message.done_step_count,
     )
     check_worker_figures(figures)
     return figures

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from google.protobuf.duration_pb2 import Duration
+
 from ps_protocol.convert import duration, timestamp
 from ps_protocol.figures import PHASES
 from ps_protocol.v1 import cluster_pb2
@@ -62,6 +64,10 @@ def history_message(samples: Samples) -> cluster_pb2.History:
     )
 
 
+def _known(seconds: float | None) -> Duration | None:
+    return None if seconds is None else duration(seconds)
+
+
 def _job(name: str, job: JobView) -> cluster_pb2.JobView:
     message = cluster_pb2.JobView(
         job=name,
@@ -69,6 +75,9 @@ def _job(name: str, job: JobView) -> cluster_pb2.JobView:
         diagnosis=job.diagnosis,
         workers=[_worker(worker) for worker in job.workers],
         steps_per_second=job.steps_per_second,
+        age_duration=_known(job.age),
+        done_fraction=job.done,
+        left_duration=_known(job.left),
     )
     checkpoints = job.statistics.checkpoints
     if checkpoints is not None and checkpoints.name is not None:

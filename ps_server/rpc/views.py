@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ps_protocol.convert import seconds
 from ps_protocol.errors import InvalidRequest
@@ -18,26 +17,13 @@ from ps_runtime.version import version
 from ps_server.coordinator.events import EventLog
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.rpc.convert import Sees
+from ps_server.rpc.position import Position, position
 from ps_server.rpc.streams import ResponseStream
 from ps_server.rpc.view_messages import event_messages, history_message, view_response
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
 EARLY_SECONDS = 0.25  # a view that comes so much early is taken: looks come a little more often than once a second
-
-
-@dataclass(frozen=True)
-class Position:
-    """What a caller has been told. process: by which coordinator; numbers of another one mean nothing"""
-
-    process: int = 0
-    last_event: int = 0
-    next_sample: int = 0
-
-
-def position(request: cluster_pb2.WatchStatusRequest) -> Position:
-    """Returns what the caller says that it has been told already."""
-    return Position(request.process, request.last_event, request.next_sample)
 
 
 def period(request: cluster_pb2.WatchStatusRequest) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import tensors_kept
+from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.stages import StageSpec
 from ps_runtime.memory import free_bytes
 from ps_server.core.checking import PushChecker

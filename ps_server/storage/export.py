@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
 from ps_protocol.stages import first_stage
@@ -32,7 +32,7 @@ from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_server.core.tables import joined
 from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
-from ps_server.storage.files import RemotePath
+from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
 from ps_tables.increments import in_order
@@ -71,8 +71,7 @@ def export(
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
     """
     check_format(tables_as)
-    if not isinstance(directory, RemotePath) and not directory.is_dir():
-        raise InvalidRequest(f"{directory} is no directory")
+    check_directory(directory)
     store = CheckpointStore(directory)
     found = _find(store, job, name, told, fallback)
     manifest, tables = found.manifest, found.rows

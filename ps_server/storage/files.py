@@ -110,6 +110,12 @@ def place(text: str) -> Path | None:
     return RemotePath(text)
 
 
+def check_directory(directory: Path) -> None:
+    """Raises InvalidRequest where a directory that checkpoints are read from is not there."""
+    if not isinstance(directory, RemotePath) and not directory.is_dir():
+        raise InvalidRequest(f"{directory} is no directory")
+
+
 def files_of(directory: Path) -> Files:
     """Returns what a place is written with and read from. Raises InvalidRequest where a package for it is missing."""
     if isinstance(directory, RemotePath):

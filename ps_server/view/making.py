@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ps_protocol.figures import PHASES, WorkerFigures
 from ps_runtime.quantities import ranks_text
+from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.figures import ShardJobFigures
 from ps_server.core.membership import Member
@@ -139,7 +140,24 @@ class ViewMaker:
             awaited=awaited,
         )
         total = sum(worker.steps_per_second or 0.0 for worker in workers)
-        return JobView(current, state(signs), diagnosis(signs), workers, total)
+        age = max(0.0, sources.time - began_at(job.run)) if job.run else None
+        return JobView(current, state(signs), diagnosis(signs), workers, total, age, *_progress(current, workers))
+
+
+def _progress(job: JobStatistics, views: Sequence[WorkerView]) -> tuple[float | None, float | None]:
+    """Returns the part of their steps that the workers have made, of those whose scripts say how many there are, and
+    the seconds that the last of them will be done in: None where that is not known."""
+    done, left = [], []
+    for worker, view in zip(job.workers, views, strict=True):
+        figures = job.figures.get((worker.rank, worker.incarnation))
+        if figures is None or not figures.total:
+            continue
+        steps = max(0, figures.total - figures.done)
+        done.append(1 - steps / figures.total)
+        rate = view.steps_per_second
+        left.append(0.0 if not steps else steps / rate if rate else None)
+    known = [seconds for seconds in left if seconds is not None]
+    return (sum(done) / len(done) if done else None), (max(known) if known and len(known) == len(left) else None)
 
 
 def _work(span: Span[ShardJobFigures]) -> ShardWork:

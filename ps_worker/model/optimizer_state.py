@@ -10,7 +10,7 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
-from ps_protocol.optimizers import is_scalar_state, required_state
+from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
 from ps_worker.model.stages import Stage
 from ps_worker.values import Assignment, StateChunk

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.optimizers import tensors_kept
+from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.row_ids import Ids
 from ps_protocol.row_optimizers import TORCH_OPTIMIZERS
 from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table

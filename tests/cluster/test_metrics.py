@@ -598,7 +598,7 @@ def test_every_promised_name_is_there(exposed: dict[str, str]) -> None:
         "ps_push_total",
         "coordinator": "ps_shards ps_jobs",
         "worker": "ps_worker_step_seconds_count ps_worker_steps_total ps_worker_push_bytes_total "
-        "ps_worker_pull_bytes_total ps_worker_non_finite_total ps_worker_clock",
+        "ps_worker_pull_bytes_total ps_worker_non_finite_total ps_worker_clock ps_worker_total_steps",
         "worker alone": "ps_worker_step_seconds_count ps_worker_steps_total ps_worker_clock",
     }
     for process, names in promised.items():

@@ -18,6 +18,7 @@ def test_two_workers_with_all_that_a_trainer_does(shared: Cluster, job: str, tmp
     assert first["average"] == second["average"] != first["weights"]
     # 32 samples, 2 workers, batches of 2, every second one steps, 2 epochs
     assert first["steps"] == second["steps"] == (8, 8)
+    assert first["total"] == second["total"] == 8, "those who watch know how much is left"
     assert first["rate"] == second["rate"] == 0.0, "the schedule has come to its end"
     assert first["evaluated"] == second["evaluated"], "the mean over workers"
     assert first["evaluated"][-1] == pytest.approx(first["whole"], abs=1e-6), "over all samples, none twice"

@@ -23,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ps_worker.accelerate
 from ps_worker.huggingface import OnServers, PsTrainer, connect
 from tests.scripts.models import refusal, weights
+from tests.tools.cluster import scrape
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -105,6 +106,7 @@ def train(root: Path) -> dict[str, Any]:
     return {
         "weights": weights(model),
         "steps": (trainer.state.global_step, session.clock),
+        "total": scrape(session.metrics_address)["ps_worker_total_steps"],
         "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "whole": whole,

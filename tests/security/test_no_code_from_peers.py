@@ -94,7 +94,7 @@ def test_attributes_are_never_looked_up_by_a_name_that_came_over_the_wire() -> N
         "ps_runtime/channel.py",  # a kind of call, written out in that file
         "ps_protocol/convert.py",  # a oneof's field, as protobuf names it
         "ps_protocol/tensors.py",  # torch's dtypes by the table of data types
-        "ps_server/rpc/convert.py",  # a message's fields, as its descriptor names them
+        "ps_server/rpc/plain.py",  # a message's fields, as its descriptor names them
         "ps_server/rpc/figure_messages.py",  # a message's durations, by the phases that a step has
         "ps_server/rpc/interceptor.py",  # two attributes of handlers
         "ps_server/cli.py",  # a flag's value, by the names of two flags

@@ -14,8 +14,8 @@ from ps_protocol.errors import PSError
 from ps_runtime.quantities import size_text
 from ps_server.core.figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
 from ps_server.ops import screen, status
-from ps_server.rpc import convert
 from ps_server.rpc.figure_messages import table_figures, table_message
+from ps_server.rpc.plain import plain
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.table_model import LookUps
 
@@ -271,4 +271,4 @@ def test_tables_behind_the_first_hundred_are_told_as_one() -> None:
 def test_what_is_told_of_a_table_comes_back_from_its_message() -> None:
     figures = TableFigures("items", 9, 10, RowCounts(*range(1, 10)), 11, 12)
     assert table_figures(table_message(figures)) == figures
-    assert convert.plain(table_message(figures))["evicted_row_count"] == figures.counts.evicted
+    assert plain(table_message(figures))["evicted_row_count"] == figures.counts.evicted
