@@ -27,8 +27,7 @@ from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.commands import Counted
-from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
+from ps_server.core.membership import Counted, JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")

@@ -20,8 +20,8 @@ from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
-from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place

@@ -16,6 +16,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_tables.contributions import RowGradients, RowValues
 
@@ -49,22 +50,6 @@ class Staged:
 
 
 # -- of the whole partition --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counted:
-    """How far a shard is when it counts a worker.
-
-    frontier: the highest clock that any worker has reached
-    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
-              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
-    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
-              that others have not. None: not known
-    """
-
-    frontier: int
-    pushed: int | None
-    further: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
-from ps_server.core.commands import Counted
 
 TOGETHER_PER_LEASE = 8  # part of a lease: heartbeats that come no further apart were held back; a worker pauses longer
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
@@ -21,6 +20,22 @@ DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job may wait at its end for a wor
 RETURN_LEASES = 6
 HEARTBEATS_PER_LEASE = 4  # as clients send them
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How far a shard is when it counts a worker.
+
+    frontier: the highest clock that any worker has reached
+    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
+              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
+    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
+              that others have not. None: not known
+    """
+
+    frontier: int
+    pushed: int | None
+    further: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

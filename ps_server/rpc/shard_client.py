@@ -18,8 +18,8 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
-from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert

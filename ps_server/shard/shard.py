@@ -31,9 +31,10 @@ from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
+from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
+from ps_server.core.membership import Counted
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics

@@ -13,7 +13,8 @@ from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFou
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
-from ps_server.core.commands import AddWorker, Counted, RemoveWorker, RestoreSnapshot
+from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
+from ps_server.core.membership import Counted
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import Simulation

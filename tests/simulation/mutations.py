@@ -28,12 +28,12 @@ from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.beginnings import Beginnable, ComingRows
-from ps_server.core.commands import BeginRows, Counted, Staged, StageRows
+from ps_server.core.commands import BeginRows, Staged, StageRows
 from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.dense import OpenUpdate
-from ps_server.core.membership import Membership, Rivals
+from ps_server.core.membership import Counted, Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.core.quorum import QuorumRule
 from ps_server.core.sent import SentWeights
