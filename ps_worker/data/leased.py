@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_worker.data.loaders import PLACE_NAMES, PreparedLoader, rebuilt, shuffles
+from ps_worker.data.loaders import POSITION_METHODS, PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
-NO_PLACE = (
+NO_POSITION = (
     "a loader of an elastic job has no state_dict: its batches are leased to whoever comes for them, and which are "
     "used is in the servers' checkpoints (docs/save-and-resume.md). A script's own file is for the end of a pass; in a "
-    "job with a world size it has the place in the data, too"
+    "job with a world size it has the position in the data, too"
 )
 MOST_AHEAD = 64
 # A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
@@ -322,8 +322,8 @@ class LeasedLoader:
         return self._leases.share()
 
     def __getattr__(self, name: str) -> Any:
-        if name in PLACE_NAMES:  # the script's own loader may have them, and knows nothing of what is leased
-            raise AttributeError(NO_PLACE)
+        if name in POSITION_METHODS:  # the script's own loader may have them, and knows nothing of what is leased
+            raise AttributeError(NO_POSITION)
         return getattr(self.__dict__["_loader"], name)
 
 

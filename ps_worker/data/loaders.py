@@ -14,10 +14,10 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
-PLACE_NAMES = ("state_dict", "load_state_dict")
-NO_PLACE = (
+POSITION_METHODS = ("state_dict", "load_state_dict")
+NO_POSITION = (
     "a loader that prepare has not divided has no state_dict: this loader divides its data itself, and knows its "
-    "place alone. Save what its dataset or sampler has, or hand over torchdata's StatefulDataLoader"
+    "position alone. Save what its dataset or sampler has, or hand over torchdata's StatefulDataLoader"
 )
 LOADED_BEFORE = (
     "the loader has a state that was loaded, and prepare divides its data anew: load it into the loader that prepare "
@@ -98,8 +98,8 @@ class ShareSampler(Sampler[int]):
 
     # -- for a script's own file -------------------------------------------------------------------------------------
 
-    def place(self, epoch: int, over: int) -> dict[str, Any]:
-        """Returns the place in the data of all workers, for any number of workers to go on from.
+    def position(self, epoch: int, over: int) -> dict[str, Any]:
+        """Returns the position in the data of all workers, for any number of workers to go on from.
 
         epoch: that is under way, or comes next
         over:  how many samples of it are over
@@ -107,10 +107,10 @@ class ShareSampler(Sampler[int]):
         order = self._seed + epoch if self._shuffle else None
         return {"order": order, "samples": min(over, self._size), "size": self._size}
 
-    def place_of(self, state: Any) -> tuple[int, int]:
-        """Returns the epoch, and how many samples of it are over, from what `place` gave. Raises InvalidRequest for
-        anything else, and for the place in other data."""
-        check_place(state, ("order", "samples", "size"), "that prepare has divided", self._size)
+    def read_position(self, state: Any) -> tuple[int, int]:
+        """Returns the epoch, and how many samples of it are over, from what `position` gave. Raises InvalidRequest for
+        anything else, and for the position in other data."""
+        check_position(state, ("order", "samples", "size"), "that prepare has divided", self._size)
         order, over, size = state["order"], state["samples"], state["size"]
         if (order is not None) != self._shuffle:
             has, wants = ("no shuffle", "shuffles") if order is None else ("a shuffle", "does not shuffle")
@@ -120,7 +120,7 @@ class ShareSampler(Sampler[int]):
         return (0 if order is None else order - self._seed), over
 
 
-class Place(Protocol):
+class Position(Protocol):
     """Where a script is in the data of a loader, for its own file. A loop that it has left early is over."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class Place(Protocol):
         """Has the next loop begin there. Raises InvalidRequest for what is none, and while a loop is under way."""
 
 
-def check_place(state: Any, names: tuple[str, ...], whose: str, size: int | None) -> None:
-    """Raises InvalidRequest for what is no place in data of that size. whose: state it is expected to be"""
+def check_position(state: Any, names: tuple[str, ...], whose: str, size: int | None) -> None:
+    """Raises InvalidRequest for what is no position in data of that size. whose: state it is expected to be"""
     if not isinstance(state, Mapping) or set(state) != set(names):
         got = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else type(state).__name__
         raise InvalidRequest(f"expected the state_dict of a loader {whose}, with {', '.join(names)}, got {got}")
@@ -173,13 +173,13 @@ class PreparedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in PLACE_NAMES:
-            raise AttributeError(NO_PLACE)
+        if name in POSITION_METHODS:
+            raise AttributeError(NO_POSITION)
         return getattr(self.__dict__["_loader"], name)
 
 
-class PlacedLoader(PreparedLoader):
-    """A prepared loader that knows the script's place in the data.
+class PositionedLoader(PreparedLoader):
+    """A prepared loader that knows the script's position in the data.
 
     A class of its own: frameworks save the state of whatever has the two methods.
     """
@@ -190,26 +190,26 @@ class PlacedLoader(PreparedLoader):
         device: torch.device,
         timer: StepTimer,
         begin: Callable[[], Iterator[Any]],
-        place: Place,
+        position: Position,
     ) -> None:
         super().__init__(loader, device, timer, begin)
-        self._place = place
+        self._position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place, behind the batches that the script has had: numbers, and in single two tensors.
+        """Returns the position, behind the batches that the script has had: numbers, and in single two tensors.
 
-        Of a loader that was divided, it is the place of all workers, if they have had as many batches as this one: any
+        Of a loader that was divided, it is that of all workers, if they have had as many batches as this one: any
         number of workers goes on from there. A loader that is used as it is (torchdata's StatefulDataLoader) has its
         own.
         """
-        return dict(self._place.state_dict())
+        return dict(self._position.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Has the next loop go on from there: what `state_dict` gave. Each worker loads it, behind `prepare`.
 
-        Raises InvalidRequest for the place in other data, and while a loop is under way.
+        Raises InvalidRequest for the position in other data, and while a loop is under way.
         """
-        self._place.load_state_dict(state)
+        self._position.load_state_dict(state)
 
 
 def prepared_loader(
@@ -217,14 +217,14 @@ def prepared_loader(
     device: torch.device,
     timer: StepTimer,
     begin: Callable[[], Iterator[Any]],
-    place: Place | None = None,
+    position: Position | None = None,
 ) -> PreparedLoader:
-    """Returns a prepared loader. place: of the script in the data; None: the loader's own, if it has one"""
-    if place is None and all(hasattr(loader, name) for name in PLACE_NAMES):
-        place = cast(Place, loader)
-    if place is None:
+    """Returns a prepared loader. position: of the script in the data; None: the loader's own, if it has one"""
+    if position is None and all(hasattr(loader, name) for name in POSITION_METHODS):
+        position = cast(Position, loader)
+    if position is None:
         return PreparedLoader(loader, device, timer, begin)
-    return PlacedLoader(loader, device, timer, begin, place)
+    return PositionedLoader(loader, device, timer, begin, position)
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:

@@ -164,7 +164,7 @@ def encode(state: WorkerState) -> bytes:
         "groups": plain(settings.groups, tensors, "groups"),
         "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
-        "places": [[loader.shift, loader.over] for loader in state.script.loaders],
+        "positions": [[loader.shift, loader.over] for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
@@ -209,7 +209,7 @@ def decode(data: bytes) -> WorkerState:
                 _settings_of(
                     (document["random"], document["stateful"], document["groups"]), decoded, document.get("stage", 0)
                 ),
-                _loaders_of(document["loaders"], document.get("places"), decoded),
+                _loaders_of(document["loaders"], document.get("positions"), decoded),
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
@@ -286,12 +286,12 @@ def _random_of(value: Any) -> RandomState:
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
 
 
-def _loaders_of(values: list[Any], places: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
-    """places: none in states of earlier versions"""
+def _loaders_of(values: list[Any], positions: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
+    """positions: none in states of earlier versions"""
     loaders = [_loader_of(value, decoded) for value in values]
-    if places is None:
+    if positions is None:
         return loaders
-    pairs = zip(loaders, places, strict=True)
+    pairs = zip(loaders, positions, strict=True)
     return [replace(loader, shift=int(shift), over=_whole(over)) for loader, (shift, over) in pairs]
 
 

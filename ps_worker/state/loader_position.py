@@ -88,7 +88,7 @@ class LoaderPosition:
         self._script = 0  # loops that the script has begun; more than `begun` while a loop makes up for earlier passes
         self._begun = 0
         self._taken = 0
-        # Where the script has loaded a place from a file of its own: pass k is the k-th but for `_shift`, and so many
+        # Where the script has loaded a position from its own file: pass k is the k-th but for `_shift`, and so many
         # samples of the pass under way, or of the next one, are over.
         self._shift = self._over = 0
         self._start: PassStart | None = None
@@ -116,7 +116,7 @@ class LoaderPosition:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the place in the data is that of all workers."""
+        """Whether the position in the data is that of all workers."""
         return self._passes.is_divided
 
     def follow(self, state: LoaderState) -> None:
@@ -138,14 +138,14 @@ class LoaderPosition:
     # -- for a file of the script's own ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the script's place in the data: see Place."""
-        return self._passes.place(self._hooks.target(self.index) or self._target or self.state())
+        """Returns the script's position in the data: see Position."""
+        return self._passes.position(self._hooks.target(self.index) or self._target or self.state())
 
     def load_state_dict(self, state: Any) -> None:
         """Has the next pass begin there. Where the worker goes on from a checkpoint of the servers, that one counts."""
         if self.going:
             raise InvalidRequest("a loop over this loader is under way: load its state before the loop begins")
-        epoch, self._over = self._passes.place_of(state)
+        epoch, self._over = self._passes.read_position(state)
         self._shift = epoch - self._begun
 
     # -- one loop of the script --------------------------------------------------------------------------------------
@@ -317,22 +317,22 @@ class RepeatablePasses:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the place in the data is that of all workers."""
+        """Whether the position in the data is that of all workers."""
         return self._sampler is not None
 
-    def place(self, state: LoaderState) -> dict[str, Any]:
-        """Returns the place in the data of all workers, of a loader that was divided."""
+    def position(self, state: LoaderState) -> dict[str, Any]:
+        """Returns the position in the data of all workers, of a loader that was divided."""
         assert self._sampler is not None
         if not state.going or state.start is None or state.start.share is None:
-            return self._sampler.place(state.shift + state.begun, state.over)
+            return self._sampler.position(state.shift + state.begun, state.over)
         count = state.start.share[1]
         own = min(state.taken * (self._loader.batch_size or 1), self._sampler.length(count, state.over))
-        return self._sampler.place(state.shift + state.begun - 1, state.over + own * count)
+        return self._sampler.position(state.shift + state.begun - 1, state.over + own * count)
 
-    def place_of(self, state: Any) -> tuple[int, int]:
+    def read_position(self, state: Any) -> tuple[int, int]:
         """Returns the epoch, and how many samples of it are over. Raises InvalidRequest as the sampler."""
         assert self._sampler is not None
-        return self._sampler.place_of(state)
+        return self._sampler.read_position(state)
 
     @property
     def epoch(self) -> int | None:

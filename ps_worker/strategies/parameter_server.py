@@ -165,10 +165,10 @@ class ParameterServer:
         is_iterable = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or is_iterable:
             position = training.checkpoint.add_loader(share, training.look_ahead)
-            begin, place = position.batches, position if position.is_divided else None
+            begin, known = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
-            return prepared_loader(share, self._device, timer, begin, place)
+            return prepared_loader(share, self._device, timer, begin, known)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)

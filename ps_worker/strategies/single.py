@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_loader
-from ps_worker.data.place import WholeLoop
+from ps_worker.data.position import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.model.stepped_alone import SteppedAlone
@@ -86,8 +86,8 @@ class Single:
         self._log_refused(refused_of_loader(loader))
         if hasattr(loader, "state_dict"):  # torchdata's, which has its own
             return prepared_loader(loader, self._device, self._metrics.timer, loader.__iter__)
-        place = WholeLoop(loader)
-        return prepared_loader(loader, self._device, self._metrics.timer, place.batches, place)
+        position = WholeLoop(loader)
+        return prepared_loader(loader, self._device, self._metrics.timer, position.batches, position)
 
     def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.leased import loader_spec
-from ps_worker.data.loaders import PlacedLoader, ShareSampler, prepared_loader, shard_loader
-from ps_worker.data.place import ShareLoop
+from ps_worker.data.loaders import PositionedLoader, ShareSampler, prepared_loader, shard_loader
+from ps_worker.data.position import ShareLoop
 from ps_worker.given import sort_given
 from ps_worker.metrics import StepTimer
 
@@ -47,23 +47,23 @@ def test_a_loader_that_is_used_as_it_is_keeps_its_position() -> None:
     """In single, say: the script's own file has it."""
     own = stateful(batch_size=2)
     prepared = prepared_loader(own, CPU, StepTimer(), own.__iter__)
-    assert isinstance(prepared, PlacedLoader)
+    assert isinstance(prepared, PositionedLoader)
     batches = iter(prepared)
     first = [next(batches).tolist() for _ in range(2)]
     state = prepared.state_dict()
     own = stateful(batch_size=2)
     again = prepared_loader(own, CPU, StepTimer(), own.__iter__)
-    assert isinstance(again, PlacedLoader)
+    assert isinstance(again, PositionedLoader)
     again.load_state_dict(state)
     assert first + [batch.tolist() for batch in again] == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 def test_torchdatas_loader_that_was_divided_has_the_place_of_all_workers() -> None:
-    def prepared() -> PlacedLoader:
+    def prepared() -> PositionedLoader:
         share = shard_loader(stateful(batch_size=2, shuffle=True), lambda: (0, 2), seed=3)
         assert isinstance(share.sampler, ShareSampler)
-        place = ShareLoop(share, share.sampler)
-        return PlacedLoader(share, CPU, StepTimer(), place.batches, place)
+        position = ShareLoop(share, share.sampler)
+        return PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
     first = prepared()
     batches = iter(first)

@@ -1,4 +1,4 @@
-"""The script's place in the data, where no server keeps it (single, ddp): for a file of the script's own.
+"""The script's position in the data, where no server keeps it (single, ddp): for a file of the script's own.
 
 A loop's batches are counted as the script has them, whatever the loader has read ahead. A loop that the script leaves
 early is over, as it is for the script: its next loop begins a pass.
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.data.loaders import ShareSampler, check_place
+from ps_worker.data.loaders import ShareSampler, check_position
 
 UNDER_WAY = "a loop over this loader is under way: load its state before the loop begins"
 
@@ -47,7 +47,7 @@ class Loops:
 
 
 class ShareLoop:
-    """A loader of this worker's share. Its place is that of all workers, if they have had as many batches."""
+    """A loader of this worker's share. Its position is that of all workers, if they have had as many batches."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ShareSampler) -> None:
         self._loader, self._sampler = loader, sampler
@@ -65,16 +65,16 @@ class ShareLoop:
         self._epoch, self._over = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place: see Place."""
+        """Returns the position: see Position."""
         _, count = self._sampler.share()
         own = min(self._loops.taken * (self._loader.batch_size or 1), self._sampler.length(count, self._over))
-        return self._sampler.place(self._epoch, self._over + own * count)
+        return self._sampler.position(self._epoch, self._over + own * count)
 
     def load_state_dict(self, state: Any) -> None:
         """Has the next loop begin there."""
         if self._loops.is_going:
             raise InvalidRequest(UNDER_WAY)
-        self._epoch, self._over = self._sampler.place_of(state)
+        self._epoch, self._over = self._sampler.read_position(state)
 
 
 class WholeLoop:
@@ -114,7 +114,7 @@ class WholeLoop:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place: see Place."""
+        """Returns the position: see Position."""
         random, generator = self._began if self._loops.is_going and self._began is not None else (None, None)
         return {"batches": self._loops.taken, "size": self._size, "random": random, "generator": generator}
 
@@ -129,6 +129,8 @@ class WholeLoop:
         """Has the next loop begin there."""
         if self._loops.is_going:
             raise InvalidRequest(UNDER_WAY)
-        check_place(state, ("batches", "size", "random", "generator"), "that is used as it is, in single", self._size)
+        check_position(
+            state, ("batches", "size", "random", "generator"), "that is used as it is, in single", self._size
+        )
         self._skip = int(state["batches"])
         self._began = (state["random"], state["generator"]) if self._skip else None

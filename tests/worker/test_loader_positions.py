@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest
-from ps_worker.data.loaders import PlacedLoader, ShareSampler, shard_loader
-from ps_worker.data.place import ShareLoop
+from ps_worker.data.loaders import PositionedLoader, ShareSampler, shard_loader
+from ps_worker.data.position import ShareLoop
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode, encode
@@ -22,29 +22,29 @@ from tests.tools.cluster import Cluster, in_parallel
 
 CPU = torch.device("cpu")
 SIZE, BATCH = 37, 2
-Make = Callable[[int, int], PlacedLoader]
+Make = Callable[[int, int], PositionedLoader]
 
 
 def loader(**more: Any) -> DataLoader[int]:
     return DataLoader(list(range(SIZE)), **{"batch_size": BATCH, "shuffle": True, **more})  # type: ignore[arg-type]
 
 
-def without_servers(rank: int, workers: int, **more: Any) -> PlacedLoader:
+def without_servers(rank: int, workers: int, **more: Any) -> PositionedLoader:
     """A loader as ddp prepares it."""
     share = shard_loader(loader(**more), lambda: (rank, workers), seed=3)
     assert isinstance(share.sampler, ShareSampler)
-    place = ShareLoop(share, share.sampler)
-    return PlacedLoader(share, CPU, StepTimer(), place.batches, place)
+    position = ShareLoop(share, share.sampler)
+    return PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
 
-def with_servers(rank: int, workers: int, **more: Any) -> PlacedLoader:
+def with_servers(rank: int, workers: int, **more: Any) -> PositionedLoader:
     """A loader as the modes with servers prepare it."""
     share = shard_loader(loader(**more), lambda: (rank, workers), seed=3)
     position = WorkerCheckpoint(CPU, lambda clock, state: None).add_loader(share, iter)
-    return PlacedLoader(share, CPU, StepTimer(), position.batches, position)
+    return PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
 
-def passes(prepared: PlacedLoader, count: int) -> Iterator[list[int]]:
+def passes(prepared: PositionedLoader, count: int) -> Iterator[list[int]]:
     """The batches of so many passes."""
     for _ in range(count):
         yield from (batch.tolist() for batch in prepared)
@@ -117,7 +117,7 @@ def test_the_place_is_that_of_the_script_when_it_saves_twice(make: Make) -> None
 
 @pytest.mark.parametrize("make", MAKES)
 def test_a_loop_that_was_left_is_over(make: Make) -> None:
-    def broken_off(prepared: PlacedLoader) -> list[list[int]]:
+    def broken_off(prepared: PositionedLoader) -> list[list[int]]:
         return [batch.tolist() for batch, _ in zip(prepared, range(3), strict=False)]
 
     prepared = make(0, 2)
@@ -133,7 +133,7 @@ def test_a_loop_that_was_left_is_over(make: Make) -> None:
     assert next(iter(again)).tolist() == next(iter(make_at(make, 6))).tolist()
 
 
-def make_at(make: Make, order: int) -> PlacedLoader:
+def make_at(make: Make, order: int) -> PositionedLoader:
     prepared = make(0, 2)
     prepared.load_state_dict({"order": order, "samples": 0, "size": SIZE})
     return prepared
@@ -222,11 +222,11 @@ def test_a_checkpoint_of_the_servers_knows_that_the_pass_began_in_its_middle(is_
     """is_left: by a script that is cut short in its loop"""
     saved, _ = saved_after(with_servers, 2, 4)
 
-    def fresh() -> tuple[WorkerCheckpoint, PlacedLoader]:
+    def fresh() -> tuple[WorkerCheckpoint, PositionedLoader]:
         share = shard_loader(loader(), lambda: (0, 3), seed=3)
         checkpoint = WorkerCheckpoint(CPU, lambda clock, state: None)
         position = checkpoint.add_loader(share, iter)
-        return checkpoint, PlacedLoader(share, CPU, StepTimer(), position.batches, position)
+        return checkpoint, PositionedLoader(share, CPU, StepTimer(), position.batches, position)
 
     _, undisturbed = fresh()
     undisturbed.load_state_dict(saved)
@@ -293,7 +293,7 @@ def test_a_state_that_torchdatas_loader_has_loaded_already_is_not_lost() -> None
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("own_generator", [False, True])
 def test_in_single_torchs_random_numbers_decide_on_the_order(num_workers: int, own_generator: bool) -> None:
-    def prepared() -> PlacedLoader:
+    def prepared() -> PositionedLoader:
         generator = torch.Generator().manual_seed(7) if own_generator else None
         with ps_worker.connect(mode="single") as session:
             model = nn.Linear(1, 1)
