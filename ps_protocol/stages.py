@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import check_hyper_parameters
 
 MAX_STAGES = 256  # that a job may come to: each bucket keeps what trains it in each
 
@@ -51,23 +49,6 @@ def first_stage(spec: JobSpec, bucket: BucketSpec) -> StageSpec:
     members = tuple(spec.parameters[part.parameter].group for part in bucket.slices)
     groups = {group: spec.groups[group] for group in dict.fromkeys(members) if group is not None}
     return StageSpec(0, spec.optimizers[bucket.optimizer], members, groups)
-
-
-def check_stage(stage: StageSpec, bucket: BucketSpec) -> None:
-    """Raises InvalidRequest for what cannot train a bucket, wherever it came from."""
-    if stage.number < 1:
-        raise InvalidRequest(f"bucket {bucket.index}: a stage that follows has a number from 1, got {stage.number}")
-    if len(stage.members) != len(bucket.slices):
-        raise InvalidRequest(
-            f"bucket {bucket.index}: expected the groups of {len(bucket.slices)} slices, got {len(stage.members)}"
-        )
-    if {group for group in stage.members if group is not None} != stage.groups.keys():
-        raise InvalidRequest(f"bucket {bucket.index}: expected hyper-parameters of the groups that have slices in it")
-    if any(position not in stage.trained for position in stage.kept):
-        raise InvalidRequest(f"bucket {bucket.index}: slices without a group keep no state, got {sorted(stage.kept)}")
-    check_hyper_parameters(stage.optimizer, {})
-    for values in stage.groups.values():
-        check_hyper_parameters(stage.optimizer, values)
 
 
 def stage_difference(known: StageSpec, offered: StageSpec) -> str | None:

@@ -18,13 +18,14 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
-from ps_protocol.stages import MAX_STAGES, StageSpec, check_stage, first_stage, stage_difference
+from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
 from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.requests import Push, PushKind
 from ps_server.core.sums import wide
+from ps_server.core.validation import check_stage
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
 GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)

@@ -33,7 +33,6 @@ from ps_server.core.commands import (
     Close,
     Command,
     Commit,
-    Counted,
     Draft,
     Initialise,
     R,
@@ -46,7 +45,7 @@ from ps_server.core.commands import (
 from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment
-from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.membership import Counted, check_incarnation, check_key
 from ps_server.core.placement import Place
 from ps_server.core.reached import Reached
 from ps_server.core.tables import Tables

@@ -8,8 +8,10 @@ from collections.abc import Hashable, Sequence
 from ps_protocol.addresses import is_host, is_host_port
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.row_optimizers import check_row_optimizer
+from ps_protocol.stages import StageSpec
 from ps_server.core.extent import check_extent
 from ps_server.core.limits import Limits
 
@@ -61,3 +63,20 @@ def check_launch(launch: str) -> None:
     """Raises InvalidRequest unless this can name a launch, or is empty."""
     if len(launch) > MAX_LAUNCH_LENGTH or not launch.isascii() or not launch.isprintable():
         raise InvalidRequest(f"a launch's name has up to 255 printable ASCII characters, got {launch[:80]!r}")
+
+
+def check_stage(stage: StageSpec, bucket: BucketSpec) -> None:
+    """Raises InvalidRequest for what cannot train a bucket, wherever it came from."""
+    if stage.number < 1:
+        raise InvalidRequest(f"bucket {bucket.index}: a stage that follows has a number from 1, got {stage.number}")
+    if len(stage.members) != len(bucket.slices):
+        raise InvalidRequest(
+            f"bucket {bucket.index}: expected the groups of {len(bucket.slices)} slices, got {len(stage.members)}"
+        )
+    if {group for group in stage.members if group is not None} != stage.groups.keys():
+        raise InvalidRequest(f"bucket {bucket.index}: expected hyper-parameters of the groups that have slices in it")
+    if any(position not in stage.trained for position in stage.kept):
+        raise InvalidRequest(f"bucket {bucket.index}: slices without a group keep no state, got {sorted(stage.kept)}")
+    check_hyper_parameters(stage.optimizer, {})
+    for values in stage.groups.values():
+        check_hyper_parameters(stage.optimizer, values)

@@ -13,10 +13,11 @@ import torch
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
-from ps_protocol.stages import StageSpec, check_stage
+from ps_protocol.stages import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
+from ps_server.core.validation import check_stage
 from ps_server.storage.manifest import WITHOUT_BASES
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 

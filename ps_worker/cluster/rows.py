@@ -140,12 +140,10 @@ class RowTransport:
         had:    whether a shard has had its part of the step of a table: it gets a skip
         """
         parts = [part for push in pushes for part in self._parts(push, had)]
-        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
-        wanted = {(asked.table, asked.shard): asked for asked in every}
+        wanted = self._wanted(ahead)
         of_ahead = set(wanted)
         for shard in self._calls if ends else ():
-            dim = self._spec.tables[0].rows.dim
-            wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), dim))
+            wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), self._spec.tables[0].rows.dim))
         room = self._room(
             [
                 *(
@@ -181,6 +179,11 @@ class RowTransport:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
         ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
+
+    def _wanted(self, ahead: Sequence[RowsAhead]) -> dict[tuple[int, int], _Asked]:
+        """Returns the rows that are asked for with a step, by table and shard."""
+        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
+        return {(asked.table, asked.shard): asked for asked in every}
 
     def assign(
         self, clock: int, table: int, rows: RowValues, had: Callable[[int, int], bool] | None
