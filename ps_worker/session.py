@@ -26,10 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.modes import local_rounds
 from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
-from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
 from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
@@ -40,13 +38,8 @@ from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
 from ps_worker.state.ending import end_by_signal, is_cut_short
+from ps_worker.strategies.by_mode import STRATEGIES
 from ps_worker.strategies.collectives import Collectives
-from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.local import LocalSteps
-from ps_worker.strategies.parameter_server import ParameterServer
-from ps_worker.strategies.single import Single
-from ps_worker.strategies.strategy import Strategy
-from ps_worker.strategies.streamed import StreamedSteps
 from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted
 from ps_worker.values import PrepareOptions
@@ -512,29 +505,6 @@ def _check_process(pid: int) -> None:
     if pid != os.getpid():
         raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
 
-
-# -- modes -------------------------------------------------------------------------------------------------------------
-
-
-def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    return ParameterServer(config, metrics, device, report_started, timeline)
-
-
-def _local(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    rounds = local_rounds(config.mode)
-    strategy = LocalSteps if rounds is None or rounds.fragments is None else StreamedSteps
-    return strategy(config, metrics, device, report_started, timeline)
-
-
-# By mode, without the number in `ssp:K` and `local:H`.
-STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Timeline], Strategy]] = {
-    "single": lambda config, metrics, device, _: Single(metrics, device, config.mode_given),
-    "ddp": lambda config, metrics, device, _: Ddp(config.rank or 0, config.world_size, metrics, device),
-    "sync": _on_servers,
-    "ssp": _on_servers,
-    "async": _on_servers,
-    "local": _local,
-}
 
 # -- where and when ----------------------------------------------------------------------------------------------------
 

@@ -144,16 +144,7 @@ class RowTransport:
         of_ahead = set(wanted)
         for shard in self._calls if ends else ():
             wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), self._spec.tables[0].rows.dim))
-        room = self._room(
-            [
-                *(
-                    (shard, pushed_bytes(len(rows), rows.gradients.shape[1]))
-                    for _, shard, rows in parts
-                    if rows is not None
-                ),
-                *((asked.shard, asked.size) for asked in wanted.values()),
-            ]
-        )
+        room = self._room([*_pushed_sizes(parts), *((asked.shard, asked.size) for asked in wanted.values())])
         pushed: list[Future[PushResult]] = []
         pulled: dict[tuple[int, int], Future[PullResult]] = {}
         assigned, self._assigned = self._assigned, {}
@@ -395,6 +386,13 @@ class RowTransport:
         self._pool.close()
         if self._reader is not None:
             self._reader.close()
+
+
+def _pushed_sizes(parts: Iterable[tuple[RowsPush, int, RowGradients | None]]) -> Iterator[tuple[int, int]]:
+    """Yields the shard of each part that has rows, and their bytes in shared memory."""
+    for _, shard, rows in parts:
+        if rows is not None:
+            yield shard, pushed_bytes(len(rows), rows.gradients.shape[1])
 
 
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:
