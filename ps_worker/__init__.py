@@ -5,6 +5,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
 session.py      The public face of a worker: `connect`, and the session that it returns
+by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train

@@ -38,7 +38,7 @@ from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
 from ps_worker.state.ending import end_by_signal, is_cut_short
-from ps_worker.strategies.by_mode import STRATEGIES
+from ps_worker.by_mode import STRATEGIES
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted

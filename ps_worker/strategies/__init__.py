@@ -2,7 +2,6 @@
 
 added.py             Parameters that an optimizer is given after `prepare`: `optimizer.add_param_group`
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
-by_mode.py           Which strategy trains in which mode
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
 job_stages.py        The stages of one job: other optimizers step its parameters from then on
