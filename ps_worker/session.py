@@ -29,6 +29,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
+from ps_worker.by_mode import STRATEGIES
 from ps_worker.config import WorkerConfig, check, resolve
 from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
@@ -38,7 +39,6 @@ from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
 from ps_worker.prepared import Prepared
 from ps_worker.state.ending import end_by_signal, is_cut_short
-from ps_worker.by_mode import STRATEGIES
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted

@@ -75,7 +75,7 @@ def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> row
         kind=rows_pb2.RowPushKind.Value(f"ROW_PUSH_KIND_{kind}"),
         row_count=rows,
         total_row_count=total,
-        assignment=kind == "ASSIGN",
+        assignment=int(kind == "ASSIGN"),
         hyper_parameters=_GROUP.hyper_parameters[:1],
         ranges=[types_pb2.DataRange(**_RANGE)],
         payload=payload,
