@@ -8,9 +8,27 @@ from collections.abc import Iterable
 def size_text(count: int) -> str:
     """Returns bytes in the largest unit that leaves a whole number before the point: `5.77 MB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
+        if count >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit
+            return f"{number_text(count / size)} {unit}"
     return f"{count} B"
+
+
+def number_text(value: float) -> str:
+    """Returns a number with three digits, or all before the point, never with an exponent: 0.0123, 12.3, 12,345."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return text if "e" not in text else f"{value:.12f}".rstrip("0").rstrip(".")
+
+
+def time_text(seconds: float) -> str:
+    """Returns seconds in a unit that people read: 12.3 ms, 4.2 s, 12 min, 3.5 h."""
+    if seconds < 0.9995:
+        return f"{number_text(seconds * 1e3)} ms"
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{number_text(seconds / size)} {unit}"
+    return f"{number_text(seconds)} s"
 
 
 def counted(count: int, noun: str) -> str:
