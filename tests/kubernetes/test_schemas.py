@@ -22,6 +22,7 @@ VERSIONS = ("1.29.0", "1.37.0")
 MODELS = {  # by API group and version: the module, and the text before the kind
     "cert-manager.io/v1": ("cloudcoil.models.cert_manager.v1", ""),
     "monitoring.coreos.com/v1": ("cloudcoil.models.prometheus_operator.v1", ""),
+    "jobset.x-k8s.io/v1alpha2": ("kubeflow_trainer_api.models", "JobsetV1alpha2"),
     "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),
 }
 
@@ -42,7 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rendered(files: Path) -> dict[str, list[Object]]:
-    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow")}
+    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow", "jobset")}
 
 
 def refusals(manifest: Object, version: str) -> list[str]:
@@ -84,13 +85,20 @@ def lost(given: Any, known: Any, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow"])
+@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow", "jobset"])
 def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
     objects = rendered[name]
     assert len(objects) > 7
     assert {
         f"{each['kind']} {each['metadata']['name']}": wrong for each in objects if (wrong := refusals(each, version))
     } == {}
+
+
+def test_without_kubeflow_nothing_of_it_is_applied(rendered: dict[str, list[Object]]) -> None:
+    objects = rendered["jobset"]
+    assert not [each["kind"] for each in objects if each["apiVersion"].startswith("trainer.kubeflow.org")]
+    secrets = {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
+    assert {"ps-server-tls", "ps-worker-tls"} <= secrets
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,8 @@ def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: 
         ("overlays/gpu", "PodMonitor", "spec.podMetricsEndpoint", []),
         ("kubeflow", "ClusterTrainingRuntime", "spec.template.spec.replicas", 2),
         ("kubeflow", "TrainJob", "spec.trainer.numNodes", "two"),
+        ("jobset", "JobSet", "spec.replicatedJob", []),
+        ("jobset", "JobSet", "spec.replicatedJobs", "one"),
     ],
 )
 def test_what_is_wrong_is_refused(
