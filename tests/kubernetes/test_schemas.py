@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests.tools.kubernetes import FILES, OVERLAYS, Object, copy_of_the_files, kubectl, one, render, templates
+from tests.tools.launching import ROOT
 
 pytestmark = pytest.mark.kubernetes
 # The oldest that has all fields that the files use, and the newest that is known. PS_INDEX needs a label of 1.28.
@@ -92,6 +94,18 @@ def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: 
     assert {
         f"{each['kind']} {each['metadata']['name']}": wrong for each in objects if (wrong := refusals(each, version))
     } == {}
+
+
+def test_the_patch_of_the_page_puts_the_workers_into_a_queue(files: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    [patch] = re.findall(r"  ```yaml\n(  patches:\n.*?queue-name.*?)  ```", page, re.DOTALL)
+    folder = files / "overlays" / "queue"
+    folder.mkdir()
+    head = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../../base]\n"
+    (folder / "kustomization.yaml").write_text(head + textwrap.dedent(patch))
+    job = one(render(folder), "Job", "workers")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "QUEUE"
+    assert refusals(job, VERSIONS[-1]) == []
 
 
 def test_without_kubeflow_nothing_of_it_is_applied(rendered: dict[str, list[Object]]) -> None:
