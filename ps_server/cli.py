@@ -60,6 +60,7 @@ from ps_server.config import (
 )
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
+from ps_server.ops.plan_tables import table_question
 from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
@@ -187,8 +188,15 @@ def _add_report(add: Callable[..., CommandLine]) -> None:
 
 def _add_plan(add: Callable[..., CommandLine]) -> None:
     """Adds the command that says what a job needs."""
-    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words="--params N [options]")
-    plan.add_argument("--params", type=magnitude, required=True, metavar="N", help="parameters, as in 25M or 1.5B")
+    words = "--params N --workers W [options]"
+    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words=words)
+    plan.add_argument(
+        "--params",
+        type=magnitude,
+        required=True,
+        metavar="N",
+        help="parameters, as in 25M or 1.5B, beside those of tables",
+    )
     plan.add_argument("--workers", type=count, required=True, metavar="W", help="workers, each on a machine of its own")
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim [default AdamW]")
     plan.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of SGD or RMSprop [default 0]")
@@ -200,6 +208,17 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
     plan.add_argument(
         "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4 [default float32]"
     )
+    plan.add_argument("--transport", default="auto", metavar="NAME", help="auto, shm, tcp or grpc [default auto]")
+    plan.add_argument("--tls", action="store_true", help="what travels is encrypted")
+    plan.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        type=table_question,
+        metavar="ROWSxDIM:OPTIMIZER",
+        help="a table of rows when it is full, as in 100Mx64:RowWiseAdagrad; may be repeated [default none]",
+    )
+    plan.add_argument("--lookups", type=count, default=0, metavar="N", help="distinct ids of each table in a step")
     plan.add_argument("--step-seconds", type=seconds, metavar="S", help="of a worker's forward and backward pass")
     plan.add_argument("--straggler", type=amount, default=1.0, metavar="F", help="the slowest takes F times as long")
     plan.add_argument("--stalls", type=amount, metavar="P", help="only in a part P of steps, and any worker")
@@ -310,6 +329,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             step_seconds=arguments.step_seconds,
             straggler=arguments.straggler,
             stalls=arguments.stalls,
+            transport=arguments.transport,
+            tls=arguments.tls,
+            tables=tuple(arguments.table),
+            lookups=arguments.lookups,
         )
     )
     print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice))

@@ -7,6 +7,8 @@ gauges.py       A server process' gauges, read at each scrape; and /sd, where Pr
 glibc.py        What a server asks of the C library: one pool of memory, and copies that go past the processor's cache
 health_port.py  Two pages in plaintext, for probes that cannot show a certificate
 plan.py         `ps-server plan`: what a job needs before anything is started
+plan_costs.py   What a step costs processors, as it was measured
+plan_tables.py  The memory of tables of rows
 page.py         The page on which a browser shows a cluster; and `ps-server page`
 race.py         The race of a job's workers, for a terminal
 screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.quantities import time_text
+from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.ops.columns import cut, wrapped
 from ps_server.ops.race import race
@@ -114,7 +114,7 @@ def _head(job: dict[str, Any], view: dict[str, Any], width: int | None) -> list[
     known = not view["workers"] or any(does["steps_per_second"] is not None for does in view["workers"])
     parts.append(f"{view['steps_per_second']:.1f} steps/s" if known else "- steps/s")
     if view["age_duration"] is not None:
-        parts.append(f"running for {time_text(view['age_duration'])}")
+        parts.append(f"running for {duration_text(view['age_duration'])}")
     lines = wrapped([*map(printable, parts)], width)
     if view["diagnosis"]:
         lines.append(cut(printable(view["diagnosis"]), width))
@@ -127,7 +127,7 @@ def _progress(job: dict[str, Any], view: dict[str, Any]) -> list[str]:
     if view["done_fraction"] is not None:
         parts.append(f"{100 * view['done_fraction']:.0f} %")
     if view["left_duration"]:
-        parts.append(f"{time_text(view['left_duration'])} left")
+        parts.append(f"{duration_text(view['left_duration'])} left")
     if view["checkpoint_age_duration"] is not None:
-        parts.append(f"checkpoint {time_text(view['checkpoint_age_duration'])} ago")
+        parts.append(f"checkpoint {duration_text(view['checkpoint_age_duration'])} ago")
     return parts

@@ -15,7 +15,7 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import figures_pb2, membership_pb2
-from ps_runtime.quantities import time_text
+from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.core.figures import check_worker_figures
 from ps_server.ops import screen, status
@@ -131,5 +131,5 @@ def test_servers_refuse_a_number_that_no_script_can_say(shared: Cluster, job: st
 
 def test_durations_are_in_units_that_people_read() -> None:
     times = {0.0: "0 s", 0.4: "0.4 s", 12.3: "12 s", 119: "119 s", 180: "3 min", 5400: "90 min", 9000: "2.5 h"}
-    assert {seconds: time_text(seconds) for seconds in times} == times
-    assert time_text(3 * 86400) == "3.0 days"
+    assert {seconds: duration_text(seconds) for seconds in times} == times
+    assert duration_text(3 * 86400) == "3.0 days"
