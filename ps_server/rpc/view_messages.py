@@ -55,25 +55,26 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
 
 def finished_message(finished: FinishedJob, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
     """Returns a job that has ended. text: how, in words"""
-    job, clocks = finished.job, [worker.clock for worker in finished.job.statistics.workers]
-    last = {value.name: value.last for each in job.statistics.figures.values() for value in each.values}
+    job, checkpoints = finished.job, finished.end.checkpoints
+    figures = [*(finished.end.figures or job.statistics.figures).values()]
+    last = {value.name: value.last for each in figures for value in each.values}
     message = cluster_pb2.FinishedJob(
         job=job.statistics.name,
         run=job.statistics.run,
         end_time=timestamp(finished.ended),
         text=text,
         age_duration=_known(job.age),
-        min_clock=min(clocks, default=0),
-        max_clock=max(clocks, default=0),
+        min_clock=min(finished.steps, default=0),
+        max_clock=max(finished.steps, default=0),
         values=[
-            figures_pb2.LoggedValue(name=name, last=last[name], mean=mean) for name, mean in logged_means(job).items()
+            figures_pb2.LoggedValue(name=name, last=last[name], mean=mean)
+            for name, mean in logged_means(figures).items()
         ],
         history=history_message(finished.samples) if with_history else None,
     )
-    if finished.checkpoints is not None and finished.checkpoints.name is not None:
-        message.last_checkpoint.name = finished.checkpoints.name
-        message.last_checkpoint.clock = finished.checkpoints.clock
-        message.last_checkpoint.missing_ranks.extend(finished.checkpoints.without)
+    if checkpoints is not None and checkpoints.name is not None:
+        message.last_checkpoint.name, message.last_checkpoint.clock = checkpoints.name, checkpoints.clock
+        message.last_checkpoint.missing_ranks.extend(checkpoints.without)
     return message
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
+from ps_protocol.figures import WorkerFigures
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.view.history import Samples
 from ps_server.view.view import JobView, View
 
 KEPT = 4  # jobs; each has at most as many samples as the history: 170 kB
+
+
+@dataclass(frozen=True)
+class End:
+    """What is known of a job once it has ended.
+
+    checkpoints: None where none were made
+    figures:     the last ones of the workers whose scripts came to their end, by rank
+    """
+
+    checkpoints: CheckpointStatistics | None = None
+    figures: Mapping[int, WorkerFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -21,14 +34,21 @@ class FinishedJob:
     ended:   when it was gone, in seconds since 1970
     gone:    the number of the first sample without it
     samples: its own, from its beginning to its end
-    checkpoints: None where none were made
+    end:     what its coordinator knew of it then
     """
 
     job: JobView
     ended: float
     gone: int
     samples: Samples
-    checkpoints: CheckpointStatistics | None
+    end: End
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that its workers had finished: of those whose scripts came to their end, else of the last ones."""
+        if self.end.figures:
+            return tuple(figures.done for figures in self.end.figures.values())
+        return tuple(worker.clock for worker in self.job.statistics.workers)
 
     @property
     def began(self) -> float | None:
@@ -53,20 +73,20 @@ class FinishedJobs:
         view: View,
         next_sample: int,
         samples: Callable[[str], Samples],
-        checkpoints: Callable[[str], CheckpointStatistics | None],
+        end: Callable[[str], End],
     ) -> None:
         """Compares a view with the one before it, and keeps the jobs that are gone; one whose name is taken again is
         forgotten.
 
         next_sample: the number of this view's sample
-        samples:     returns what the history has of a job; checkpoints: returns what is known of a run's
+        samples:     returns what the history has of a job; end: returns what is known of the end of a run
         """
         running = {job.statistics.run: job for job in view.jobs.values()}
         for run, (job, seen) in self._running.items():
             if run not in running:
                 age = None if job.age is None else job.age + view.time - seen
                 own = _since(samples(job.statistics.name), None if age is None else view.time - age)
-                ended = FinishedJob(replace(job, age=age), view.time, next_sample, own, checkpoints(run))
+                ended = FinishedJob(replace(job, age=age), view.time, next_sample, own, end(run))
                 self._kept.insert(0, ended)
         self._kept = [each for each in self._kept if each.job.statistics.name not in view.jobs][:KEPT]
         before = self._running

@@ -17,8 +17,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
-from ps_server.core.statistics import CheckpointStatistics
-from ps_server.view.finished import FinishedJob, FinishedJobs
+from ps_server.view.finished import End, FinishedJob, FinishedJobs
 from ps_server.view.history import History, Samples
 from ps_server.view.making import Answer, Sources, ViewMaker, samples
 from ps_server.view.view import View
@@ -81,7 +80,7 @@ class Watch:
             self._view = view
             before, self._jobs = self._jobs, jobs
             number = self._history.next
-            self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_checkpoints, before))
+            self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_end, before))
             self._history.add(view.time, samples(view))
             readers = list(self._readers)
         for reader in readers:
@@ -183,7 +182,9 @@ class Watch:
         self._silent = silent
 
 
-def _checkpoints(jobs: Mapping[str, CoordinatedJob], run: str) -> CheckpointStatistics | None:
-    """Returns what is known of the checkpoints of a run that has ended, the one at its end among them."""
+def _end(jobs: Mapping[str, CoordinatedJob], run: str) -> End:
+    """Returns what is known of a run that has ended: its last checkpoint, and what its workers said as they left."""
     job = jobs.get(run)
-    return job.checkpoints.statistics() if job is not None and job.checkpoints is not None else None
+    if job is None:
+        return End()
+    return End(job.checkpoints.statistics() if job.checkpoints is not None else None, job.figures.of_done())

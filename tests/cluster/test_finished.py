@@ -18,7 +18,7 @@ from ps_server.ops import screen
 from ps_server.rpc.coordinator_client import CoordinatorClient
 from ps_server.rpc.plain import plain
 from ps_server.rpc.position import Position
-from ps_server.view.finished import KEPT, FinishedJobs
+from ps_server.view.finished import KEPT, End, FinishedJobs
 from ps_server.view.history import Samples
 from ps_server.view.view import JobView, View
 from tests.tools.cluster import Cluster, until
@@ -86,6 +86,23 @@ def test_a_new_job_of_the_name_takes_its_place(make_cluster: Callable[..., Clust
         until(lambda: (seen := view(cluster.address))["jobs"] and not seen["finished_jobs"])
 
 
+def test_what_is_told_of_its_end_is_what_its_workers_had_come_to(make_cluster: Callable[..., Cluster]) -> None:
+    """Heartbeats come every quarter of a lease, and this job takes less: what workers say as they leave counts."""
+    cluster = make_cluster(lease=600.0)
+    with cluster.connect("async", job="short") as session:
+        model = nn.Linear(4, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        until(lambda: view(cluster.address)["jobs"])
+        for step in range(5):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            session.log(loss=10.0 - step)
+    seen = until(lambda: (found := view(cluster.address))["finished_jobs"] and found)
+    [finished] = seen["finished_jobs"]
+    assert (finished["min_clock"], finished["max_clock"]) == (5, 5)
+    assert [(value["name"], value["last"]) for value in finished["values"]] == [("loss", 6.0)]
+
+
 def job_view(name: str, run: str, age: float, workers: int = 1) -> JobView:
     statistics: Any = SimpleNamespace(name=name, run=run)
     return JobView(statistics, "training", "", (SimpleNamespace(),) * workers, 1.0, age)  # type: ignore[arg-type]
@@ -100,7 +117,7 @@ def test_the_last_few_are_kept_with_the_samples_of_their_own_run() -> None:
         return Samples(7, times, {name: {(key, None): each for key, each in curve.items()}})
 
     def look(*jobs: JobView) -> None:
-        finished.look(View(time, 10.0, {job.statistics.name: job for job in jobs}, ()), 42, samples, lambda _: None)
+        finished.look(View(time, 10.0, {job.statistics.name: job for job in jobs}, ()), 42, samples, lambda _: End())
 
     for number in range(KEPT + 2):
         look(job_view(f"job-{number}", f"{number:x}", age=5.0))
@@ -117,7 +134,7 @@ def test_a_job_is_kept_as_it_was_with_its_last_workers() -> None:
     finished = FinishedJobs()
     with_workers, without = job_view("j", "1", 5.0, workers=2), replace(job_view("j", "1", 6.0), workers=())
     for time, jobs in ((1000.0, {"j": with_workers}), (1001.0, {"j": without}), (1003.0, {})):
-        finished.look(View(time, 10.0, jobs, ()), 1, lambda _: Samples(0, array("d"), {}), lambda _: None)
+        finished.look(View(time, 10.0, jobs, ()), 1, lambda _: Samples(0, array("d"), {}), lambda _: End())
     [kept] = finished.kept
     assert len(kept.job.workers) == 2
     assert kept.job.age == 8.0, "until it was gone"
