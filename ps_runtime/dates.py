@@ -1,4 +1,4 @@
-"""Dates in words, for people to read in logs."""
+"""Dates in words, for people to read in logs, and as JSON has them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from datetime import datetime, timezone
 def date_text(seconds: float) -> str:
     """Returns a date from seconds since 1970."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def seconds_of(text: str) -> float:
+    """Returns the seconds since 1970 of a date as protobuf's JSON has it, to the millisecond."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def described(began: float, trained: float | None) -> str:

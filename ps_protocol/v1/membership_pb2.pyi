@@ -151,16 +151,18 @@ class SaveWorkerStateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "state", "done", "script")
+    __slots__ = ("worker", "state", "done", "script", "figures")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     state: WorkerState
     done: bool
     script: WorkerState
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, _Mapping]] = ..., done: _Optional[bool] = ..., script: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
+    figures: _figures_pb2.WorkerFigures
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., state: _Optional[_Union[WorkerState, _Mapping]] = ..., done: _Optional[bool] = ..., script: _Optional[_Union[WorkerState, _Mapping]] = ..., figures: _Optional[_Union[_figures_pb2.WorkerFigures, _Mapping]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ("ended",)

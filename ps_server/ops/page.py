@@ -52,8 +52,9 @@ def coordinators_page(views: Views) -> Site:
 def view_json(response: Any) -> bytes:
     """Returns a WatchStatusResponse as JSON; a sample that there is not is null."""
     view = plain(response)
-    for series in (view["history"] or {}).get("series", ()):
-        series["values"] = [None if math.isnan(each) else float(f"{each:.{DIGITS}g}") for each in series["values"]]
+    for history in (view["history"], *(job["history"] for job in view["finished_jobs"])):
+        for series in (history or {}).get("series", ()):
+            series["values"] = [None if math.isnan(each) else float(f"{each:.{DIGITS}g}") for each in series["values"]]
     return json_text(view).encode()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.dates import seconds_of
 from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.ops.columns import cut, wrapped
@@ -97,6 +98,8 @@ def screen(view: dict[str, Any], width: int | None = None, height: int | None = 
     lines: list[str] = []
     for head, job in zip(heads, status["jobs"], strict=True):
         lines += [*head, *race(job, views[job["name"]], width, room), ""]
+    ended = [cut(printable(text), width) for text in _finished(view)]
+    lines += [*ended, ""] if ended else []
     silent = [shard for shard in view["shards"] if shard["silent_duration"]]
     if silent and not view["jobs"]:
         lines += [f"shard {each['index']} does not answer for {each['silent_duration']:.0f} s" for each in silent]
@@ -105,6 +108,23 @@ def screen(view: dict[str, Any], width: int | None = None, height: int | None = 
     for job in status["jobs"]:
         lines += [cut(line, width) for line in job_lines(status, job)]
     return lines
+
+
+def _finished(view: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each of the last jobs that have ended."""
+    for job in view["finished_jobs"]:
+        ago = max(0.0, seconds_of(view["view_time"]) - seconds_of(job["end_time"]))
+        low, high = job["min_clock"], job["max_clock"]
+        parts = [
+            f"{job['job']}: {job['text']}, {duration_text(ago)} ago",
+            f"clock {low if low == high else f'{low}-{high}'}",
+            *(f"{value['name']} {value['mean']:.4g}" for value in job["values"]),
+        ]
+        if job["age_duration"] is not None:
+            parts.append(f"ran for {duration_text(job['age_duration'])}")
+        if job["last_checkpoint"] is not None:
+            parts.append(f"checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}")
+        yield " · ".join(parts)
 
 
 def _head(job: dict[str, Any], view: dict[str, Any], width: int | None) -> list[str]:

@@ -106,6 +106,11 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.script.tell(worker.rank, 0, told)
+        if request.done and request.HasField("figures"):
+            with suppress(PSError):  # the same; and what is wrong with them keeps nobody from leaving
+                job = self._coordinator.job(worker.job, worker.run)
+                job.members.check(worker.rank, worker.incarnation, worker.lease_key)
+                job.figures.done(worker.rank, figure_messages.worker_figures(request.figures))
         ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
         return membership_pb2.LeaveResponse(ended=ended)
 

@@ -8,11 +8,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from ps_protocol.convert import duration, timestamp
 from ps_protocol.figures import PHASES
-from ps_protocol.v1 import cluster_pb2
+from ps_protocol.v1 import cluster_pb2, figures_pb2
 from ps_server.coordinator.events import Event
 from ps_server.rpc import convert
 from ps_server.rpc.convert import Sees
+from ps_server.view.finished import FinishedJob
 from ps_server.view.history import Samples
+from ps_server.view.making import logged_means
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
 
@@ -49,6 +51,31 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
         for event in events
         if not event.job or sees(event.job)
     ]
+
+
+def finished_message(finished: FinishedJob, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
+    """Returns a job that has ended. text: how, in words"""
+    job, checkpoints = finished.job, finished.end.checkpoints
+    figures = [*(finished.end.figures or job.statistics.figures).values()]
+    last = {value.name: value.last for each in figures for value in each.values}
+    message = cluster_pb2.FinishedJob(
+        job=job.statistics.name,
+        run=job.statistics.run,
+        end_time=timestamp(finished.ended),
+        text=text,
+        age_duration=_known(job.age),
+        min_clock=min(finished.steps, default=0),
+        max_clock=max(finished.steps, default=0),
+        values=[
+            figures_pb2.LoggedValue(name=name, last=last[name], mean=mean)
+            for name, mean in logged_means(figures).items()
+        ],
+        history=history_message(finished.samples) if with_history else None,
+    )
+    if checkpoints is not None and checkpoints.name is not None:
+        message.last_checkpoint.name, message.last_checkpoint.clock = checkpoints.name, checkpoints.clock
+        message.last_checkpoint.missing_ranks.extend(checkpoints.without)
+    return message
 
 
 def history_message(samples: Samples) -> cluster_pb2.History:

@@ -249,17 +249,17 @@ def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Na
     waits = [worker.fractions["wait"] for worker in job.workers if worker.fractions]
     if waits:
         yield ("wait_fraction", None), sum(waits) / len(waits)
-    for name, mean in _values(job).items():
+    for name, mean in logged_means(job.statistics.figures.values()).items():
         yield (f"value.{name}", None), mean
     for worker in job.workers[:RANKS_SAMPLED]:
         if worker.steps_per_second is not None:
             yield ("steps_per_second", worker.rank), worker.steps_per_second
 
 
-def _values(job: JobView) -> dict[str, float]:
+def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
     """Returns the mean over the workers of what they log; NaN where the last value of each is not finite."""
     logged: dict[str, list[float]] = {}
-    for figures in job.statistics.figures.values():
+    for figures in told:
         for value in figures.values:
             logged.setdefault(value.name, []).append(value.mean if math.isfinite(value.last) else math.nan)
     finite = {name: [mean for mean in means if math.isfinite(mean)] for name, means in logged.items()}

@@ -207,6 +207,8 @@ class CoordinatorClient:
         )
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content
+        if self._figures is not None:
+            request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
             self._members.Leave(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:

@@ -33,6 +33,7 @@ disturbed_rounds.py     Rounds of local steps that are disturbed in the middle: 
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
+crowd.py                The view of a job of many workers, without these
 cases.py                The cases of a claim: a few in every run, the others among the long tests
 terminal.py             A terminal in place of standard error
 launching.py            Commands as processes, to their end or while they run; scripts as modules
