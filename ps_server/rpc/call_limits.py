@@ -10,19 +10,20 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_protocol.errors import Forbidden
 from ps_runtime.background import guarded
 from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator, host_of
+from ps_server.rpc.calls_in_flight import HEARTBEAT, CallInFlight, CallsInFlight
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Receiving
 
@@ -35,7 +36,6 @@ CALL_THREADS = 1024
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
 STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
-HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
 # Set while a method runs, for what can only be checked once its request is read.
@@ -103,7 +103,8 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
-        ("grpc.max_concurrent_streams", min(limits.calls, STREAMS_OF_A_CONNECTION)),
+        # More are queued by the client. Not fewer where max-calls is: a heartbeat would wait behind what is refused.
+        ("grpc.max_concurrent_streams", STREAMS_OF_A_CONNECTION),
         # Calls that wait for a thread. gRPC drops some at random above 1,000, a worker's among them.
         ("grpc.server.max_pending_requests", limits.all_calls),
         ("grpc.server.max_pending_requests_hard_limit", limits.all_calls),
@@ -122,6 +123,14 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
 
 def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1000), _MOST_MILLISECONDS)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A call that was let in: its caller, and what counts it."""
+
+    caller: Principal
+    call: CallInFlight
 
 
 class CallLimits:
@@ -145,8 +154,7 @@ class CallLimits:
         self._receiving = Receiving(terms(limits, is_shard))
         self._release = release
         self._lock = threading.Lock()
-        self._in_flight: Counter[tuple[str, str]] = Counter()
-        self._all = 0  # of these, all but probes and heartbeats
+        self._in_flight = CallsInFlight(limits)
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
@@ -162,43 +170,23 @@ class CallLimits:
     def statistics(self) -> dict[str, int]:
         """Returns how many calls are in flight, callers that have some, and waits for peers."""
         with self._lock:
-            return {
-                "calls": sum(self._in_flight.values()),
-                "callers": len(self._in_flight),
-                "waits": len(self._due) + self._receiving.waits(),
-            }
+            waits = len(self._due) + self._receiving.waits()
+        return {**self._in_flight.statistics(), "waits": waits}
 
-    def enter(self, method: str, context: grpc.ServicerContext) -> Principal:
-        """Counts a call in until it ends; returns its caller. Raises Unauthenticated, Forbidden, or LimitExceeded."""
+    def enter(self, method: str, context: grpc.ServicerContext) -> Admitted:
+        """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or Backlogged where there are too many."""
         host = host_of(context.peer())
         if METHODS.get(method) == EVERYONE:
             caller = Principal("anyone", frozenset())
         else:
             caller = self._authenticator.identify(context)
             caller.check(method)
-        origin = (caller.name, host)
         # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
-        counts = method != HEARTBEAT and METHODS.get(method) != EVERYONE
-        with self._lock:
-            if counts and self._all >= self._limits.all_calls:
-                raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
-            if self._in_flight[origin] >= self._limits.calls:
-                raise LimitExceeded(
-                    f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
-                )
-            self._in_flight[origin] += 1
-            self._all += counts
-
-        def left() -> None:
-            with self._lock:
-                self._all -= counts
-                self._in_flight[origin] -= 1
-                if not self._in_flight[origin]:
-                    del self._in_flight[origin]
-
-        if not context.add_callback(left):
-            left()
-        return caller
+        is_listed = method != HEARTBEAT and METHODS.get(method) != EVERYONE
+        call = self._in_flight.begin(caller.name, host, method, is_listed)
+        if not context.add_callback(call.end):
+            call.end()
+        return Admitted(caller, call)
 
     @contextlib.contextmanager
     def running(self, caller: Principal, method: str) -> Iterator[None]:
@@ -219,13 +207,21 @@ class CallLimits:
         peer = context.peer()
         return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
 
-    @contextlib.contextmanager
-    def sending(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the sending of an answer: cancels the call if its caller does not take it."""
+        return self._within(self._limits.stall_seconds, context)
+
+    def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+        """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
+        return self._within(self._limits.upload_seconds, context)
+
+    @contextlib.contextmanager
+    def _within(self, seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+        """Cancels a call if what is done meanwhile takes longer."""
         with self._lock:
             self._next += 1
             number = self._next
-            self._due[number] = (time.monotonic() + self._limits.stall_seconds, context)
+            self._due[number] = (time.monotonic() + seconds, context)
         try:
             yield
         finally:
