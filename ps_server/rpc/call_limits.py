@@ -18,7 +18,9 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import Forbidden
+from ps_protocol.errors import Forbidden, Unauthenticated
+from ps_protocol.job import MAX_NAME_LENGTH
+from ps_runtime import audit
 from ps_runtime.background import guarded
 from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
@@ -36,18 +38,30 @@ CALL_THREADS = 1024
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
 STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
+UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
+
 # Set while a method runs, for what can only be checked once its request is read.
-_CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=None)
+@dataclass
+class _Running:
+    """A method that runs: for whom, and for which job, once that is known."""
+
+    caller: Principal
+    method: str
+    host: str
+    job: str = ""
+
+
+_CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
     """Raises Forbidden if the caller of the method that runs in this thread may not call it for that job."""
     call = _CALL.get()
     if call is not None:
-        caller, method = call
-        caller.check(method, job)
+        call.job = job
+        call.caller.check(call.method, job)
 
 
 def may_see(job: str) -> bool:
@@ -65,8 +79,7 @@ def what_the_caller_sees() -> Callable[[str], bool]:
     def sees(job: str) -> bool:
         try:
             if call is not None:
-                caller, method = call
-                caller.check(method, job)
+                call.caller.check(call.method, job)
         except Forbidden:
             return False
         return True
@@ -77,7 +90,18 @@ def what_the_caller_sees() -> Callable[[str], bool]:
 def caller_name() -> str:
     """Returns the name of the caller of the method that runs in this thread; empty outside of one."""
     call = _CALL.get()
-    return "" if call is None else call[0].name
+    return "" if call is None else call.caller.name
+
+
+def note_event(kind: str, job: str, text: str) -> None:
+    """Writes to the audit log what has happened to a job, with the caller of the method that runs in this thread."""
+    call = _CALL.get()
+    if kind == "waits":  # for another worker: nobody did anything
+        return
+    if call is None:
+        audit.note(kind, text, job=job)
+    else:
+        audit.note(kind, text, call.caller.name, call.host, job)
 
 
 def in_pool(
@@ -179,8 +203,7 @@ class CallLimits:
         if METHODS.get(method) == EVERYONE:
             caller = Principal("anyone", frozenset())
         else:
-            caller = self._authenticator.identify(context)
-            caller.check(method)
+            caller = self._identify(method, context, host)
         # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
         is_listed = method != HEARTBEAT and METHODS.get(method) != EVERYONE
         call = self._in_flight.begin(caller.name, host, method, is_listed)
@@ -188,12 +211,31 @@ class CallLimits:
             call.end()
         return Admitted(caller, call)
 
+    def _identify(self, method: str, context: grpc.ServicerContext, host: str) -> Principal:
+        """Returns the caller of a method that it may call. Raises Unauthenticated or Forbidden."""
+        try:
+            caller = self._authenticator.identify(context)
+        except Unauthenticated as error:
+            audit.note(audit.REFUSED, str(error), UNKNOWN, host)  # not by method: a stranger could name many
+            raise
+        try:
+            caller.check(method)
+        except Forbidden as error:
+            audit.note(audit.REFUSED, str(error), caller.name, host, about=method)
+            raise
+        return caller
+
     @contextlib.contextmanager
-    def running(self, caller: Principal, method: str) -> Iterator[None]:
+    def running(self, caller: Principal, method: str, context: grpc.ServicerContext) -> Iterator[None]:
         """Tells `check_job` the caller and the method of this thread."""
-        token = _CALL.set((caller, method))
+        running = _Running(caller, method, host_of(context.peer()))
+        token = _CALL.set(running)
         try:
             yield
+        except Forbidden as error:
+            job = running.job[:MAX_NAME_LENGTH]
+            audit.note(audit.REFUSED, str(error), caller.name, running.host, job, method)
+            raise
         finally:
             _CALL.reset(token)
 
@@ -234,6 +276,7 @@ class CallLimits:
 
     def _look(self) -> None:
         now = time.monotonic()
+        audit.flush()
         self._receiving.cut_off()
         if self._receiving.was_broken_off():
             self._release_at = min(self._release_at, now + _RELEASE_SECONDS)

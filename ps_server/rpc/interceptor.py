@@ -194,7 +194,7 @@ def _observe_unary(behaviour: Callable[..., Any], metrics: _MethodMetrics, reade
             caller = reader.enter(context).caller
             request = reader.read(requests, context, caller)
             metrics.received.inc()
-            with reader.limits.running(caller, reader.method):
+            with reader.limits.running(caller, reader.method, context):
                 response = behaviour(request, context)
         except grpc.RpcError:  # the caller is gone, or was too slow
             metrics.ended("CANCELLED", begun)
@@ -235,7 +235,7 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
             admitted = reader.enter(context)
             request = reader.read(requests, context, admitted.caller)
             metrics.received.inc()
-            with reader.limits.running(admitted.caller, reader.method):
+            with reader.limits.running(admitted.caller, reader.method, context):
                 behaviour(request, context, counted)
             admitted.call.wait()
         except grpc.RpcError:  # the caller is gone, or was too slow
