@@ -18,7 +18,7 @@
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
-    │   └── Backlogged        no room for a push or a pull yet; try again at the time it names
+    │   └── Backlogged        no room for a push, a pull or a call yet; try again at the time it names
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
@@ -201,7 +201,7 @@ class LimitExceeded(PSError):
 
 
 class Backlogged(LimitExceeded):
-    """No room for a push or a pull yet, or the last push is not applied; the same call may succeed later."""
+    """No room for a push, a pull or a call yet, or the last push is not applied; the same may succeed later."""
 
     reason = "BACKLOGGED"
     retryable = True

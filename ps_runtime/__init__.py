@@ -1,5 +1,6 @@
 """What every process needs, and is no matter of tensors, workers or shards.
 
+audit.py          The audit log: who was refused, joined, left and ended what, a JSON object a line
 background.py     Threads that run beside the calls of a process, and go on whatever happens in them
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors

@@ -28,6 +28,7 @@ log = logging.getLogger("ps_runtime")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 NOTICE_SECONDS = 1.0
+NAMED_PAUSE_SECONDS = 0.5  # a peer that asks for such a pause has its reason logged
 LONG_WAIT_SECONDS = 3.0  # a peer that asks for more time than this is worth a warning
 _AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
 # Of our own: a script's random numbers must not depend on how often a call was repeated.
@@ -117,7 +118,8 @@ class Retry:
             if explained is not error:
                 raise explained from None
         if error.retry_after is not None:  # the peer lives, and has said when there may be room
-            if isinstance(error, TryLater):
+            # A push that waits for room is tried again in a moment, at many steps: that is not worth a line.
+            if isinstance(error, TryLater) or error.retry_after >= NAMED_PAUSE_SECONDS:
                 self._name_wait(error)
             self._begin_anew()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))

@@ -44,6 +44,8 @@ _SITE_HEADERS = [
     ("Cache-Control", "no-store"),
 ]
 
+SERVER_SOFTWARE = "ps-torch"  # in the Server header
+
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -148,6 +150,8 @@ class Page:
 class _Answer(ServerHandler):
     """One answer. That a client hangs up or stops reading is no fault: over TLS it is an error of its own kind."""
 
+    server_software = SERVER_SOFTWARE
+
     def handle_error(self) -> None:
         if isinstance(sys.exc_info()[1], OSError):
             self.close()
@@ -169,6 +173,10 @@ class _Silent(WSGIRequestHandler):
             answer = _Answer(*streams, self.get_environ(), multithread=False)  # type: ignore[arg-type]  # they are binary
             answer.request_handler = self  # type: ignore[attr-defined]  # which ServerHandler logs by
             answer.run(self.server.get_app())  # type: ignore[attr-defined]
+
+    def version_string(self) -> str:
+        """Returns what answers; no versions: they tell a stranger what to try."""
+        return SERVER_SOFTWARE
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: there is a scrape every few seconds."""
@@ -197,10 +205,9 @@ class Site:
 
     def _answer(self, environ: dict[str, Any]) -> tuple[str, str, bytes]:
         path, text = environ.get("PATH_INFO", ""), "text/plain; charset=utf-8"
-        if not _is_of_loopback(environ.get("HTTP_HOST", "")):
-            return "403 Forbidden", text, b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return "405 Method Not Allowed", text, b"this page is only to be read\n"
+        refused = refusal(environ, is_of_loopback=True)
+        if refused is not None:
+            return refused[0], text, refused[1]
         if path in self._files:
             return "200 OK", *self._files[path]
         if path not in self._pages:
@@ -213,7 +220,19 @@ class Site:
             return "502 Bad Gateway", text, f"{error}\n".encode()
 
 
-def _is_of_loopback(host: str) -> bool:
+def refusal(environ: dict[str, Any], is_of_loopback: bool) -> tuple[str, bytes] | None:
+    """Returns the status and the words by which a request is refused; None for one to read a page.
+
+    is_of_loopback: the page is for this machine alone, so that a browser must have asked for a name of its loopback
+    """
+    if is_of_loopback and not _names_loopback(environ.get("HTTP_HOST", "")):
+        return "403 Forbidden", b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        return "405 Method Not Allowed", b"this page is only to be read\n"
+    return None
+
+
+def _names_loopback(host: str) -> bool:
     """Whether a Host header names this machine's loopback."""
     name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
     if name.lower().rstrip(".") == "localhost":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_runtime import logs
+from ps_runtime import audit, logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
 from ps_runtime.compiled_loops import NATIVE_DIR
@@ -439,6 +439,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     alone = arguments.command == "coordinator"
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
+    audit.start(speaker, arguments.audit_log)
     supervised = arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)
@@ -475,6 +476,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not alone and arguments.ends_last:
         server.outlive(OTHERS_END_SECONDS)
     server.stop()
+    audit.flush(all_of_them=True)
     return 0
 
 

@@ -223,8 +223,14 @@ PROCESS = (
     NATIVE_DIR,
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
-    Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),
+    Setting(
+        "tokens",
+        "what callers may do: lines ROLE[:JOB] TOKEN [name=NAME] [until=DATE] and cn:NAME ROLE[:JOB]",
+        path,
+        metavar="FILE",
+    ),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+    Setting("audit_log", "who was refused, joined, ended what: a JSON object a line, - is stderr", metavar="FILE"),
     *log_settings("info"),
 )
 CHECKPOINTS = (

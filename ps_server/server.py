@@ -45,7 +45,7 @@ from ps_server.ops.glibc import give_memory_back
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
-from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
+from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_messages import Answers
@@ -224,6 +224,7 @@ class Server:
         coordinator = Coordinator(
             config.shard_count, connect, config.lease, config.limits, policy, timing, charge=charge
         )
+        coordinator.events.told = note_event
         coordinator.start()
         return coordinator
 

@@ -119,6 +119,7 @@ class JobCheckpoints:
             yield from self._await_due()
             started, asked = self._clock.now(), self._requests.asked
             error: PSError | None = None
+            self._job.cluster.events.told("checkpoint begun", self._spec.name, "a checkpoint is begun")
             try:
                 yield from self._next_attempt().make()
                 self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()
@@ -135,7 +136,9 @@ class JobCheckpoints:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
                 note_error("checkpoints")
             if error is not None:
-                self._job.cluster.events.note("checkpoint", self._spec.name, f"no checkpoint: {error}")
+                self._job.cluster.events.note(
+                    "checkpoint", self._spec.name, f"no checkpoint: {error}", "checkpoint failed"
+                )
                 self._progress.failed += 1
                 yield from self._requests.pause(self._clock.now, self._timing.checkpoint_look * 4)
             with self._changed:

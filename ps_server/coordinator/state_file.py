@@ -27,6 +27,7 @@ from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
+MAX_BYTES = 2**30  # that are read: it has the values of rounds, which are many where jobs are
 # Of workers, what is not written: times by the clock of a process that is gone when they are read, and what is for the
 # answer to a join alone.
 _PASSING = ("expires", "heard", "heard_before", "on_shards")
@@ -113,7 +114,7 @@ class StateFile:
 
     def _read(self) -> bytes:
         try:
-            return self._disk.read(self.path)
+            return self._disk.read(self.path, MAX_BYTES)
         except ConnectionError as error:
             raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
 

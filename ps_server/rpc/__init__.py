@@ -2,6 +2,7 @@
 
 auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
 call_limits.py      Authenticates and limits every call, and cancels slow peers
+calls_in_flight.py  How many calls each principal has in flight from each host, and all together
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator

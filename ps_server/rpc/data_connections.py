@@ -286,6 +286,7 @@ class Serving:
     methods:       what carries out a call, by the kind of its request
     senders:       threads that send
     limited:       returns what watches over a send: it cancels the call that it is given if that takes too long
+    skipping:      likewise over the arrival of a request that is not read
     message_bytes: that a message may have
     buffers:       memory for payloads
     """
@@ -293,6 +294,7 @@ class Serving:
     methods: Mapping[Kind, Method]
     senders: ThreadPoolExecutor
     limited: Callable[[Any], AbstractContextManager[None]]
+    skipping: Callable[[Any], AbstractContextManager[None]]
     message_bytes: int
     buffers: ReceiveBuffers
 
@@ -348,12 +350,13 @@ class DataConnection:
         return Parts(bytes(head), payload)
 
     def skip(self, count: int) -> None:
-        """Lets so many bytes go by."""
+        """Lets so many bytes go by. The connection ends if they take too long to come."""
         scratch = memoryview(bytearray(min(count, _SKIPPED_AT_ONCE)))
-        while count:
-            piece = scratch[:count]
-            self._frames.receive_into(piece)
-            count -= len(piece)
+        with self._serving.skipping(self):
+            while count:
+                piece = scratch[:count]
+                self._frames.receive_into(piece)
+                count -= len(piece)
 
     def forget(self, call: int) -> None:
         """Lets go of a call that is over."""

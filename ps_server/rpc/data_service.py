@@ -79,7 +79,8 @@ class DataService:
             kind: method(calls.guarded(f"/{self.NAME}/{name}", self._handlers[name])) for name, kind in KINDS.items()
         }
         buffers = ReceiveBuffers(RECEIVE_BYTES)
-        serving = Serving(methods, self.senders, calls.limits.sending, limits.message_bytes, buffers)
+        watched = calls.limits.sending, calls.limits.skipping
+        serving = Serving(methods, self.senders, *watched, limits.message_bytes, buffers)
         self._listener = DataListener(serving, self._tickets, self._admit, limits)
         self._listener.listen(where)
         return self._listener

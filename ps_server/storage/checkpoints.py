@@ -40,7 +40,7 @@ from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, 
 from ps_server.core.tables import chained
 from ps_server.failpoints import failpoint
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
-from ps_server.storage.disk import pieces
+from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
 from ps_server.storage.own_disk import check_disk, own_path, prune
@@ -48,6 +48,7 @@ from ps_server.storage.retention import KnownNeeds, staying
 from ps_server.storage.tensor_file import TensorReader, file_chunks
 
 MANIFEST = "manifest.json"
+MAX_WORKER_BYTES = 2**30  # of one worker's state that is read, whatever the manifest says
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
@@ -178,6 +179,7 @@ class CheckpointStore:
         path = self.path(job, manifest.name) / MANIFEST
         with self._writing(path):
             data = json.dumps(sealed(manifest), indent=1).encode()
+            check_readable(path, len(data), MAX_READ_BYTES)  # it would never be read again
             self._disk.replace(path, data, lambda place: failpoint(f"manifest-{place}"))
 
     def is_given_up(self, job: str, name: str) -> bool:
@@ -298,7 +300,7 @@ class CheckpointStore:
         """Returns a worker's state, checked against its checksum."""
         path = self._path_of_part(job, StoredPart(name, part))
         try:
-            state = self._disk.read(path)
+            state = self._disk.read(path, MAX_WORKER_BYTES)
         except OSError as error:
             raise _unreadable(path, error) from None
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)

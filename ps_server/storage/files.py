@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from ps_server.storage.objects import Objects
 
 _REMOTE = re.compile(r"(?P<scheme>[^/]*)://(?P<rest>.*)", re.DOTALL)
@@ -67,8 +67,8 @@ class Files(Protocol):
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
 
-    def read(self, path: Path) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
+        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         """Writes a file, in place of one that is there. Each chunk is written before the next one is asked for."""

@@ -12,7 +12,7 @@ from ps_protocol.errors import JobFinished, TryLater
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.membership import JoinRequest
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
@@ -51,12 +51,12 @@ class UnsteadyStore(Disk):
 
     away = False
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         if path.name == FILE:
             self.away = not self.away
             if not self.away:
                 raise ConnectionError(errno.EIO, "no answer")
-        return super().read(path)
+        return super().read(path, most)
 
 
 def test_a_file_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path) -> None:
