@@ -381,7 +381,7 @@ class JobMembers:
     def doubt_is_over(self) -> bool:
         """Returns whether a worker has turned out to live, after it seemed that none was left: see Membership."""
         with self._lock:
-            return self._membership.doubt_is_over(self._clock.now())
+            return self._membership.doubt_is_over()
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
         """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.

@@ -283,7 +283,7 @@ class Membership:
         has_trained = self.started or (self.rejoining and not is_back)
         if self.world_size and has_trained and not self._is_carried(member.rank, older, now):
             self._await_all(member.rank, now)
-        self._give_time(now, launch_ranks, is_back)
+        self._give_time(member.rank, now, launch_ranks, is_back)
         self.members[member.rank] = member if older is None else _after(member, older)
         for known in (self.away, self.absent, self.gone):
             known.pop(member.rank, None)
@@ -333,14 +333,15 @@ class Membership:
         self._is_told = True
         return tuple(sorted(self.rejoining))
 
-    def _give_time(self, now: float, launch_ranks: range, is_back: bool) -> None:
+    def _give_time(self, rank: int, now: float, launch_ranks: range, is_back: bool) -> None:
         """Has the waits for others begin with the first that joins, and those for its launch last until it is there.
+        rank: of the worker that joins; one that it takes the place of may still seem to live
 
         A process that was live before comes back at once, and so do the others of its kind.
         """
         anew = bool(self.world_size) and not is_back
         grace = now + self.lease * (RETURN_LEASES if anew else 1)
-        is_first = not self.members.keys() - self.in_doubt
+        is_first = not self.members.keys() - self.in_doubt - {rank}
         for r, until in self.rejoining.items():
             if r in launch_ranks:
                 self.rejoining[r] = math.inf
@@ -360,7 +361,7 @@ class Membership:
         self.rejoining |= dict.fromkeys(sorted(anew), now + RETURN_LEASES * self.lease)
         self._has_nobody = bool(anew)
 
-    def doubt_is_over(self, now: float) -> bool:
+    def doubt_is_over(self) -> bool:
         """Returns whether a worker has turned out to live that was in doubt: then nobody is waited for any more."""
         since = self._doubted + self.lease / DELAYED_PER_LEASE
         if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):

@@ -115,9 +115,9 @@ def test_a_worker_that_is_started_again_trains_once_another_is_known_to_have_liv
     job.hear(100.0, 0)
     job.hear(heard, 1)
     assert not job.join(0, 103.0), "the other may be dead, too"
-    assert not job.membership.doubt_is_over(104.0)
+    assert not job.membership.doubt_is_over()
     job.hear(105.0, 1)
-    assert job.membership.doubt_is_over(105.0)
+    assert job.membership.doubt_is_over()
     assert (job.membership.started, job.membership.rejoining) == (True, {})
 
 
@@ -147,6 +147,19 @@ def test_one_in_doubt_that_is_dead_is_waited_for_as_the_others() -> None:
     assert job.expire(112.0) == [1]
     assert not job.membership.started
     assert job.join(1, 120.0)
+
+
+def test_nobody_is_waited_for_for_ever_though_the_first_comes_back_before_its_own_lease_is_over() -> None:
+    """As after a coordinator that stood still while all died: it has heard of no end."""
+    job = Job(3)
+    job.hear(100.0, 0, 1, 2)
+    assert not job.join(0, 105.0)
+    job.hear(109.0, 0)
+    assert job.expire(111.0) == [1, 2]
+    job.hear(118.0, 0)
+    assert not job.join(2, 119.0)
+    assert job.membership.stop_waiting(119.0 + GRACE) == [1], "it does not come back"
+    assert job.membership.started
 
 
 def test_one_that_dies_while_all_are_waited_for_is_waited_for_in_turn(all_dead: Job) -> None:
