@@ -199,6 +199,10 @@ class Connection:
         had = None if begun is None else partial(self._has_had, begun)
         self._under_way += self._rows.assign(clock, table, rows, had)
 
+    def forget_assigned_rows(self) -> None:
+        """Has the next step take no rows along that `assign_rows` has sent: some were refused."""
+        self._rows.forget_assigned()
+
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
         for index, buckets in self._buckets.items():

@@ -201,6 +201,10 @@ class RowTransport:
                 sent.append(self._push(shard, message_parts(request, payload), len(payload), "float32"))
         return sent
 
+    def forget_assigned(self) -> None:
+        """Has the next step name none of what `assign` has sent: shards drop it then."""
+        self._assigned = {}
+
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
         """Pushes a step that leaves all tables out."""
         return self.step(clock, [RowsPush(table) for table in range(len(self._spec.tables))], (), (), ends=False).pushed

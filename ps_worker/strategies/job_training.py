@@ -314,8 +314,7 @@ class JobTraining:
 
     def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
-        participation = self.participation
-        place, ranks = participation.connection.place, participation.ranks
+        place, ranks = self.participation.connection.place, self.participation.ranks
         self._assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
 
     def _push(self) -> None:
@@ -355,6 +354,7 @@ class JobTraining:
                 self.participation.settle()
             except (InvalidRequest, LimitExceeded):
                 tables.forget_assigned()
+                connection.forget_assigned_rows()
                 raise
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
@@ -424,8 +424,7 @@ class JobTraining:
             else:
                 rolled_back = False
             fate = self._fate(place, rolled_back, is_leased)
-            if fate is Fate.AGAIN:
-                assert unfinished is not None
+            if fate is Fate.AGAIN and unfinished is not None:
                 unfinished.goes_on_from(place)
                 self._model.hold_gradients(gradients)
                 self._sent = None

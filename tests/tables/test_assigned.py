@@ -381,6 +381,21 @@ def test_more_than_a_step_takes_along_is_refused_and_nothing_is_set(
         assert len(run.table) == 150
 
 
+def test_a_script_trains_on_without_rows_that_the_servers_have_refused(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared.connect("sync", job=job) as session:
+        run = Run(session)
+        run.table.assign(IDS[:40], VECTORS[:40])
+        with monkeypatch.context() as patch:
+            patch.setattr("ps_server.core.tables.MAX_PUSHED_BYTES", 10 * (8 + 4 * DIM))
+            with pytest.raises(LimitExceeded, match="a worker may assign"):
+                run.step()
+        assert run.first() == [0.0] * 3
+        run.step()
+        assert run.first() == [-RATE] * 3
+
+
 def test_in_ddp_any_rank_assigns_and_all_replicas_have_it_with_the_step(nursery: Nursery, tmp_path: Path) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)), "PYTHONWARNINGS": "error"}
     script = ROOT / "tests" / "scripts" / "assign_rows.py"
