@@ -425,7 +425,7 @@ class WorkerCheckpoint:
             settings = replace(settings, stateful=then.stateful, groups=then.groups, stage=then.stage)
         self.set_settings(settings)
         self._model.put(state.own, state.clock)
-        self.inner.restore(state.clock, state.inner if settings.stage == self.stage else None)
+        self.inner.restore(state.clock, state.inner if state.script.settings.stage == self.stage else None)
         log.info("this worker's own state is that of clock %d", state.clock)
 
 

@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_protocol.local import Local
+from ps_worker.state.checkpoint import LocalCheckpoint, WorkerCheckpoint
+from ps_worker.state.inner import InnerStates
 from ps_worker.state.model_state import ModelState
 
 STEPS = 3  # before the place is lost
@@ -58,3 +60,28 @@ def test_a_schedule_goes_on_from_the_clock_of_the_new_place(in_step: bool) -> No
         script.step()
     expected = [0.5**step for step in range(STEPS + 2)]
     assert script.rates == [*expected, *expected[STEPS:]]
+
+
+def test_the_state_of_a_workers_own_optimizer_is_of_the_end_of_a_round_and_so_of_the_stage_then() -> None:
+    """Its script went on with another optimizer before the next round, which told the second of the two moments."""
+    saved: list[bytes] = []
+
+    def local() -> tuple[torch.optim.Optimizer, LocalCheckpoint]:
+        optimizer = SGD([nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
+        inner = InnerStates([optimizer], lambda: None)
+        checkpoint = LocalCheckpoint(torch.device("cpu"), lambda clock, state: saved.append(state), Local(2), inner)
+        checkpoint.watch([optimizer], ModelState({}))
+        return optimizer, checkpoint
+
+    before, first = local()
+    before.param_groups[0]["params"][0].sum().backward()
+    before.step()
+    first.want(1)
+    first.stepped()
+    first.enter(1, [SGD(before.param_groups[0]["params"], lr=0.5)])
+    first.stepping()
+    after, second = local()  # a new process is at the top of its script
+    second.rollback(saved[-1], 1)
+    second.try_restore()
+    [state] = after.state.values()
+    assert state["momentum_buffer"].tolist() == [1.0, 1.0]
