@@ -23,7 +23,7 @@ from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
-from ps_protocol.wire_formats import BLOCK_FORMATS, FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
+from ps_protocol.wire_formats import BLOCK_FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
 
 Memory = Callable[[int, torch.dtype], torch.Tensor]  # returns memory for so many elements of a type, on the CPU
 
@@ -133,8 +133,6 @@ def _padded(values: torch.Tensor, zeros: int) -> torch.Tensor:
 # Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.
 PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
 BLOCKS: dict[str, Blocks] = {each.name: Blocks(each.name, each.bits, each.block) for each in BLOCK_FORMATS.values()}
-# What float32 gradients and weights may travel as; a job names one for each.
-WIRE_FORMATS: dict[str, Codec] = {name: BLOCKS[name] if name in BLOCKS else PLAIN[name] for name in FORMATS}
 
 
 def plain_codec(bucket: BucketSpec) -> Cast:

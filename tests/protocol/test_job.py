@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.convert import hyper_messages, hyper_parameters, job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.hyper_parameters import HyperParameters
@@ -29,6 +28,7 @@ from ps_protocol.layout import DATA_TYPES, ParameterSpec
 from ps_protocol.modes import MAX_STALENESS, Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import job_pb2
+from ps_protocol.wire_formats import FORMATS
 
 WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)
@@ -235,8 +235,8 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(st.sampled_from(list(NonFinite))),
-        gradient_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
-        weight_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
+        gradient_wire=draw(st.sampled_from(list(FORMATS))),
+        weight_wire=draw(st.sampled_from(list(FORMATS))),
         tables=tuple(
             JobTable(TableSpec(draw(NAMES), draw(st.integers(0, 2**32 - 1))), draw(NAMES), {})
             for _ in range(draw(st.integers(0, 2)))
