@@ -54,8 +54,8 @@ class PlaceLost(Exception):
 class Participation:
     """Owns the current connection. It is made without calling any server.
 
-    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_finished` and calls `_moved`;
-    any thread may call `close`, which also ends a `join` or `connect` that waits.
+    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_reached` and `_finished`, and
+    calls `_moved`; any thread may call `close`, which also ends a `join` or `connect` that waits.
 
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
