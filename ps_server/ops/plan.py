@@ -16,7 +16,7 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizer_state import KNOWN
 from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
-from ps_runtime.quantities import size_text
+from ps_runtime.quantities import size_text, time_text
 from ps_server.core.bucket_sizes import sized
 from ps_server.core.extent import check_extent
 from ps_server.core.limits import DEFAULTS
@@ -26,6 +26,9 @@ from ps_server.core.room import room_for
 # Buckets of each worker that a shard holds while they travel over gRPC: two pushes, each in gRPC's slices and then
 # joined, and an answer to a pull as bytes and as a slice (docs/data-path.md).
 BUCKETS_UNDER_WAY = 6
+# Seconds of a core that a shard takes for a step's MiB of one worker, there and back: over TCP, and in shared memory
+# (`python -m bench crowd`, 64 workers).
+CORE_SECONDS_PER_MIB, CORE_SECONDS_PER_MIB_SHARED = 1.23e-3, 0.59e-3
 # A mode whose result is not that of sync has to make so much more steps to be the better one.
 WORTH_IT = 1.1
 
@@ -92,6 +95,7 @@ class Plan:
     worker_bytes:  that a worker sends in a step, and receives
     shard_bytes:   that the fullest shard receives in a step of every worker, and sends
     round_seconds: that these take at the least, both ways at once; None: no link is given
+    shard_core_seconds: of a core of the fullest shard, for these
     ddp_seconds:   the same of a ring all-reduce among the workers
     """
 
@@ -102,6 +106,7 @@ class Plan:
     worker_bytes: int
     shard_bytes: int
     round_seconds: float | None
+    shard_core_seconds: float
     ddp_seconds: float | None
 
 
@@ -136,7 +141,7 @@ def advise(question: Question) -> Advice:
     chosen = question.shards or (most if question.link is not None else min(2, buckets))
     others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if count <= most} - {chosen}
     plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
-    rates = mode_rates(question, plans[0].round_seconds or 0.0)
+    rates = mode_rates(question, max(plans[0].round_seconds or 0.0, plans[0].shard_core_seconds))
     return Advice(plans, rates, *_best_mode(question, rates))
 
 
@@ -194,7 +199,9 @@ def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
         in_ring = CastFormat("float32").size(sum(loads)) if isinstance(codec, BlockFormat) else worker_bytes
         ring = 2 * (question.workers - 1) / question.workers * in_ring
         times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
-    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], times[1])
+    each = CORE_SECONDS_PER_MIB_SHARED if question.link is None else CORE_SECONDS_PER_MIB
+    core = each * shard_bytes / 2**20
+    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], core, times[1])
 
 
 def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]:
@@ -236,18 +243,23 @@ def as_json(advice: Advice) -> dict[str, Any]:
 def table(advice: Advice) -> str:
     """Returns the advice for a person."""
     columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", "STAGED", "OBJECTS", "UNDER WAY", "TRAINING", "SNAPSHOT", "IN ALL")
-    rows: list[tuple[str, ...]] = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "DDP'S")]
+    rows: list[tuple[str, ...]] = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "SHARD'S CPU", "DDP'S")]
     for made in advice.plans:
         memory = made.memory
         parts = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
         sums = (memory.training, memory.snapshot, memory.total)
         sizes = map(size_text, (*parts, *sums, made.worker_bytes, made.shard_bytes))
-        rows.append((str(made.shards), *sizes, _time(made.round_seconds), _time(made.ddp_seconds)))
+        times = map(_time, (made.round_seconds, made.shard_core_seconds, made.ddp_seconds))
+        rows.append((str(made.shards), *sizes, *times))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     best = advice.plans[0]
     lines += ["", f"{best.shards} shards, {best.buckets} buckets of {size_text(best.bucket_bytes)}: the first row"]
     lines += [f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way"]
+    if best.round_seconds is not None and best.shard_core_seconds > best.round_seconds:
+        lines.append(
+            "the shards' processors are the limit, not the links: a round takes as long as SHARD'S CPU on one core"
+        )
     lines += [f"{rate.mode}: {rate.steps_per_second:.3g} steps a second of all workers" for rate in advice.rates]
     lines.append(f"mode {advice.mode}: {advice.why}")
     return "\n".join(lines)
@@ -259,4 +271,6 @@ _IDLE = "what a server takes before its first job"
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
+    if seconds >= 100:
+        return time_text(seconds)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,6 +67,27 @@ def test_the_figures_follow_from_the_job() -> None:
     half = advise(replace(QUESTION, workers=4, wire="bfloat16")).plans[0]
     assert half.worker_bytes == pytest.approx(best.worker_bytes / 2, rel=0.01)
     assert half.memory.weights == pytest.approx(best.memory.weights, rel=0.05), "shards keep float32"
+
+
+def test_on_fast_links_the_shards_processors_are_the_limit() -> None:
+    """Each MiB takes so long on a core as `bench crowd` has measured: on fast links longer than on the link."""
+    fast = replace(QUESTION, parameters=10**9, workers=64, shards=16, link=100e9, step_seconds=0.1)
+    best = advise(fast).plans[0]
+    assert best.round_seconds == pytest.approx(64 * 4e9 / 16 * 8 / 100e9, rel=0.02)
+    assert best.shard_core_seconds == pytest.approx(1.23e-3 * 64 * 4e9 / 16 / 2**20, rel=0.02)
+    [sync, *_] = advise(fast).rates
+    assert sync.steps_per_second == pytest.approx(64 / (0.1 + best.shard_core_seconds))
+    assert "the shards' processors are the limit" in table(advise(fast))
+    slow = table(advise(replace(QUESTION, link=200e6)))
+    assert "processors are the limit" not in slow
+    shared = advise(replace(QUESTION, link=None)).plans[0]
+    assert shared.shard_core_seconds == pytest.approx(0.59e-3 * shared.shard_bytes / 2**20)
+
+
+def test_long_times_are_in_units_that_people_read() -> None:
+    said = table(advise(replace(QUESTION, parameters=10**10, link=1e6)))
+    assert "e+" not in said
+    assert re.search(r"\d (min|h|days)\b", said)
 
 
 @pytest.mark.parametrize(
