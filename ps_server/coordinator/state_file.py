@@ -125,8 +125,11 @@ def _data(job: SavedJob) -> dict[str, Any]:
     for worker in (*data["workers"], *data["away"], *data["absent"]):
         for name in _PASSING:
             del worker[name]
-    if job.left is None:  # earlier releases know nothing of it: they go on with the file where it says nothing of it
+    # Earlier releases know nothing of these: they go on with the file where it says nothing of them.
+    if job.left is None:
         del data["absent"], data["left"]
+    if not job.done:
+        del data["done"]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
 

@@ -114,8 +114,9 @@ class Disk:
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
-        check_readable(path, self.size(path), most)
         with self.open(path) as file:
+            check_readable(path, file.seek(0, os.SEEK_END), most)
+            file.seek(0)
             return file.read()
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:

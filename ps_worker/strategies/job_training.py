@@ -425,6 +425,8 @@ class JobTraining:
                 rolled_back = False
             fate = self._fate(place, rolled_back, is_leased)
             if fate is Fate.AGAIN:
+                assert unfinished is not None
+                unfinished.goes_on_from(place)
                 self._model.hold_gradients(gradients)
                 self._sent = None
             else:

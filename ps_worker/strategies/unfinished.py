@@ -41,7 +41,7 @@ class Unfinished:
     step:     as it is pushed
     done:     the clock before it, in the place in which it ended
     is_early: it is a round of local steps that ended with the loss of the place, before it had all its steps
-    begun:    the clock for which it was pushed first; None: nothing of it was
+    begun:    the clock for which it was pushed first, of what shards have had of it; None: they have had nothing
     """
 
     step: EndedStep
@@ -52,6 +52,12 @@ class Unfinished:
     def counts(self, now: JoinResult) -> bool:
         """Whether every shard has had all of it. now: the place that follows the lost one"""
         return self.begun is not None and now.pushed is not None and now.pushed >= self.begun
+
+    def goes_on_from(self, now: JoinResult) -> None:
+        """Takes the place from which it is pushed again. Where no shard has had any of it, it has not begun: after a
+        rollback of all shards its next clock may be below the one for which it was pushed first."""
+        if self.begun is not None and now.on_shards and not now.has_some(self.begun):
+            self.begun = None
 
     def fate(self, now: JoinResult, rolled_back: bool, one_clock: bool, is_leased: bool, waits_for_data: bool) -> Fate:
         """Returns what becomes of it.

@@ -46,6 +46,21 @@ def test_the_file_is_json_also_of_a_worker_that_was_not_heard_yet(tmp_path: Path
     cluster.stop()
 
 
+# What each job has in the files of the first release of this format: it takes no other name.
+OF_FIRST_RELEASE = {
+    *("spec", "run", "placement", "shard_processes", "last_incarnation", "restore_count", "started", "workers"),
+    *("lost_steps", "redone_steps", "unaccounted", "began", "departed", "settled", "rejoining", "away"),
+    *("pending_removals", "continues", "rounds_completed", "rounds", "launches"),
+}
+
+
+def test_an_earlier_release_goes_on_with_the_file_of_a_job_that_trains(tmp_path: Path) -> None:
+    cluster = OneProcess(tmp_path)
+    DirectWorker(cluster, vector_job("job", "async", CELLS, 1), 0)
+    assert json.loads((tmp_path / FILE).read_text())["jobs"]["job"].keys() <= OF_FIRST_RELEASE
+    cluster.stop()
+
+
 class UnsteadyStore(Disk):
     """Gives the coordinator's file only at every other try. away: whether the next try is in vain"""
 

@@ -539,6 +539,9 @@ class Worker:
                 self._lose(place, lost)
             if not self._is_to_be_pushed_again(place, number, begun):
                 return
+            assert self._at is not None
+            if not any(self._had(self._at, begun)):  # clocks may come a second time, after a rollback
+                begun = None
             is_late = True
         self.unfinished = False
         if self.run.rules.averaged and any(self._had(place, begun)):

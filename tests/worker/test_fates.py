@@ -51,6 +51,26 @@ def test_a_step_of_which_nothing_was_pushed_is_pushed_whatever_the_servers_say()
     assert at_hand.fate(OLDER_SERVER, False, True, False, False) is Fate.AGAIN
 
 
+def test_a_step_that_is_pushed_for_an_earlier_clock_after_a_rollback_counts_once() -> None:
+    """It is lost once more right after that, and what it was pushed for first says nothing of the clocks since."""
+    at_hand = Unfinished(STEP, BEGUN - 1, begun=BEGUN)
+    assert at_hand.fate(BEFORE, True, False, False, False) is Fate.AGAIN
+    at_hand.goes_on_from(BEFORE)
+    at_hand.begun = at_hand.begun or BEFORE.clock + 1  # as it is pushed from there
+    assert at_hand.fate(place(6, 6, {0: ShardPushed(6, {}), 1: ShardPushed(6, {})}), False, False, False, False) is (
+        Fate.COUNTS
+    )
+    half = place(6, 5, {0: ShardPushed(6, {}), 1: ShardPushed(5, {})})
+    assert half.has_had(0, 0, at_hand.begun), "it gets a skip"
+
+
+@pytest.mark.parametrize(("now", "begun"), [(HALF, BEGUN), (ONE_BUCKET, BEGUN), (NONE, None), (OLDER_SERVER, BEGUN)])
+def test_a_step_has_begun_where_any_shard_has_had_some_of_it(now: JoinResult, begun: int | None) -> None:
+    at_hand = Unfinished(STEP, BEGUN - 1, begun=BEGUN)
+    at_hand.goes_on_from(now)
+    assert at_hand.begun == begun
+
+
 def test_a_part_has_had_a_step_if_its_shard_has_or_it_is_ahead_of_its_shard() -> None:
     assert [HALF.has_had(shard, 0, BEGUN) for shard in (0, 1, 2)] == [True, False, False]
     assert [ONE_BUCKET.has_had(0, part, BEGUN) for part in (1, 2)] == [False, True]
