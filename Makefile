@@ -42,7 +42,8 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker \
-	test-release test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
+	test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
+	reference docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +87,9 @@ test-release: .venv/dev.stamp .venv/release.stamp ## build wheel, sdist and site
 
 test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
 	@.venv-floors/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
+
+test-pythons: .venv/dev.stamp ## what needs no torch, on each Python from 3.10 to 3.13 that is here
+	@$(IN_VENV)/python -m tests.tools.pythons
 
 test-newest: .venv-newest/stamp ## the same part, with the newest versions that there are
 	@.venv-newest/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)

@@ -18,6 +18,7 @@ memory_place.py   Where processes can share memory
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server
 own_program.py    How a process starts another program of this project
+pools.py          A pool of threads that goes on where no more threads can be had
 quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change

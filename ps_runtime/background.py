@@ -70,6 +70,7 @@ class Background:
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
         self._apart: set[str] = set()  # what is running apart
+        self._delayed: list[tuple[str, Callable[[], object]]] = []  # what `run` had no thread for
         self._lock = threading.Lock()
 
     @property
@@ -87,15 +88,33 @@ class Background:
         def run() -> None:
             while not self._stopping.wait(seconds):
                 guarded(name, work)
+                self._run_delayed()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._repeating.append(thread)
         thread.start()
+        self._repeating.append(thread)
 
     def run(self, name: str, work: Callable[[], object]) -> None:
-        """Calls `work`, which ends by itself, in a thread of its own; not at all before `start`."""
-        if self._started:
+        """Calls `work`, which ends by itself, in a thread of its own; not at all before `start`.
+
+        Where no thread can be had, the threads that repeat something see to it that it is called later.
+        """
+        if not self._started:
+            return
+        try:
             threading.Thread(target=lambda: guarded(name, work), name=name, daemon=True).start()
+        except RuntimeError:
+            note_error(name)
+            with self._lock:
+                self._delayed.append((name, work))
+
+    def _run_delayed(self) -> None:
+        if not self._delayed:
+            return
+        with self._lock:
+            delayed, self._delayed = self._delayed, []
+        for name, work in delayed:
+            self.run(name, work)
 
     def apart(self, name: str, key: str, work: Callable[[], object]) -> None:
         """Calls `work`, which may take long, beside what the caller does; not if it still runs for that key.

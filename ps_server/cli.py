@@ -469,9 +469,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     await_event(stop)
     # Told once, it finishes what it has; told again, it ends at once.
     on_signals(lambda number, _: os._exit(128 + number))
-    if (
-        coordinates or not supervised or arguments.drains
-    ):  # otherwise the parent stops the coordinator first, which has seen to it
+    if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
         server.drain(arguments.drain_seconds)
     if not alone and arguments.ends_last:
         server.outlive(OTHERS_END_SECONDS)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +24,7 @@ from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLate
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
+from ps_runtime.pools import Pool
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.charge import Charge
@@ -76,7 +76,7 @@ class Coordinator:
         policy: CheckpointPolicy | None = None,
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
-        make_executor: MakeExecutor = ThreadPoolExecutor,
+        make_executor: MakeExecutor = Pool,
         disk: Files | None = None,
         charge: Charge | None = None,
     ) -> None:

@@ -265,8 +265,8 @@ function arrow(from, to) {
 // -- workers and shards -----------------------------------------------------------------------------------------------
 
 function split(fractions) {
-  const width = 150, height = 12;
-  const svg = drawn("svg", { width, height, role: "img" });
+  const width = 150, height = 12; // of a drawing that is as wide as its column
+  const svg = drawn("svg", { class: "split", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
   let at = 0;
   fractions.forEach((fraction, index) => {
     const part = drawn("rect", { class: PHASES[index], x: at * width, y: 0, width: fraction * width, height });
@@ -444,10 +444,12 @@ function drawCurves({ times, own }) {
   }
 }
 
+const bytesOf = (title) => title.startsWith("bytes a second"); // two lines, which often lie on each other: one is dashed
+
 function addChart(title, lines, data) {
   const place = holding("div", {}, [element("h2", {}, title)]);
   $("curves").append(place);
-  const short = (plot, values) => values.map((value) => (title.startsWith("bytes") ? bytes(value) : number(value)));
+  const short = (plot, values) => values.map((value) => (bytesOf(title) ? bytes(value) : number(value)));
   const hours = (plot, moments) => moments.map((moment) => new Date(1000 * moment).toLocaleTimeString("en-GB"));
   const axis = { stroke: () => color("--faint"), grid: { stroke: () => color("--grid"), width: 1 }, ticks: { stroke: () => color("--grid"), width: 1 } };
   const options = {
@@ -456,7 +458,7 @@ function addChart(title, lines, data) {
     cursor: { y: false },
     legend: { show: lines.length > 1, live: false },
     axes: [{ ...axis, space: 80, values: hours }, { ...axis, size: 62, values: short }],
-    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, points: { show: false } }))],
+    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, dash: bytesOf(title) && index ? [6, 5] : undefined, points: { show: false } }))],
   };
   charts.set(title, { plot: new uPlot(options, data, place), place, names: lines.map(([name]) => name).join("\n") });
 }

@@ -38,6 +38,9 @@ CALL_THREADS = 1024
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
 STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
+# Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
+# 32 MiB. Most exchanges are as small, and a worker waits for each.
+SMALL_BYTES = 4096
 UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
@@ -240,12 +243,16 @@ class CallLimits:
             _CALL.reset(token)
 
     def receiving(
-        self, method: str, caller: Principal, context: grpc.ServicerContext
+        self, method: str, caller: Principal, context: grpc.ServicerContext, known_bytes: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Holds a place for a request while it is received: the call is cancelled if that takes too long.
 
+        known_bytes: of the request, where they are known before it comes; a small one takes no place
+
         Raises TryLater if too many wait for a place.
         """
+        if known_bytes is not None and known_bytes <= SMALL_BYTES:
+            return self._within(self._limits.upload_seconds, context)
         peer = context.peer()
         return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
 

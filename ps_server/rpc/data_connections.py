@@ -160,6 +160,11 @@ class ConnectionCall:
         self._code = code
         raise _Aborted
 
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of the request, which are known before it is read."""
+        return self._header.size
+
     # -- the request -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Parts]:

@@ -122,7 +122,8 @@ class _Reader:
 
         A call that keeps them back for too long is cancelled. Raises TryLater if too many such calls are in the way.
         """
-        with self.limits.receiving(self.method, caller, context):
+        known_bytes = getattr(context, "request_bytes", None)  # a data connection says it beforehand
+        with self.limits.receiving(self.method, caller, context, known_bytes):
             return next(requests, None)
 
     def parse(self, raw: bytes) -> Any:

@@ -11,6 +11,7 @@ import grpc
 from ps_protocol.errors import PSError
 from ps_protocol.job import MAX_SCRIPT_BYTES
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
+from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
 from ps_server.rpc import convert, figure_messages
@@ -29,7 +30,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        self._heartbeat_pool = ThreadPoolExecutor(CALL_THREADS, "heartbeat")
+        self._heartbeat_pool = Pool(CALL_THREADS, "heartbeat")
         setattr(self, "Watch", in_pool(self._watch, None, non_blocking=True))  # noqa: B010
         setattr(self, "Heartbeat", in_pool(self._heartbeat, self._heartbeat_pool))  # noqa: B010
 

@@ -203,8 +203,9 @@ def test_several_workers_change_together(shared: Cluster, job: str, mode: str) -
 
     (first, state), (second, other) = in_parallel(2, work)
     steps = {float(each["step"]) for each in state["state"].values()}
-    if mode != "sync":
-        assert steps <= {float(count) for count in range(4, 9)}
+    if mode != "sync":  # an update is of one worker, and steps of the other one's first stage may come after the change
+        late = {"ssp:1": 1, "quorum": 4}[mode]
+        assert steps <= {float(count) for count in range(4, 9 + late)}
         return
     assert same(first, second)
     alike(state, other)
