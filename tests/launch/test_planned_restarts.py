@@ -71,8 +71,15 @@ class Training:
 @pytest.mark.parametrize(
     ("mode", "workers", "arguments"),
     cases(
-        [("async", 1, ()), ("sync", 1, ("table",)), ("async", 2, ("table",))],
-        [("sync", 2, ("table",)), ("ssp:1", 2, ("table",)), ("local:2", 1, ()), ("sync:quorum=1", 2, ("table",))],
+        [("async", 1, ())],
+        [
+            ("sync", 1, ("table",)),
+            ("async", 2, ("table",)),
+            ("sync", 2, ("table",)),
+            ("ssp:1", 2, ("table",)),
+            ("local:2", 1, ()),
+            ("sync:quorum=1", 2, ("table",)),
+        ],
     ),
 )
 def test_no_step_is_lost_or_cut_in_half_when_the_servers_are_restarted(

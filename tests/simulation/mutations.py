@@ -362,7 +362,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED | {"round failed", "internal error"},
         faults=(SHARD_DIES, SHARD_HANGS, SHARD_HANGS),
-        known=("async", 47),
+        known=("async", 15),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
