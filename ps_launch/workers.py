@@ -272,7 +272,9 @@ class _Workers:
         failure = Failure(rank, code, self._causes[local].text if local in self._causes else "")
         self._report(local)
         if code == FINISHED_WITHOUT_CODE:  # another process would be told that the job is done, and end with 0
+            self._failures.append(failure)
             self.code = self.code or code
+            self._console.say(f"{failure}; it is not started again")
             return False
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))

@@ -119,8 +119,8 @@ def test_a_worker_whose_job_did_not_wait_for_it_ends_with_a_code_of_its_own(star
     go_on(tmp_path, pid, "stopped")
     assert command.process.wait(END_SECONDS) == FINISHED_WITHOUT_CODE
     assert re.search(r"worker 0: job 'default' finished at 20\S+ \S+ while this worker was away", command.err)
-    assert f"worker 0 ended with code {FINISHED_WITHOUT_CODE}" in command.err
-    assert "is started again" not in command.err
+    assert f"worker 0 failed with code {FINISHED_WITHOUT_CODE}" in command.err
+    assert "it is not started again" in command.err
     assert not (tmp_path / "model-0.pt").exists()
 
 

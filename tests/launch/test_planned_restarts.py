@@ -78,7 +78,6 @@ class Training:
             ("sync", 2, ("table",)),
             ("ssp:1", 2, ("table",)),
             ("local:2", 1, ()),
-            ("sync:quorum=1", 2, ("table",)),
         ],
     ),
 )

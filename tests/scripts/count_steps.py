@@ -40,7 +40,9 @@ def main() -> None:
     directory, own = Path(sys.argv[1]), Counts("table" in sys.argv[2:])
     session = ps_worker.connect()
     model: Any
-    model, optimizer = session.prepare(own, torch.optim.SGD(own.parameters(), lr=1.0), bucket_bytes=64)
+    # An outer step that takes the change of a round as it is, from the first round on.
+    outer = {"lr": 1.0, "momentum": 0.0, "warm_up": 0} if session.mode.startswith("local") else None
+    model, optimizer = session.prepare(own, torch.optim.SGD(own.parameters(), lr=1.0), bucket_bytes=64, outer=outer)
     stop, steps, others = directory / "stop", 0, range(1, session.world_size)
 
     def step() -> None:
