@@ -11,8 +11,7 @@ ARGS ?=
 # How long `make fuzz` runs.
 SECONDS ?= 60
 # What `make simulate` runs: so many seeds in each mode, or one seed, in one mode; TRACE=1 prints what happens. TABLES=1: all
-# jobs have tables. LOOSE=1: of sync and ssp, with two tables, of which one is looser than the mode. TURN=1: one mode a
-# seed, in turn, not all modes with each seed.
+# jobs have tables. TURN=1: one mode a seed, in turn, not all modes with each seed.
 SEEDS ?= 200
 SEED ?=
 MODE ?=
@@ -43,7 +42,8 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker \
-	test-release test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
+	test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
+	reference docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ test-release: .venv/dev.stamp .venv/release.stamp ## build wheel, sdist and site
 test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
 	@.venv-floors/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
 
+test-pythons: .venv/dev.stamp ## what needs no torch, on each Python from 3.10 to 3.13 that is here
+	@$(IN_VENV)/python -m tests.tools.pythons
+
 test-newest: .venv-newest/stamp ## the same part, with the newest versions that there are
 	@.venv-newest/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
 
@@ -99,7 +102,7 @@ bench: .venv/dev.stamp ## a short form of every benchmark; writes docs/benchmark
 
 simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each: make simulate SEEDS=1000
 	@$(IN_VENV)/python -m tests.simulation --seeds $(SEEDS) \
-		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) $(if $(LOOSE),--loose) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode '$(MODE)') $(if $(TABLES),--tables) \
 		$(if $(TURN),--in-turn) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600

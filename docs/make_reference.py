@@ -18,6 +18,7 @@ from ps_worker import session
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
 from ps_worker.tables import freezing, modules, optimizers
+from ps_worker.tables.given import RowFile
 
 _DEFINED = (ast.FunctionDef, ast.ClassDef)
 
@@ -82,11 +83,15 @@ def table_entries() -> Iterator[str]:
     """Yields the modules whose rows are in tables, and the optimizers that only tables have."""
     yield "## Tables\n"
     yield "[tables.md](tables.md) says what they promise.\n"
-    for cls in (modules.Embedding, modules.EmbeddingBag, RowFeed):
+    for cls in (modules.Embedding, modules.EmbeddingBag, RowFile, RowFeed):
         yield f"### ps_worker.{cls.__name__}\n"
         signature = inspect.signature(cls.__init__).replace(return_annotation=cls.__name__)
         yield f"```python\n{called(f'ps_worker.{cls.__name__}', signature)}\n```\n"
         yield text_of(inspect.getdoc(cls) or "", None) + "\n"
+        if cls is modules.Embedding:
+            yield from entry("###", "ps_worker.Embedding.from_pretrained", modules.Embedding.from_pretrained)
+            for name in ("assign", "rows", "announce"):
+                yield from entry("###", f"embedding.{name}", getattr(modules.Embedding, name))
     yield from member_entries(RowFeed, "feed")
     for function in (optimizers.RowWiseAdagrad, optimizers.Ftrl):
         yield from entry("###", f"ps_worker.{function.__name__}", function)
@@ -152,7 +157,7 @@ def called(name: str, signature: inspect.Signature) -> str:
             continue
         if parameter.kind is kinds.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
-        star = "*" if parameter.kind is kinds.VAR_POSITIONAL else ""
+        star = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         default = "" if parameter.default is kinds.empty else f" = {parameter.default!r}"
         words.append(f"{star}{key}: {parameter.annotation}{default}")
     # What contextlib.contextmanager makes of a generator.

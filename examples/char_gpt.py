@@ -205,6 +205,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     session = ps_worker.connect()  # (ps)
     model, optimizer, loader = session.prepare(model, optimizer, loader)  # (ps)
+    session.progress(total=arguments.steps)  # (ps) for those who watch: how much is left
 
     def warmup_then_cosine(step: int) -> float:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / arguments.steps)))
@@ -222,6 +223,7 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.zero_grad()
         scheduler.step()
         losses.append(loss.item())
+        session.log(loss=losses[-1])  # (ps) for those who watch
         progress.step(losses)
     seconds = time.perf_counter() - started
     progress.close()

@@ -161,6 +161,7 @@ def train(arguments: argparse.Namespace) -> Result:
 
     session = ps_worker.connect()  # (ps)
     model, optimizer, loader = session.prepare(model, optimizer, loader)  # (ps)
+    session.progress(total=len(loader))  # (ps) for those who watch: how much is left
     own = session.unwrap(model)
 
     losses: list[float] = []
@@ -171,6 +172,7 @@ def train(arguments: argparse.Namespace) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        session.log(loss=losses[-1])  # (ps) for those who watch
     seconds = time.perf_counter() - started
     session.barrier()  # (ps) what the other workers pushed last counts, too
 

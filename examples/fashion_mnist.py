@@ -173,6 +173,7 @@ def train(arguments: argparse.Namespace) -> float:
 
     session = ps_worker.connect()  # (ps)
     model, optimizer, loader, scheduler = session.prepare(model, optimizer, loader, scheduler)  # (ps)
+    session.progress(total=arguments.passes * len(loader))  # (ps) for those who watch: how much is left
 
     losses: list[float] = []
     accuracies: list[float] = []
@@ -184,6 +185,7 @@ def train(arguments: argparse.Namespace) -> float:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+            session.log(loss=losses[-1])  # (ps) for those who watch
         scheduler.step()
         # Each worker tests a share of the images, with its own model: BatchNorm's statistics are each worker's own.
         share = slice(session.rank, None, session.world_size)

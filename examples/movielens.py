@@ -298,6 +298,7 @@ def train(arguments: argparse.Namespace) -> float:
 
     session = ps_worker.connect()  # (ps)
     model, rows, dense, loader = session.prepare(model, rows, dense, loader)  # (ps)
+    session.progress(total=arguments.passes * len(loader))  # (ps) for those who watch: how much is left
     own = session.unwrap(model)
 
     losses: list[float] = []
@@ -311,6 +312,7 @@ def train(arguments: argparse.Namespace) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
+            session.log(loss=losses[-1])  # (ps) for those who watch
         session.barrier()  # (ps) what the other workers pushed last counts in this pass's test, too
         score = auc(scores_of(own, test, session.device), test.likes) if session.is_main else math.nan
         aucs.append(session.broadcast(score))  # (ps)

@@ -45,6 +45,7 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = ps_worker.connect()
     model, optimizer, loader = session.prepare(model, optimizer, loader)
+    session.progress(total=config["epochs"] * len(loader))  # for those who watch: how much is left
 
     for epoch in range(config["epochs"]):
         losses = []  # stays empty in a pass that was over before this worker began
@@ -54,6 +55,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+            session.log(loss=losses[-1])  # for the page and `ps-server status --watch`
         mean = session.mean(sum(losses) / len(losses) if losses else 0.0, weight=len(losses))
         if session.is_main:
             print(f"epoch {epoch}: loss {mean:.3f}", flush=True)

@@ -62,6 +62,7 @@ def main() -> None:
 
     session = ps_worker.connect()
     model, optimizer, loader = session.prepare(model, optimizer, loader)
+    session.progress(total=3 * len(loader))  # for those who watch: how much is left
     track, finish = {"tensorboard": tensorboard, "wandb": wandb}[options.tracker](session, options.out)
 
     steps = 0

@@ -22,6 +22,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 session = ps_worker.connect()  # finds the server, the mode and the rank in the environment
 model, optimizer, loader = session.prepare(model, optimizer, loader)
+session.progress(total=5 * len(loader))  # steps of this worker: the page says how many are left, and how long they take
 
 for epoch in range(5):
     for x, y in loader:
@@ -29,9 +30,10 @@ for epoch in range(5):
         loss.backward()
         optimizer.step()  # pushes gradients, pulls weights; waits only if the mode says so
         optimizer.zero_grad()
+        session.log(loss=loss)  # the page and `ps-server status --watch` show it
     mean = session.mean(loss.item())  # over all workers
     if session.is_main:
         print(f"epoch {epoch}: loss {mean:.3f}")
-
+session.barrier()  # all workers have made their last step
 if session.is_main:
-    save_file(session.global_weights(model), "model.safetensors")
+    save_file(session.global_weights(), "model.safetensors")

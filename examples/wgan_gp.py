@@ -74,6 +74,8 @@ def main() -> None:
         generator, critic, generator_optimizer, critic_optimizer, loader
     )
 
+    batches = options.epochs * len(loader)
+    session.progress(total=batches + batches // 2)  # steps of both optimizers count
     steps = 0
     for epoch in range(options.epochs):
         for (real,) in loader:
@@ -83,6 +85,7 @@ def main() -> None:
             critic_optimizer.zero_grad()
             loss.backward()
             critic_optimizer.step()
+            session.log(loss=loss)
             steps += 1
             if steps % 2 == 0:
                 critic.requires_grad_(False)  # its gradients are of no use here

@@ -34,7 +34,15 @@ from ps_launch.own_servers import OwnServers, ServersPlan
 from ps_launch.restarts import Restarts
 from ps_launch.timelines import Timelines
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.launch_id import LAUNCH_ID, LAUNCH_RANKS, LAUNCHED, STARTED_FILE, is_launched, new_launch_id
+from ps_runtime.launch_id import (
+    FINISHED_WITHOUT_CODE,
+    LAUNCH_ID,
+    LAUNCH_RANKS,
+    LAUNCHED,
+    STARTED_FILE,
+    is_launched,
+    new_launch_id,
+)
 from ps_runtime.logs import TEXT
 from ps_runtime.own_program import own_program
 from ps_runtime.quantities import counted
@@ -263,6 +271,11 @@ class _Workers:
             self._hidden[local].reveal()
         failure = Failure(rank, code, self._causes[local].text if local in self._causes else "")
         self._report(local)
+        if code == FINISHED_WITHOUT_CODE:  # another process would be told that the job is done, and end with 0
+            self._failures.append(failure)
+            self.code = self.code or code
+            self._console.say(f"{failure}; it is not started again")
+            return False
         restarts = self._restarts[local]
         pause = restarts.after(self._children.seconds_run(local))
         if pause is not None:

@@ -1,4 +1,4 @@
-"""How a bucket's elements become a payload, and back: the one home of wire formats.
+"""How a bucket's elements become a payload, and back: the one home of wire formats, with wire_formats.py.
 
 A payload is bytes, and its codec alone knows what is in them: both ends ask it for their number, and have it encode and
 decode. `gradient_codec` and `weight_codec` choose one for a bucket that travels, from the job and from nothing else.
@@ -16,15 +16,14 @@ Blocks   int8 and int4: codes of 8 or 4 bits, with a scale for each block of ele
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
+from ps_protocol.wire_formats import BLOCK_FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
 
 Memory = Callable[[int, torch.dtype], torch.Tensor]  # returns memory for so many elements of a type, on the CPU
 
@@ -32,16 +31,8 @@ LEAST_SCALE = 2.0**-126  # the least that is not subnormal: some processors take
 GREATEST_BFLOAT16: float = torch.finfo(torch.bfloat16).max
 
 
-@dataclass(frozen=True)
-class Cast:
+class Cast(CastFormat):
     """Elements of one type on the wire; `dtype` is its name, torch's own."""
-
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        """What the format is called."""
-        return self.dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -52,10 +43,6 @@ class Cast:
     def copies(self) -> bool:
         """Whether `decode` returns memory of its own."""
         return False
-
-    def size(self, numel: int) -> int:
-        """Returns how many bytes that many elements take."""
-        return numel * DATA_TYPES[self.dtype].itemsize
 
     def encode(self, values: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
         """Returns the elements as they travel: [numel]; the tensor itself where it has that type.
@@ -70,30 +57,13 @@ class Cast:
         """Returns the elements of a payload of that many: [numel], over its memory. Read from it, never write."""
         return tensor_from(payload, self.dtype)
 
-    def keeps(self, bucket: BucketSpec) -> bool:
-        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
-        return self.dtype == bucket.dtype
-
-    def wire_format(self, bucket: BucketSpec) -> str:
-        """Returns what a message calls the format of a bucket's payload; empty where it keeps the bucket's type."""
-        return "" if self.dtype == bucket.dtype else self.dtype
-
-    def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
-        """Raises InvalidRequest if a message calls a payload something else; see `wire_format`."""
-        _check_format(self.dtype, bucket, wire_format)
-
     def is_finite(self, payload: Buffer) -> bool:
         """Whether what makes all of a payload's elements finite is in order: here, each has to be looked at."""
         return True
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(BlockFormat):
     """Codes of `bits` bits, 8 or 4, with one bfloat16 scale for each block of `block` elements."""
-
-    name: str
-    bits: int
-    block: int
 
     @property
     def _largest(self) -> int:
@@ -107,10 +77,6 @@ class Blocks:
     def copies(self) -> bool:
         """Whether `decode` returns memory of its own."""
         return True
-
-    def size(self, numel: int) -> int:
-        """Returns how many bytes that many elements take."""
-        return 2 * -(-numel // self.block) + -(-numel * self.bits // 8)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the payload of elements [numel], on their device: bytes [size].
@@ -149,18 +115,6 @@ class Blocks:
         padded.view(count, self.block).mul_(scales.unsqueeze(-1))
         return padded[:numel]
 
-    def keeps(self, bucket: BucketSpec) -> bool:
-        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
-        return False
-
-    def wire_format(self, bucket: BucketSpec) -> str:
-        """Returns what a message calls the format of a bucket's payload."""
-        return self.name
-
-    def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
-        """Raises InvalidRequest if a message calls a payload something else."""
-        _check_format(self.name, bucket, wire_format)
-
     def is_finite(self, payload: Buffer) -> bool:
         """Whether all of a payload's elements are finite: its scales are from 0 to the greatest."""
         # As many scales as fit: 2 bytes of each 2 + block * bits / 8, of which the last block may have fewer.
@@ -176,19 +130,9 @@ def _padded(values: torch.Tensor, zeros: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, zeros)) if zeros else values
 
 
-def _check_format(expected: str, bucket: BucketSpec, wire_format: str) -> None:
-    if (wire_format or bucket.dtype) != expected:
-        raise InvalidRequest(
-            f"bucket {bucket.index}: expected elements as {expected}, got {wire_format or bucket.dtype}"
-        )
-
-
 # Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.
 PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
-BLOCKS: dict[str, Blocks] = {codec.name: codec for codec in (Blocks("int8", 8, 128), Blocks("int4", 4, 64))}
-# What float32 gradients and weights may travel as; a job names one for each.
-WIRE_FORMATS: dict[str, Codec] = {**{name: PLAIN[name] for name in ("float32", "bfloat16", "float16")}, **BLOCKS}
-NARROWED_TO_BLOCKS = frozenset({"float32", "bfloat16", "float16"})  # what gradients of these types become
+BLOCKS: dict[str, Blocks] = {each.name: Blocks(each.name, each.bits, each.block) for each in BLOCK_FORMATS.values()}
 
 
 def plain_codec(bucket: BucketSpec) -> Cast:
@@ -198,16 +142,14 @@ def plain_codec(bucket: BucketSpec) -> Cast:
 
 def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns how the gradients of a bucket travel."""
-    if spec.gradient_wire in BLOCKS and bucket.dtype in NARROWED_TO_BLOCKS:
-        return BLOCKS[spec.gradient_wire]
-    return WIRE_FORMATS[spec.gradient_wire] if bucket.dtype == "float32" else plain_codec(bucket)
+    name = gradient_format(spec, bucket)
+    return BLOCKS.get(name) or PLAIN[name]
 
 
 def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
     """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
-    if bucket.dtype == "float32" and not bucket.frozen:
-        return WIRE_FORMATS[spec.weight_wire]
-    return plain_codec(bucket)
+    name = weight_format(spec, bucket)
+    return BLOCKS.get(name) or PLAIN[name]
 
 
 def row_codec(name: str) -> Cast:

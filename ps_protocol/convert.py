@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
@@ -17,8 +18,9 @@ from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
+from ps_protocol.stages import StageSpec
 from ps_protocol.tables import Initializer, JobTable, TableSpec
-from ps_protocol.v1 import figures_pb2, job_pb2, types_pb2
+from ps_protocol.v1 import data_pb2, figures_pb2, job_pb2, types_pb2
 
 T = TypeVar("T")
 
@@ -70,6 +72,8 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 data_type=DATA_TYPE_NUMBERS[p.dtype],
                 group=p.group or 0,
                 frozen=p.group is None,
+                element_type=p.element,
+                not_saved=not p.is_saved,
             )
             for p in spec.parameters
         ],
@@ -167,10 +171,16 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     group = None if message.frozen else message.group
     # A group that does not exist is refused by name later on.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
-    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer)
+    more = message.element_type, not message.not_saved
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more)
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:
+    if message.HasField("consistency"):
+        raise InvalidRequest(
+            f"table {message.name!r} has a consistency of its own, which servers of this version do not offer: every "
+            "table is under its job's mode"
+        )
     spec = TableSpec(
         message.name,
         message.dim,
@@ -178,7 +188,6 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
         message.admit_after,
         message.expire_after,
         message.max_rows,
-        consistency(message.consistency) if message.HasField("consistency") else None,
         message.initial_rows,
     )
     return JobTable(spec, message.optimizer, hyper_parameters(message.hyper_parameters))
@@ -206,7 +215,6 @@ def _table_message(table: JobTable) -> job_pb2.TableSpec:
         max_rows=rows.max_rows,
         optimizer=table.optimizer,
         hyper_parameters=hyper_messages(table.values),
-        consistency=None if rows.consistency is None else consistency_message(rows.consistency),
         initial_rows=rows.initial_rows,
     )
 
@@ -253,6 +261,24 @@ def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2
     return [job_pb2.GroupUpdate(group=index, hyper_parameters=hyper_messages(groups[index])) for index in groups]
 
 
+def next_optimizer(message: data_pb2.NextOptimizer) -> StageSpec:
+    """Returns what a message says trains a bucket. Raises InvalidRequest for a group that comes twice."""
+    members = tuple(None if number == 0 else number - 1 for number in message.slice_groups)
+    groups = group_updates(message.groups)
+    return StageSpec(message.stage, message.optimizer, members, groups, frozenset(message.kept_slices))
+
+
+def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
+    """Returns the message that says what trains a bucket."""
+    return data_pb2.NextOptimizer(
+        stage=stage.number,
+        optimizer=stage.optimizer,
+        groups=group_update_messages(stage.groups),
+        slice_groups=[0 if group is None else group + 1 for group in stage.members],
+        kept_slices=sorted(stage.kept),
+    )
+
+
 def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
     """Returns the ranges of data that a message names."""
     return tuple(DataRange(each.loader, each.pass_number, each.start, each.stop) for each in messages)
@@ -288,6 +314,18 @@ def seconds(message: Duration) -> float:
     return message.ToNanoseconds() / 1e9
 
 
+def timestamp(seconds: float) -> Timestamp:
+    """Returns seconds since 1970 as a message, to the millisecond."""
+    message = Timestamp()
+    message.FromMilliseconds(int(seconds * 1e3))
+    return message
+
+
+def since_1970(message: Timestamp) -> float:
+    """Returns the seconds since 1970 that a message says."""
+    return message.ToMilliseconds() / 1e3
+
+
 def known(table: Mapping[int, T], number: int, what: str) -> T:
     """Returns what an enum's number stands for. Raises InvalidRequest for one that does not exist."""
     if number not in table:
@@ -306,5 +344,7 @@ def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
         looked_up_id_count=figures.looked_up,
         distinct_id_count=figures.distinct,
         residual_ratio=figures.residual_ratio,
+        total_step_count=figures.total,
+        done_step_count=figures.done,
         **{f"{phase}_duration": duration(seconds) for phase, seconds in figures.phases.items()},
     )

@@ -8,15 +8,17 @@
     ├── JobInUse              live workers of another launch train the job
     ├── NotFound              no such job, bucket or shard
     │   ├── RunEnded          the run of a job has ended, and a later one has its name
-    │   └── JobFinished       the job is done, and this worker comes late
+    │   ├── JobFinished       the job is done, and this worker comes late
+    │   └── FinishedWithout   the job is done, and this worker, which had taken part, was away
     ├── VersionMismatch       the two ends speak versions of the protocol that do not fit
     ├── UnknownWorker         the caller is no live worker of the job: join first
     │   └── Fenced            a newer incarnation took the caller's place, or its lease ran out
+    ├── Deposed               a shard obeys a later coordinator than the caller
     ├── NotShared             a shard cannot see a worker's memory: use the network
     ├── OutOfOrder            a push that skips a clock
     ├── TryLater              nothing is wrong; come back in a moment
     ├── LimitExceeded         past a named limit
-    │   └── Backlogged        no room for a push or a pull yet; try again at the time it names
+    │   └── Backlogged        no room for a push, a pull or a call yet; try again at the time it names
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
     ├── CheckpointDamaged     what is on disk is not what was written
@@ -136,6 +138,12 @@ class JobFinished(NotFound):
     reason = "JOB_FINISHED"
 
 
+class FinishedWithout(NotFound):
+    """The job has finished while the caller, a worker that had taken part, was away: the job's weights are gone."""
+
+    reason = "FINISHED_WITHOUT"
+
+
 class VersionMismatch(PSError):
     """The two ends speak versions of the protocol that do not fit; the message says which to upgrade."""
 
@@ -154,6 +162,13 @@ class Fenced(UnknownWorker):
     """A newer incarnation took the caller's place, or its lease ran out."""
 
     reason = "FENCED"
+
+
+class Deposed(PSError):
+    """A shard obeys a later coordinator than the caller, which has lost its lease."""
+
+    reason = "DEPOSED"
+    code = Code.FAILED_PRECONDITION
 
 
 class NotShared(PSError):
@@ -186,7 +201,7 @@ class LimitExceeded(PSError):
 
 
 class Backlogged(LimitExceeded):
-    """No room for a push or a pull yet, or the last push is not applied; the same call may succeed later."""
+    """No room for a push, a pull or a call yet, or the last push is not applied; the same may succeed later."""
 
     reason = "BACKLOGGED"
     retryable = True

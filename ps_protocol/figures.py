@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
 MAX_VALUES = 8
 MAX_VALUE_NAME = 40
+MAX_TOTAL = 2**53  # steps: JSON's numbers are exact up to there
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _OF_A_NAME = _LETTERS | frozenset("0123456789_")
 
@@ -32,6 +33,8 @@ class WorkerFigures:
     looked_up, distinct: ids looked up in tables, and those of each lookup once
     residual_ratio: norm of what the wire format of gradients has left out, over that of what was pushed last; None: it
                     leaves out nothing that is sent later
+    total:    steps that the worker makes in all, as its script says; 0: it does not say
+    done:     those that it has made since the job began
     """
 
     measured: float = 0.0
@@ -43,6 +46,8 @@ class WorkerFigures:
     looked_up: int = 0
     distinct: int = 0
     residual_ratio: float | None = None
+    total: int = 0
+    done: int = 0
 
 
 def is_value_name(name: str) -> bool:

@@ -17,6 +17,7 @@ from ps_protocol.tables import JobTable, validate_table
 MAX_BUCKET_BYTES = 16 * 2**20
 # A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
 MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
+MAX_SCRIPT_BYTES = 2**16  # of what a script has set, which rides with heartbeats
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
 MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
@@ -30,6 +31,7 @@ MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes 
 Setting = tuple[str, object, object]
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ELEMENT = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 # How float32 gradients and weights may travel: codecs.py has a codec for each. In those of blocks, what is rounded off
@@ -94,10 +96,6 @@ class JobSpec:
         `local:H/F` mixes them into its own some steps later. int8 and int4 add the next pull to them.
         """
         return self.local is not None and (self.local.fragments is not None or self.weight_wire in BLOCK_WIRES)
-
-    def is_loose(self, table: JobTable) -> bool:
-        """Whether a table has a looser rule than the job."""
-        return table.rows.consistency not in (None, self.consistency)
 
     def optimizer_of(self, group: int) -> str:
         """Returns the name of the optimizer that a group belongs to."""
@@ -175,26 +173,6 @@ def _validate_tables(spec: JobSpec, names: set[str]) -> None:
         if table.rows.name in names:
             raise InvalidRequest(f"names of parameters and tables must be unique, got {table.rows.name!r} twice")
         names.add(table.rows.name)
-        _validate_consistency(spec, table)
-    is_trained = any(parameter.group is not None for parameter in spec.parameters)
-    if spec.tables and not is_trained and all(spec.is_loose(table) for table in spec.tables):
-        raise InvalidRequest(
-            f"each table has a consistency of its own, and no other weights are trained: nothing is under the mode "
-            f"{spec.consistency}. Name the mode that the tables are to have, and leave consistency= out"
-        )
-
-
-def _validate_consistency(spec: JobSpec, table: JobTable) -> None:
-    own, name = table.rows.consistency, table.rows.name
-    if own is None:
-        return
-    if spec.consistency.quorum is not None:
-        raise InvalidRequest(f"table {name!r}: its consistency is {own}, and a job with a quorum has one rule for all")
-    if own.is_stricter_than(spec.consistency):
-        raise InvalidRequest(
-            f"table {name!r}: its consistency is {own}, which is stricter than the mode {spec.consistency}: a "
-            "table may be looser than its job, and no stricter"
-        )
 
 
 def _validate_name(name: str, what: str) -> None:
@@ -212,6 +190,11 @@ def _validate_parameter(parameter: ParameterSpec, group_count: int) -> None:
         raise InvalidRequest(f"{parameter.name}: expected a group below {group_count}, got {parameter.group}")
     if parameter.group is not None and not DATA_TYPES[parameter.dtype].floating:
         raise InvalidRequest(f"{parameter.name}: an optimizer steps floating-point parameters, got {parameter.dtype}")
+    if parameter.element and not (_ELEMENT.fullmatch(parameter.element) and parameter.shape):
+        raise InvalidRequest(
+            f"{parameter.name}: expected the name of an element type, and a last dimension that counts its parts, got "
+            f"{parameter.element[:80]!r} and {parameter.shape}"
+        )
     if len(parameter.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_ELEMENTS for size in parameter.shape):
         expected = f"up to {MAX_DIMENSIONS} dimensions of 0 to {MAX_ELEMENTS}"
         raise InvalidRequest(f"{parameter.name}: expected {expected}, got {parameter.shape}")
@@ -243,12 +226,7 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
     ]
 
 
-def difference(registered: JobSpec, offered: JobSpec) -> str | None:
-    """Returns the first difference between two jobs in words, or None when they are the same job."""
-    # The mode first: in local:H parameters have other groups, and the optimizer is another.
-    differs = _first_unlike([("mode", registered.mode, offered.mode), *_local_settings(registered, offered)])
-    if differs is not None:
-        return differs
+def _parameter_difference(registered: JobSpec, offered: JobSpec) -> str | None:
     expected = {parameter.name: parameter for parameter in registered.parameters}
     got = {parameter.name: parameter for parameter in offered.parameters}
     for name in expected:
@@ -262,12 +240,26 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
         for what, a, b in (
             ("shape", left.shape, right.shape),
             ("dtype", left.dtype, right.dtype),
+            # Servers of an earlier version have kept none.
+            ("element type", left.element or right.element, right.element or left.element),
             ("optimizer group", left.group, right.group),
         ):
             if a != b:
                 return f"parameter {name!r} has {what} {a} in the registered job and {b} in this one"
     if tuple(expected) != tuple(got):
         return "the parameters are registered in another order"
+    return None
+
+
+def difference(registered: JobSpec, offered: JobSpec) -> str | None:
+    """Returns the first difference between two jobs in words, or None when they are the same job."""
+    # The mode first: in local:H parameters have other groups, and the optimizer is another.
+    differs = _first_unlike([("mode", registered.mode, offered.mode), *_local_settings(registered, offered)])
+    if differs is not None:
+        return differs
+    differs = _parameter_difference(registered, offered)
+    if differs is not None:
+        return differs
     settings: list[Setting] = [
         ("optimizer", ", ".join(registered.optimizers), ", ".join(offered.optimizers)),
         ("number of optimizer groups", len(registered.groups), len(offered.groups)),

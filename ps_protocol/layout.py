@@ -52,6 +52,9 @@ class ParameterSpec:
 
     group:     the optimizer group that steps it; None for what none steps
     optimizer: the job's optimizer that the group belongs to
+    element:   torch's name of the model's own element type, where `dtype` is that of its parts: the last dimension of
+               `shape` counts the parts of an element (tensors.py). Empty: that type is `dtype`
+    is_saved:  it is in the model's state_dict; a buffer that is not persistent is not
     """
 
     name: str
@@ -59,6 +62,8 @@ class ParameterSpec:
     dtype: str
     group: int | None
     optimizer: int = 0
+    element: str = ""
+    is_saved: bool = True
 
     @property
     def numel(self) -> int:

@@ -69,14 +69,6 @@ class Consistency:
             return live
         return min(live, self.quorum) if self.quorum > 0 else min(live, max(1, live + self.quorum))
 
-    def is_stricter_than(self, other: Consistency) -> bool:
-        """Whether this rule has workers wait where the other one does not. Sync is the strictest."""
-        if other.aggregate:
-            return False
-        if other.max_staleness is None:
-            return self.max_staleness is not None
-        return self.aggregate or (self.max_staleness is not None and self.max_staleness < other.max_staleness)
-
     @property
     def quorum_text(self) -> str:
         """The quorum as people write it: 3, or all-1; empty without one."""
@@ -111,19 +103,6 @@ def parse_mode(text: str) -> Consistency | None:
         "async, "
         f"got {text[:100]!r}"
     )
-
-
-def parse_table_consistency(text: object) -> Consistency:
-    """Returns the rule that a table's own consistency names. Raises InvalidRequest for anything but ssp:K and async."""
-    if text == "async":
-        return Consistency(max_staleness=None)
-    bound = _number_after("ssp", text) if isinstance(text, str) else None
-    if bound is None:
-        raise InvalidRequest(
-            "a table's consistency must be ssp:K (such as ssp:4) or async, or left out to be that of the job, "
-            f"got {str(text)[:100]!r}"
-        )
-    return Consistency(max_staleness=bound)
 
 
 def local_steps(text: str) -> int | None:

@@ -34,6 +34,16 @@ def mix(ids: Ids) -> Mixed:
     return mixed
 
 
+def chance_order(ids: Ids) -> Mixed:
+    """Returns a number for each id, by which some of many ids are chosen as by chance, and the same ones each time.
+
+    It is the mix with its halves exchanged: the high half of the mix chooses the shard, so of the ids that come first
+    by the mix alone, all would be on the first shards.
+    """
+    mixed = mix(ids)
+    return (mixed << _HALF) | (mixed >> _HALF)
+
+
 def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
     """Returns the shard of each row: [n], each below `shards`, which is 1 to 2**31."""
     place = mix(ids)

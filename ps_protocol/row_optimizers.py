@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, tensors_kept
+from ps_protocol.optimizer_state import tensors_kept
+from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters
 
 # NAdam keeps a product over all steps, which a table whose rows come and go cannot have for each of them.
 TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")

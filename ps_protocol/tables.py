@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.modes import Consistency
 
 MAX_DIM = 4096
 MAX_UPDATES = 2**62  # that have trained a table's rows before a job
+MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard: gradients, or assigned rows
 MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
 INITIAL_KINDS = ("constant", "uniform", "normal")
 
@@ -38,7 +38,6 @@ class TableSpec:
     admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
     expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
     max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
-    consistency:  the table's own rule, looser than its job's; None: that of the job
     initial_rows: rank 0 says which rows the table begins with, and it begins when they are here
     """
 
@@ -48,7 +47,6 @@ class TableSpec:
     admit_after: int = 0
     expire_after: int = 0
     max_rows: int = 0
-    consistency: Consistency | None = None
     initial_rows: bool = False
 
     def seeded(self, seed: int | None) -> TableSpec:
@@ -84,7 +82,6 @@ class JobTable:
             ("admit_after", ours.admit_after, others.admit_after),
             ("expire_after", ours.expire_after, others.expire_after),
             ("max_rows", ours.max_rows, others.max_rows),
-            ("consistency", ours.consistency or "of the job", others.consistency or "of the job"),
             ("initial_rows", ours.initial_rows, ours.initial_rows and others.initial_rows),
             ("optimizer", self.optimizer, other.optimizer),
         ):
@@ -133,5 +130,8 @@ def validate_table(spec: TableSpec) -> None:
     if not math.isfinite(start.scale) or (start.kind != "constant" and start.scale < 0):
         numbers = "finite" if start.kind == "constant" else "finite, and from 0 on"
         raise InvalidRequest(f"table {spec.name!r}: the scale of initial values must be {numbers}, got {start.scale}")
-    if spec.consistency is not None and spec.consistency.aggregate:
-        raise InvalidRequest(f"table {spec.name!r}: its consistency must be ssp:K or async, got {spec.consistency}")
+
+
+def assigned_bytes(dim: int, rows: int) -> int:
+    """Returns the bytes of rows that a script has set, with their ids."""
+    return rows * (8 + 4 * dim)

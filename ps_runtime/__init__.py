@@ -1,11 +1,14 @@
 """What every process needs, and is no matter of tensors, workers or shards.
 
+audit.py          The audit log: who was refused, joined, left and ended what, a JSON object a line
 background.py     Threads that run beside the calls of a process, and go on whatever happens in them
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors
+completion.py     Completion of commands and flags in bash, zsh and fish
 compiled_loops.py What a process is told of compiled loops for tables
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
+dates.py          Dates in words, for people to read in logs
 frame_socket.py   A connection that sends and receives frames, from and into memory that its caller names
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
@@ -15,6 +18,7 @@ memory_place.py   Where processes can share memory
 metrics.py        /metrics, and what all metrics have in common
 own_address.py    The address by which this machine is seen from a server
 own_program.py    How a process starts another program of this project
+pools.py          A pool of threads that goes on where no more threads can be had
 quantities.py     Quantities as text for a person: sizes in bytes, counts
 rank.py           Which worker a process is: its rank, the number of workers, and its place on its host
 reloading.py      Values that are read from files, and read again when they change

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ps_runtime.troubles import Troubles
 
@@ -19,6 +20,19 @@ log = logging.getLogger("ps_runtime")
 _troubles = Troubles(log, None)
 _errors: Counter[str] = Counter()
 _lock = threading.Lock()
+
+
+def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
+    """Waits for threads that are about to end, for so many seconds in all.
+
+    A thread that is still there when the interpreter ends is stopped where it next asks for the GIL. In C++ code that
+    aborts the process ("terminate called without an active exception"), and freeing a tensor is enough for it: torch
+    lets go of the GIL meanwhile.
+    """
+    until = time.monotonic() + seconds
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def errors() -> Mapping[str, int]:
@@ -56,6 +70,7 @@ class Background:
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
         self._apart: set[str] = set()  # what is running apart
+        self._delayed: list[tuple[str, Callable[[], object]]] = []  # what `run` had no thread for
         self._lock = threading.Lock()
 
     @property
@@ -73,15 +88,33 @@ class Background:
         def run() -> None:
             while not self._stopping.wait(seconds):
                 guarded(name, work)
+                self._run_delayed()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._repeating.append(thread)
         thread.start()
+        self._repeating.append(thread)
 
     def run(self, name: str, work: Callable[[], object]) -> None:
-        """Calls `work`, which ends by itself, in a thread of its own; not at all before `start`."""
-        if self._started:
+        """Calls `work`, which ends by itself, in a thread of its own; not at all before `start`.
+
+        Where no thread can be had, the threads that repeat something see to it that it is called later.
+        """
+        if not self._started:
+            return
+        try:
             threading.Thread(target=lambda: guarded(name, work), name=name, daemon=True).start()
+        except RuntimeError:
+            note_error(name)
+            with self._lock:
+                self._delayed.append((name, work))
+
+    def _run_delayed(self) -> None:
+        if not self._delayed:
+            return
+        with self._lock:
+            delayed, self._delayed = self._delayed, []
+        for name, work in delayed:
+            self.run(name, work)
 
     def apart(self, name: str, key: str, work: Callable[[], object]) -> None:
         """Calls `work`, which may take long, beside what the caller does; not if it still runs for that key.

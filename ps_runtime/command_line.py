@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -36,11 +36,21 @@ class _HelpOn(argparse.Action):
         parser.exit()
 
 
+class _Columns(argparse.HelpFormatter):
+    """Gives the names of commands a column: argparse forgets that they are indented, and breaks the line after some."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if list(self._iter_indented_subactions(action)):
+            self._action_max_length += self._indent_increment
+
+
 class CommandLine(argparse.ArgumentParser):
     """A command's parser, whose errors are short: the usage of the subcommand, what is wrong, and where to read on."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.formatter_class = _Columns
         self._settings: list[Setting] = []
         self._needs_all = True  # settings that are required, and the words that are no flags
         self._commands: argparse._SubParsersAction[CommandLine] | None = None
@@ -50,7 +60,7 @@ class CommandLine(argparse.ArgumentParser):
     def add_command(self, name: str, text: str, usage: str, *settings: Setting) -> CommandLine:
         """Returns the parser of a command of this program."""
         if self._commands is None:
-            self._commands = self.add_subparsers(dest="command", required=True, metavar="COMMAND")
+            self._commands = self.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
         command = self._commands.add_parser(name, help=text, usage=usage)
         command._program = self
         command.add_settings(*settings)
@@ -129,14 +139,23 @@ class CommandLine(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Returns the arguments as values; an error ends the process with code 2, with the usage of the command."""
-        known, unknown = self.parse_known_args(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if not words and self._commands is not None:  # somebody looks around; a script has made a mistake
+            self.print_help(sys.stderr)
+            self.exit(2)
+        known, unknown = self.parse_known_args(words)
         if unknown:
             command = self._commands.choices[known.command] if self._commands is not None else self
             flags = [flag for action in command._actions for flag in action.option_strings]
-            near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
             kind = "option" if unknown[0].startswith("-") else "argument"
-            command.error(f"unknown {kind} {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+            command.error(f"unknown {kind} {unknown[0]}{_guess(unknown[0].partition('=')[0], flags)}")
         return known
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Is called by argparse. Of a command that is not there only the nearest is named: --help lists all."""
+        if action is self._commands and value not in self._commands.choices:
+            self.error(f"unknown command {value}{_guess(value, self._commands.choices)}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2."""
@@ -149,3 +168,8 @@ class CommandLine(argparse.ArgumentParser):
             if word.startswith("-") and message == f"argument {flag}: expected one argument":
                 return f"; if {word} is meant as its value, write {flag}={shlex.quote(word)}"
         return ""
+
+
+def _guess(word: str, known: Iterable[str]) -> str:
+    near = get_close_matches(word, list(known), 1)
+    return f", did you mean {near[0]}?" if near else ""

@@ -119,11 +119,13 @@ class Access:
     tls:      None: plaintext
     token:    returns the current bearer token; None: no token is sent
     insecure: a token may be sent in plaintext to another machine
+    token_file: where the token stands; None: in no file
     """
 
     tls: Tls | None = None
     token: Callable[[], str | None] | None = field(default=None, repr=False)
     insecure: bool = False
+    token_file: Path | None = None
 
 
 PLAINTEXT = Access()
@@ -137,7 +139,9 @@ def access(
     insecure: bool = False,
 ) -> Access:
     """Returns a client's access; the files are checked now. Raises InvalidRequest naming what is wrong."""
-    return Access(tls(cert, key, ca), None if token_file is None else TokenFile(Path(token_file)).get, insecure)
+    token_path = None if token_file is None else Path(token_file)
+    token = None if token_path is None else TokenFile(token_path).get
+    return Access(tls(cert, key, ca), token, insecure, token_path)
 
 
 def access_of(arguments: argparse.Namespace) -> Access:

@@ -25,6 +25,9 @@ LAUNCHED = "PS_LAUNCHED"
 LAUNCH_ID = "PS_LAUNCH_ID"
 LAUNCH_RANKS = "PS_LAUNCH_RANKS"
 STARTED_FILE = "PS_STARTED_FILE"
+# The exit code of a worker whose job has finished without it, in the middle of its script: what it had to do is not
+# done, and to start it again would do nothing. The codes up to 78 have meanings elsewhere (sysexits.h).
+FINISHED_WITHOUT_CODE = 79
 
 
 @dataclass(frozen=True)

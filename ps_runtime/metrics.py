@@ -19,10 +19,10 @@ from prometheus_client.registry import Collector
 
 from ps_protocol.versions import VERSION
 from ps_runtime.background import errors
-from ps_runtime.credentials import Tls, certificate_expiry
+from ps_runtime.credentials import Tls, certificate_expiry, is_loopback
 from ps_runtime.troubles import counts
 from ps_runtime.version import version
-from ps_runtime.web import Page, Site, serve
+from ps_runtime.web import Page, Site, refusal, serve
 
 # Half a millisecond doubling up to half a minute: a bucket's apply is at one end, a wait for a straggler at the other.
 LATENCY_BUCKETS = tuple(0.0005 * 2**k for k in range(17))
@@ -71,9 +71,23 @@ def build_gauge() -> Gauges[dict[str, str]]:
     )
 
 
+class _Registry(CollectorRegistry):
+    """Leaves out when each counter and histogram was made, a series `..._created` for each set of labels.
+
+    They are a fifth of what a shard serves, and nothing reads them. `prometheus_client.disable_created_metrics` would
+    also take those of a script that has metrics of its own.
+    """
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in super().collect():
+            if metric.type in ("counter", "histogram"):
+                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 def process_registry() -> CollectorRegistry:
     """Returns a registry with the metrics of this process: what it runs, its memory, its interpreter, its collector."""
-    registry = CollectorRegistry()
+    registry = _Registry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     registry.register(build_gauge())
@@ -113,6 +127,8 @@ def serve_metrics(
     """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
 
     site: for people, beside that
+    host: where it is loopback, only a request for a name of loopback is answered: what a browser shows on this machine
+          cannot read it under another name (DNS rebinding)
     port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
     that CA; the files may change while it is served, and /metrics tells when they end. Raises InvalidRequest if the
     port cannot be bound.
@@ -122,15 +138,20 @@ def serve_metrics(
     known = {path: ("application/json", Page(_ignoring_queries(make))) for path, make in (pages or {}).items()}
     known["/metrics"] = CONTENT_TYPE_LATEST, Page(_ignoring_queries(lambda: generate_latest(registry)))
 
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "")
+    def answer(environ: dict[str, Any]) -> tuple[str, str, bytes]:
+        path, refused = environ.get("PATH_INFO", ""), refusal(environ, is_loopback(host))
+        if refused is not None:
+            return refused[0], "text/plain", refused[1]
         if path in known:
             kind, page = known[path]
-            start_response("200 OK", [("Content-Type", kind)])
-            return [page.get()]
-        if site is not None and path in site.paths:
+            return "200 OK", kind, page.get()
+        return "404 Not Found", "text/plain", f"here are {', '.join(sorted(known))}\n".encode()
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if site is not None and environ.get("PATH_INFO", "") in site.paths:
             return site.app(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [f"here are {', '.join(sorted(known))}\n".encode()]
+        status, kind, body = answer(environ)
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [b""] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
     return serve(host, port, app, "metrics", "--metrics-port", tls)

@@ -8,9 +8,36 @@ from collections.abc import Iterable
 def size_text(count: int) -> str:
     """Returns bytes in the largest unit that leaves a whole number before the point: `5.77 MB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
+        if count >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit
+            return f"{number_text(count / size)} {unit}"
     return f"{count} B"
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a duration to two figures or so, for a person: 0.4 s, 12 s, 3 min, 1.5 h, 2.1 days."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if 0 < seconds < 1 else f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def number_text(value: float) -> str:
+    """Returns a number with three digits, or all before the point, never with an exponent: 0.0123, 12.3, 12,345."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return text if "e" not in text else f"{value:.12f}".rstrip("0").rstrip(".")
+
+
+def time_text(seconds: float) -> str:
+    """Returns seconds in a unit that people read: 12.3 ms, 4.2 s, 12 min, 3.5 h."""
+    if seconds < 0.9995:
+        return f"{number_text(seconds * 1e3)} ms"
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{number_text(seconds / size)} {unit}"
+    return f"{number_text(seconds)} s"
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ps_protocol.errors import InvalidRequest
+from ps_runtime import audit
 
 T = TypeVar("T")
 
@@ -54,9 +55,11 @@ class ReloadingFiles(Generic[T]):
             self._value = self._load()
         except InvalidRequest as error:
             log.warning("%s changed and cannot be used, so what was read before stays: %s", names, error)
+            audit.note("credentials", f"{names} changed and cannot be used: {error}", about=names)
         else:
             self.generation += 1
             log.info("%s changed and is used from now on", names)
+            audit.note("credentials", f"{names} changed and is used from now on", about=names)
 
     def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in self._paths)

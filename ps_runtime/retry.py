@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import grpc
 
-from ps_protocol.errors import PSError, TryLater, Unreachable
+from ps_protocol.errors import PSError, TryLater, Unauthenticated, Unreachable
 from ps_runtime import tls_diagnosis
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.reloading import CHECK_SECONDS
 from ps_runtime.status import error_from
 from ps_runtime.troubles import Troubles
 
@@ -27,6 +28,7 @@ log = logging.getLogger("ps_runtime")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 NOTICE_SECONDS = 1.0
+NAMED_PAUSE_SECONDS = 0.5  # a peer that asks for such a pause has its reason logged
 LONG_WAIT_SECONDS = 3.0  # a peer that asks for more time than this is worth a warning
 _AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
 # Of our own: a script's random numbers must not depend on how often a call was repeated.
@@ -81,6 +83,7 @@ class Retry:
         self._waits_since: float | None = None  # when the peer first said what it waits for
         self._is_long = False  # whether the log warns of that
         self._told: str | None = None  # the last progress
+        self._is_unknown = False  # the peer did not know the token that was shown last
         self._begin_anew()
 
     def progressed(self) -> None:
@@ -88,7 +91,7 @@ class Retry:
         self._peer.troubles.over(_AWAY)
         self._peer.troubles.over(_BUSY)
         self._peer.waits.over(_BUSY)
-        self._waits_since, self._is_long = None, False
+        self._waits_since, self._is_long, self._is_unknown = None, False, False
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -102,6 +105,11 @@ class Retry:
 
     def wait_after(self, error: PSError) -> None:
         """Waits before the next try, as `failed` does."""
+        is_renewed = isinstance(error, Unauthenticated) and self._peer.access.token_file is not None
+        if is_renewed and not self._is_unknown and not self._closing.is_set():
+            self._is_unknown = True
+            self._closing.wait(CHECK_SECONDS)  # a token that was renewed a moment ago has been read anew by then
+            return
         if not error.retryable or self._closing.is_set():
             raise error
         if isinstance(error, TryLater) and not self._is_explained:
@@ -110,7 +118,8 @@ class Retry:
             if explained is not error:
                 raise explained from None
         if error.retry_after is not None:  # the peer lives, and has said when there may be room
-            if isinstance(error, TryLater):
+            # A push that waits for room is tried again in a moment, at many steps: that is not worth a line.
+            if isinstance(error, TryLater) or error.retry_after >= NAMED_PAUSE_SECONDS:
                 self._name_wait(error)
             self._begin_anew()
             self._closing.wait(error.retry_after * _RANDOM.uniform(1.0, 1.5))

@@ -10,6 +10,7 @@ the declarations.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -175,20 +176,35 @@ def file_path(text: str) -> str:
     return str(Path(text).absolute()) if text else text
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """Returns a parser that takes these names and no other."""
+class OneOf:
+    """A parser that takes these names and no other."""
 
-    def name(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, text: str) -> str:
+        """Returns the name. Raises ArgumentTypeError for any other."""
+        if text not in self.names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(self.names)}, got {text!r}")
         return text
 
-    return name
+
+def one_of(*names: str) -> OneOf:
+    """Returns a parser that takes these names and no other; completion in a shell offers them."""
+    return OneOf(names)
 
 
 def seconds(text: str) -> float:
     """Reads a positive number of seconds."""
     return _positive(text, "a positive number of seconds", 1e9)
+
+
+def seconds_or_none(text: str) -> float:
+    """Reads a number of seconds from 0, which means none."""
+    with contextlib.suppress(ValueError):
+        if float(text) == 0.0:
+            return 0.0
+    return _positive(text, "a number of seconds from 0", 1e9)
 
 
 def amount(text: str) -> float:
@@ -254,7 +270,7 @@ index = whole_number(0, 2**31 - 1)
 
 # What workers read, and their launcher.
 _WORKERS = """
-    PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
+    PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
     PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE PS_NATIVE_DIR
     PS_NNODES PS_NODE_RANK PS_QUORUM PS_QUORUM_GRACE PS_RANK
     PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_SHOW_RANKS PS_START_TIMEOUT
@@ -268,16 +284,17 @@ _LAUNCHED = """
 """
 # What servers read.
 _SERVERS = """
-    PS_ADVERTISE PS_APPLY_THREADS PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY PS_COLD_ROWS_DIR PS_COORDINATOR PS_DATA_PORT
-    PS_DRAIN_SECONDS PS_FAILPOINTS PS_FULL_CHECKPOINT_EVERY PS_HEALTH_PORT PS_HOST PS_INDEX PS_JOB_TIMEOUT PS_KEEP
-    PS_LEASE PS_MAX_ALL_CALLS PS_MAX_ALL_STATE_BYTES PS_MAX_BUCKETS PS_MAX_CALLER_BYTES PS_MAX_CALLS
-    PS_MAX_COLD_ROW_BYTES PS_MAX_CONNECTIONS PS_MAX_FEEDS PS_MAX_GROUPS PS_MAX_HANDSHAKE_SECONDS PS_MAX_IDLE_SECONDS
-    PS_MAX_JOBS PS_MAX_JOB_BYTES PS_MAX_LEASES PS_MAX_MESSAGE_BYTES PS_MAX_METADATA_BYTES PS_MAX_NAME_LENGTH
-    PS_MAX_PARAMETERS PS_MAX_PULLED_BUCKETS PS_MAX_PUSH_NORM PS_MAX_RECEIVING_BYTES PS_MAX_REQUEST_SECONDS
-    PS_MAX_ROUND_BYTES PS_MAX_SAMPLES PS_MAX_SHARD_RESTARTS PS_MAX_STAGED_BYTES PS_MAX_STALL_SECONDS PS_MAX_STATE_BYTES
-    PS_MAX_TABLE_BYTES PS_MAX_UPLOAD_SECONDS PS_MAX_VIEWS PS_MAX_WORKERS PS_NO_DATA_PORT PS_OWN_DISK PS_PAGE_HOST
-    PS_PAGE_INSECURE PS_PAGE_PORT PS_PORT PS_RESTORE PS_RESUME PS_SERVER_CALL_SECONDS PS_SHARDS PS_SHARD_START_TIMEOUT
-    PS_TOKENS
+    PS_ABSENCE_SECONDS PS_ADVERTISE PS_APPLY_THREADS PS_AUDIT_LOG PS_CHECKPOINT_DIR PS_CHECKPOINT_EVERY
+    PS_COLD_ROWS_DIR
+    PS_COORDINATOR PS_DATA_PORT PS_DRAIN_SECONDS PS_FAILPOINTS PS_FULL_CHECKPOINT_EVERY PS_HEALTH_PORT PS_HOST
+    PS_INDEX PS_JOB_TIMEOUT PS_KEEP PS_LEASE PS_MAX_ALL_CALLS PS_MAX_ALL_STATE_BYTES PS_MAX_BUCKETS
+    PS_MAX_CALLER_BYTES PS_MAX_CALLS PS_MAX_COLD_ROW_BYTES PS_MAX_CONNECTIONS PS_MAX_FEEDS PS_MAX_GROUPS
+    PS_MAX_HANDSHAKE_SECONDS PS_MAX_IDLE_SECONDS PS_MAX_JOBS PS_MAX_JOB_BYTES PS_MAX_LEASES PS_MAX_MESSAGE_BYTES
+    PS_MAX_METADATA_BYTES PS_MAX_NAME_LENGTH PS_MAX_PARAMETERS PS_MAX_PULLED_BUCKETS PS_MAX_PUSH_NORM
+    PS_MAX_RECEIVING_BYTES PS_MAX_REQUEST_SECONDS PS_MAX_ROUND_BYTES PS_MAX_SAMPLES PS_MAX_SHARD_RESTARTS
+    PS_MAX_STAGED_BYTES PS_MAX_STALL_SECONDS PS_MAX_STATE_BYTES PS_MAX_TABLE_BYTES PS_MAX_UPLOAD_SECONDS
+    PS_MAX_VIEWS PS_MAX_WORKERS PS_NO_DATA_PORT PS_OWN_DISK PS_PAGE_HOST PS_PAGE_INSECURE PS_PAGE_PORT PS_PORT
+    PS_RESTORE PS_RESUME PS_SERVER_CALL_SECONDS PS_SHARDS PS_SHARD_START_TIMEOUT PS_TOKENS
 """
 # What the compose files read.
 _COMPOSE = """

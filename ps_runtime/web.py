@@ -15,12 +15,14 @@ from typing import Any
 from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_runtime.background import join_within
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
 
 # How long stopping may take; serve_forever looks at its flag this often.
 _POLL_SECONDS = 0.05
+_HANG_UP_SECONDS = 1.0
 # A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
 MAX_CONNECTIONS = 64
@@ -42,6 +44,8 @@ _SITE_HEADERS = [
     ("Cache-Control", "no-store"),
 ]
 
+SERVER_SOFTWARE = "ps-torch"  # in the Server header
+
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -59,6 +63,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def server_activate(self) -> None:
         # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
+        self._serving: set[threading.Thread] = set()
         self._lock = threading.Lock()
         super().server_activate()
 
@@ -79,6 +84,8 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         plain, handle = request
+        with self._lock:
+            self._serving.add(threading.current_thread())
         try:
             plain.settimeout(CONNECTION_SECONDS)
             super().process_request_thread(self.secure(plain), client_address)
@@ -89,8 +96,18 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def _over(self, handle: socket.socket) -> None:
         with self._lock:
+            self._serving.discard(threading.current_thread())
             del self._open[handle]
             handle.close()
+
+    def hang_up(self) -> None:
+        """Ends all connections, and waits a moment for their threads: what a page shows may be made by torch."""
+        with self._lock:
+            threads = list(self._serving)
+            for handle in self._open:
+                with contextlib.suppress(OSError):
+                    handle.shutdown(socket.SHUT_RDWR)
+        join_within(threads, _HANG_UP_SECONDS)
 
     def service_actions(self) -> None:
         """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
@@ -133,6 +150,8 @@ class Page:
 class _Answer(ServerHandler):
     """One answer. That a client hangs up or stops reading is no fault: over TLS it is an error of its own kind."""
 
+    server_software = SERVER_SOFTWARE
+
     def handle_error(self) -> None:
         if isinstance(sys.exc_info()[1], OSError):
             self.close()
@@ -154,6 +173,10 @@ class _Silent(WSGIRequestHandler):
             answer = _Answer(*streams, self.get_environ(), multithread=False)  # type: ignore[arg-type]  # they are binary
             answer.request_handler = self  # type: ignore[attr-defined]  # which ServerHandler logs by
             answer.run(self.server.get_app())  # type: ignore[attr-defined]
+
+    def version_string(self) -> str:
+        """Returns what answers; no versions: they tell a stranger what to try."""
+        return SERVER_SOFTWARE
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: there is a scrape every few seconds."""
@@ -182,10 +205,9 @@ class Site:
 
     def _answer(self, environ: dict[str, Any]) -> tuple[str, str, bytes]:
         path, text = environ.get("PATH_INFO", ""), "text/plain; charset=utf-8"
-        if not _is_of_loopback(environ.get("HTTP_HOST", "")):
-            return "403 Forbidden", text, b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return "405 Method Not Allowed", text, b"this page is only to be read\n"
+        refused = refusal(environ, is_of_loopback=True)
+        if refused is not None:
+            return refused[0], text, refused[1]
         if path in self._files:
             return "200 OK", *self._files[path]
         if path not in self._pages:
@@ -198,7 +220,19 @@ class Site:
             return "502 Bad Gateway", text, f"{error}\n".encode()
 
 
-def _is_of_loopback(host: str) -> bool:
+def refusal(environ: dict[str, Any], is_of_loopback: bool) -> tuple[str, bytes] | None:
+    """Returns the status and the words by which a request is refused; None for one to read a page.
+
+    is_of_loopback: the page is for this machine alone, so that a browser must have asked for a name of its loopback
+    """
+    if is_of_loopback and not _names_loopback(environ.get("HTTP_HOST", "")):
+        return "403 Forbidden", b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        return "405 Method Not Allowed", b"this page is only to be read\n"
+    return None
+
+
+def _names_loopback(host: str) -> bool:
     """Whether a Host header names this machine's loopback."""
     name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
     if name.lower().rstrip(".") == "localhost":
@@ -232,5 +266,6 @@ def serve(
         server.shutdown()
         server.server_close()
         thread.join()
+        server.hang_up()
 
     return server.server_port, stop

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_runtime import logs
+from ps_runtime import audit, logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
 from ps_runtime.compiled_loops import NATIVE_DIR
+from ps_runtime.completion import add_completion, script
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
     Setting,
@@ -58,10 +60,13 @@ from ps_server.config import (
 )
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
+from ps_server.ops.plan_tables import table_question
+from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
     from ps_server.server import Server
 
+OF_SERVERS = ("torch", "numpy", "safetensors")  # what servers and exports need, and those do not that look in
 OTHERS_END_SECONDS = 20.0  # in which launches on other machines hear that a job is over, and end their shards
 SWITCH_SECONDS = 0.0005
 _PROCESS = whole_number(1, 2**63 - 1)
@@ -89,10 +94,32 @@ def parser() -> CommandLine:
     def add(name: str, text: str, *settings: Setting, words: str = "[options]") -> CommandLine:
         return root.add_command(name, text, f"ps-server {name} {words}", *settings)
 
+    # In the order of --help: what people type most, what one machine does not need, what launchers call.
+    _add_up(add)
+    _add_asking(add)
+    _add_export(add)
+    _add_plan(add)
+    _add_parts(add)
+    config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
+    _add_certificates(add)
+    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
+    add_completion(root)
+    _add_report(add)
+    return root
+
+
+def _add_up(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that starts a whole cluster."""
     up = add("up", "start a coordinator and shards on this machine", SHARDS, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT)
     # No variables: those of `ps-server shard` say something else to this command.
     up.add_argument("--only", type=index, metavar="I", help="start shard I alone: each machine has one of the shards")
     up.add_argument("--coordinator", type=host_port, metavar="HOST:PORT", help="where shard 0 is, with --only I from 1")
+    _add_serving(up)
+
+
+def _add_parts(add: Callable[..., CommandLine]) -> None:
+    """Adds the commands that start one server of a cluster each."""
     coordinator = add("coordinator", "start the coordinator alone", SHARDS, ADVERTISE, HEALTH_PORT)
     shard = add("shard", "start one shard", INDEX, COORDINATOR, words="--index I [options]")
     shard.add_argument("--with-coordinator", action="store_true", help="be the coordinator too (needs --shards)")
@@ -103,18 +130,12 @@ def parser() -> CommandLine:
     for command, flag in ((coordinator, "supervised"), (shard, "supervised"), (shard, "drains"), (shard, "ends-last")):
         command.add_argument(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
-    for command in (up, coordinator, shard):
+    for command in (coordinator, shard):
         _add_serving(command)
 
-    _add_asking(add)
-    _add_plan(add)
-    _add_export(add)
 
-    config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
-    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
-
-    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
-
+def _add_certificates(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that makes certificates to try things out."""
     certs = add("dev-certs", "make a small CA and certificates, or renew those that end soon", words="[options] DIR")
     files = "gets ca.pem and ca.key; server, worker, reader and admin .pem and .key; and roles"
     certs.add_argument("directory", metavar="DIR", help=files)
@@ -123,7 +144,6 @@ def parser() -> CommandLine:
     certs.add_argument("--days", type=count, default=365, help="for which they are valid [default 365]")
     certs.add_argument("--new-ca", action="store_true", help="make a new CA, and everything anew")
     certs.add_argument("--every", type=seconds, metavar="SECONDS", help="stay, and look again this often")
-    return root
 
 
 def _watch_period(text: str) -> float:
@@ -155,16 +175,28 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
     page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
-    report = add("report", "say that a shard's process has ended, as its launcher has seen", *asking, INDEX)
-    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
-    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
+    add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))
+
+
+def _add_report(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that a launcher calls."""
+    text = "say that a shard's process has ended, as its launcher has seen"
+    report = add("report", text, *access_settings(), SERVER, INDEX)
+    report.add_argument("--process", type=_PROCESS, required=True, metavar="NUMBER", help="the number that it chose")
 
 
 def _add_plan(add: Callable[..., CommandLine]) -> None:
     """Adds the command that says what a job needs."""
-    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words="--params N [options]")
-    plan.add_argument("--params", type=magnitude, required=True, metavar="N", help="parameters, as in 25M or 1.5B")
+    words = "--params N --workers W [options]"
+    plan = add("plan", "say how many shards a job needs, how much memory, which mode", words=words)
+    plan.add_argument(
+        "--params",
+        type=magnitude,
+        required=True,
+        metavar="N",
+        help="parameters, as in 25M or 1.5B, beside those of tables",
+    )
     plan.add_argument("--workers", type=count, required=True, metavar="W", help="workers, each on a machine of its own")
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim [default AdamW]")
     plan.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of SGD or RMSprop [default 0]")
@@ -176,6 +208,17 @@ def _add_plan(add: Callable[..., CommandLine]) -> None:
     plan.add_argument(
         "--wire", default="float32", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4 [default float32]"
     )
+    plan.add_argument("--transport", default="auto", metavar="NAME", help="auto, shm, tcp or grpc [default auto]")
+    plan.add_argument("--tls", action="store_true", help="what travels is encrypted")
+    plan.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        type=table_question,
+        metavar="ROWSxDIM:OPTIMIZER",
+        help="a table of rows when it is full, as in 100Mx64:RowWiseAdagrad; may be repeated [default none]",
+    )
+    plan.add_argument("--lookups", type=count, default=0, metavar="N", help="distinct ids of each table in a step")
     plan.add_argument("--step-seconds", type=seconds, metavar="S", help="of a worker's forward and backward pass")
     plan.add_argument("--straggler", type=amount, default=1.0, metavar="F", help="the slowest takes F times as long")
     plan.add_argument("--stalls", type=amount, metavar="P", help="only in a part P of steps, and any worker")
@@ -187,7 +230,9 @@ def _add_export(add: Callable[..., CommandLine]) -> None:
     directory = Setting("checkpoint_dir", "where the checkpoints are", checkpoints_at, metavar="DIR", required=True)
     text = "write a job's last checkpoint as plain PyTorch files"
     export = add("export", text, directory, JOB, words="[options] OUT")
-    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last that is whole]")
+    export.add_argument("--checkpoint", metavar="NAME", help="which checkpoint [default: the last]")
+    text = "end with an error where that one is damaged; by default it is the last that is whole, as for a restore"
+    export.add_argument("--no-fallback", action="store_true", help=text)
     text = "of the tables of rows in OUT/tables [default safetensors]"
     export.add_argument("--format", choices=("safetensors", "parquet", "npy"), default="safetensors", help=text)
     export.add_argument("output", metavar="OUT", help="directory that gets model.safetensors and the optimizer's state")
@@ -212,6 +257,11 @@ def main() -> NoReturn:
         sys.exit(_run(arguments))
     except PSError as error:
         sys.exit(logs.line_of(speaker, str(error), kind))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in OF_SERVERS:
+            raise
+        text = f"`ps-server {arguments.command}` needs {error.name}, which this Python does not have: pip install torch"
+        sys.exit(logs.line_of(speaker, text, kind))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -219,7 +269,8 @@ def main() -> NoReturn:
         sys.exit(1)
 
 
-# Most is imported where it is used, because torch takes seconds to import and --help should not.
+# Most is imported where it is used, because torch takes seconds to import and --help should not: and those that look in
+# run where there is none.
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -228,10 +279,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
     if arguments.command == "export":
+        check_directory(arguments.checkpoint_dir)
         from ps_server.storage.export import export
 
         output = Path(arguments.output)
-        print(export(arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format))
+        where = arguments.checkpoint_dir, arguments.job, arguments.checkpoint, output, arguments.format
+
+        def told(text: str) -> None:
+            print(logs.line_of(Speaker("ps-server"), text, logs.TEXT), file=sys.stderr, flush=True)
+
+        print(export(*where, told=told, fallback=not arguments.no_fallback))
         return 0
     if arguments.command == "plan":
         return _plan(arguments)
@@ -244,6 +301,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _make_certificates(arguments)
     if arguments.command == "config":
         print(parser().settings_of(arguments.words or ["up"]))
+        return 0
+    if arguments.command == "completion":
+        print(script(parser(), arguments.shell), end="")
         return 0
     return _ask(arguments)
 
@@ -269,6 +329,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             step_seconds=arguments.step_seconds,
             straggler=arguments.straggler,
             stalls=arguments.stalls,
+            transport=arguments.transport,
+            tls=arguments.tls,
+            tables=tuple(arguments.table),
+            lookups=arguments.lookups,
         )
     )
     print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice))
@@ -302,14 +366,15 @@ def _make_certificates(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> int:
     """Runs one of the commands that look in, or ask for something."""
     from ps_runtime.credentials import access_of
-    from ps_server.rpc.health_client import is_serving
 
     allowed = access_of(arguments)
     if arguments.command == "health":
+        from ps_server.rpc.health_client import is_serving
+
         return 0 if is_serving(arguments.server, allowed) else 1
 
-    from ps_server.ops import status  # it loads torch, and a probe should not wait for that
-    from ps_server.rpc import convert
+    from ps_server.ops import status
+    from ps_server.rpc.plain import json_text
 
     if arguments.command == "checkpoint":
         print(status.checkpoint_job(arguments.server, arguments.job, allowed))
@@ -329,7 +394,8 @@ def _ask(arguments: argparse.Namespace) -> int:
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        print(convert.json_text(running, indent=2) if arguments.json else status.table(running))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(json_text(running, indent=2) if arguments.json else status.table(running, width))
     return 0
 
 
@@ -337,6 +403,9 @@ def _up(arguments: argparse.Namespace) -> int:
     """Runs a cluster: its shards are told all settings by variables, and nothing else by the parent's environment."""
     from ps_launch.servers import Supervision, up
 
+    for name in OF_SERVERS:  # said once here, rather than by each shard
+        if all(finder.find_spec(name, None) is None for finder in sys.meta_path):
+            raise ModuleNotFoundError(name=name)
     failpoints.check()  # an error in them is said once here, rather than by each shard
     only = arguments.only
     if only is not None and only >= arguments.shards:
@@ -370,6 +439,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     alone = arguments.command == "coordinator"
     speaker = Speaker("coordinator") if alone else Speaker("shard", arguments.index)
     logs.start(speaker, arguments.log_level, arguments.log_format)
+    audit.start(speaker, arguments.audit_log)
     supervised = arguments.supervised
     coordinates = alone or arguments.with_coordinator
     failpoints.arm(None if alone else arguments.index)
@@ -399,13 +469,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     await_event(stop)
     # Told once, it finishes what it has; told again, it ends at once.
     on_signals(lambda number, _: os._exit(128 + number))
-    if (
-        coordinates or not supervised or arguments.drains
-    ):  # otherwise the parent stops the coordinator first, which has seen to it
+    if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
         server.drain(arguments.drain_seconds)
     if not alone and arguments.ends_last:
         server.outlive(OTHERS_END_SECONDS)
     server.stop()
+    audit.flush(all_of_them=True)
     return 0
 
 

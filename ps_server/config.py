@@ -25,6 +25,7 @@ from ps_runtime.settings import (
     path,
     port_number,
     seconds,
+    seconds_or_none,
     whole_number,
 )
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -55,6 +56,7 @@ class ServerConfig:
     lease:       seconds for which a worker counts as live without a heartbeat
     server_call_seconds: for which a call between servers waits for its answer
     job_timeout: seconds after which a job ends whose workers are all gone
+    absence_seconds: for which a job that all others have left waits for a worker that was taken off as silent
     apply_threads: threads that apply updates
     shared_directory: where workers on this host hand over the memory that they share
     cold_rows_dir: where a shard keeps rows of tables that its memory has no room for; None: nowhere
@@ -90,6 +92,7 @@ class ServerConfig:
     lease: float = DEFAULT_LEASE_SECONDS
     server_call_seconds: float = DEFAULT_SERVER_CALL_SECONDS
     job_timeout: float = DEFAULT_TIMING.deserted
+    absence_seconds: float = DEFAULT_TIMING.absence
     apply_threads: int = 1
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
     cold_rows_dir: Path | None = None
@@ -208,14 +211,26 @@ PROCESS = (
     Setting(
         "job_timeout", "seconds after which a job ends whose workers are all gone", seconds, ServerConfig.job_timeout
     ),
+    Setting(
+        "absence_seconds",
+        "seconds for which a job waits at its end for a worker that was taken off as silent and may come back",
+        seconds_or_none,
+        ServerConfig.absence_seconds,
+    ),
     Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("cold_rows_dir", "where a shard keeps rows of tables that its memory has no room for", path, metavar="DIR"),
     NATIVE,
     NATIVE_DIR,
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
-    Setting("tokens", "what callers may do: lines ROLE[:JOB] TOKEN and cn:NAME ROLE[:JOB]", path, metavar="FILE"),
+    Setting(
+        "tokens",
+        "what callers may do: lines ROLE[:JOB] TOKEN [name=NAME] [until=DATE] and cn:NAME ROLE[:JOB]",
+        path,
+        metavar="FILE",
+    ),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
+    Setting("audit_log", "who was refused, joined, ended what: a JSON object a line, - is stderr", metavar="FILE"),
     *log_settings("info"),
 )
 CHECKPOINTS = (

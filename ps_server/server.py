@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -29,8 +28,10 @@ from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
 from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
+from ps_runtime.pools import Pool
 from ps_runtime.retry import Peer
 from ps_server.config import ServerConfig
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.ops.gauges import (
     coordinator_gauges,
@@ -44,7 +45,7 @@ from ps_server.ops.glibc import give_memory_back
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
-from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options
+from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_messages import Answers
@@ -118,7 +119,7 @@ class Server:
         self._registry = process_registry()
         limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
         self._calls = CallInterceptor(self._registry, limits)
-        control_pool = ThreadPoolExecutor(CALL_THREADS, "control")
+        control_pool = Pool(CALL_THREADS, "control")
         self._grpc = grpc.server(
             control_pool,
             interceptors=[self._calls],
@@ -142,7 +143,7 @@ class Server:
             names += self._add_coordinator(self.coordinator, views)
         if config.index is not None:
             names += self._add_shard()
-        health_pool = ThreadPoolExecutor(HEALTH_THREADS, "health")
+        health_pool = Pool(HEALTH_THREADS, "health")
         health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
         self._grpc.start()
@@ -181,7 +182,7 @@ class Server:
         elif self.shard is not None and self._registration is not None:
             most = seconds + self._config.timing.fallback + ANSWER_SECONDS
             jobs = self.shard.jobs()
-            with ThreadPoolExecutor(max(1, len(jobs)), "drain") as pool:  # each job has all of the time
+            with Pool(max(1, len(jobs)), "drain") as pool:  # each job has all of the time
                 for name, job in jobs.items():
                     job.refusals.seconds = most + self._config.timing.refusal
                     pool.submit(guarded, "drain", partial(self._registration.checkpoint, name, most))
@@ -213,13 +214,17 @@ class Server:
     def _make_coordinator(self) -> Coordinator:
         config = self._config
         assert config.shard_count is not None
+        charge = Charge()
 
         def connect(index: int, address: str) -> ShardClient:
-            return ShardClient(index, address, self._access, config.server_call_seconds)
+            return ShardClient(index, address, self._access, config.server_call_seconds, charge)
 
         policy = config.checkpoint_policy(self.address)
-        timing = replace(config.timing, deserted=config.job_timeout)
-        coordinator = Coordinator(config.shard_count, connect, config.lease, config.limits, policy, timing)
+        timing = replace(config.timing, deserted=config.job_timeout, absence=config.absence_seconds)
+        coordinator = Coordinator(
+            config.shard_count, connect, config.lease, config.limits, policy, timing, charge=charge
+        )
+        coordinator.events.told = note_event
         coordinator.start()
         return coordinator
 
@@ -247,7 +252,7 @@ class Server:
         return port
 
     def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
-        senders = ThreadPoolExecutor(CALL_THREADS, "watch")
+        senders = Pool(CALL_THREADS, "watch")
         membership = MembershipService(coordinator, senders)
         views.watch.start()
         cluster = ClusterService(coordinator, views, senders)

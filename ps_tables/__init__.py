@@ -8,7 +8,7 @@ candidates.py     Ids that are not rows yet: how often each has occurred
 changes.py        What changed in a table after a version: a walk over its rows, some at a time
 choosing.py       Which loops a process uses: compiled ones, or those of numpy and torch
 cold.py           Rows that memory has no room for: in a file, until they are trained
-contributions.py  Gradients of rows: those of one worker's step, and the sum of several
+contributions.py  What workers push: gradients of rows, and rows that a script has set
 copies.py         A copy of a table as it is at one version, taken in pieces while it is trained
 distinct.py       The distinct ids of a batch, by hashing
 equal_bits.py     Which compiled loops give the bits of torch and numpy here
@@ -23,6 +23,7 @@ optimizers.py     Optimizers that step some rows of a table, with the state of e
 places.py         Where rows lie: what trains them works on places in memory
 removed.py        Ids that were rows and are none any more, of late
 saved.py          Rows in the state_dict of a model
+sizes.py          How much memory so many rows take, and how many rows so much memory holds
 sums.py           Sums of rows by their places, in the order of the rows
 table.py          A table: its rows come into being, are trained, expire and are read
 """

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ps_protocol.row_ids import Ids, mix
+from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.contributions import Counts
 from ps_tables.copies import CopiedColumn, EntriesCopy
 from ps_tables.entries import Entries
@@ -31,12 +31,12 @@ class Candidates:
         self._capacity = capacity
         self._counts: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self.entries = Entries(capacity, salt)
-        self.admitted = RemovedIds()  # ids that waited, and do not any more
+        self.removed = RemovedIds(capacity)  # ids that waited and do not any more, but for those that expired
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return self.entries.nbytes + self.entries.end * self._counts.itemsize + self.admitted.nbytes
+        return self.entries.nbytes + self.entries.end * self._counts.itemsize + self.removed.nbytes
 
     def snapshot(self) -> dict[str, npt.NDArray[np.int64]]:
         """Returns all of it: ids, in no order, how often each has occurred, and with which version last; [n] each."""
@@ -53,9 +53,9 @@ class Candidates:
 
         version: of the table
         """
-        newest = np.lexsort((mix(ids), -last))[: self._capacity - len(self.entries)]
+        newest = np.lexsort((chance_order(ids), -last))[: self._capacity - len(self.entries)]
         self._counts[self.entries.add(ids[newest], last[newest])] = counts[newest]
-        self.admitted = RemovedIds(version)
+        self.removed = RemovedIds(self._capacity, version)
 
     def _read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:
         out["counts"].copy_(torch.from_numpy(self._counts.take(numbers).astype(np.int64)))
@@ -71,11 +71,19 @@ class Candidates:
         self._counts[numbers[again]] = total[again]
         waited = known & admitted
         self.entries.remove(ids[waited], numbers[waited])
-        self.admitted.add(version, ids[waited], len(self.entries))
+        self.removed.add(version, ids[waited], len(self.entries))
         new = np.flatnonzero(~known & ~admitted)
-        self.entries.make_room(len(new), version)
+        gone = self.entries.make_room(len(new), version)
+        self.removed.add(version, gone.removed, len(self.entries))
         room = self._capacity - len(self.entries)
         if len(new) > room:
-            new = new[np.argsort(mix(ids[new]), kind="stable")[:room]]
+            new = new[np.argsort(chance_order(ids[new]), kind="stable")[:room]]
         self._counts[self.entries.add(ids[new], version)] = total[new]
         return admitted
+
+    def forget(self, ids: Ids, version: int) -> None:
+        """Has distinct ids wait no more, where they do: they became rows by this version without it."""
+        numbers = self.entries.find(ids)
+        waited = numbers >= 0
+        self.entries.remove(ids[waited], numbers[waited])
+        self.removed.add(version, ids[waited], len(self.entries))

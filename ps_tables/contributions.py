@@ -1,4 +1,4 @@
-"""Gradients of rows: those of one worker's step, and the sum of several."""
+"""What workers push to a table: gradients of rows, of a step or the sum of several, and rows that a script has set."""
 
 from __future__ import annotations
 
@@ -14,6 +14,26 @@ from ps_tables.distinct import distinct
 from ps_tables.sums import add_rows
 
 Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Rows that a script has set.
+
+    ids:    [n], distinct
+    values: [n, dim] float32, contiguous, finite
+    """
+
+    ids: Ids
+    values: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values."""
+        return self.ids.nbytes + self.values.nbytes
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ before it changes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ps_protocol.row_ids import Ids
+from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.index import Index
 from ps_tables.memory import RowNumbers, reserved
 
@@ -24,6 +25,13 @@ BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseco
 _HIGHEST = 2**32 - 1
 
 Told = Callable[[RowNumbers], None]
+
+
+class Gone(NamedTuple):
+    """Ids without an entry from now on: those that expired by the threshold, and those taken away one by one."""
+
+    expired: Ids
+    removed: Ids
 
 
 class Entries:
@@ -111,18 +119,31 @@ class Entries:
         self._live -= len(expired)
         return expired
 
-    def make_room(self, more: int, version: int) -> Ids:
-        """Has the entries expire that were used longest ago, where so many more do not fit; returns their ids.
+    def make_room(self, more: int, version: int) -> Gone:
+        """Takes away the entries that were used longest ago, where so many more do not fit: as many as are too many, or
+        a sixteenth of the limit where that is more. Those of this version stay.
 
-        Those of one version go together, and a sixteenth of all at least. Those of this version stay.
+        Of the oldest version that does not go as a whole, ids are chosen by `chance_order`. A whole version would be
+        all of a table that one update has filled.
         """
+        nothing: Ids = np.empty(0, np.int64)
         missing = more - (self.limit - self._live)
         if missing <= 0 or not self._live:
-            return np.empty(0, np.int64)
-        live = self._used[: self._end]
-        live = live[live >= self._threshold]
-        last = min(self._live, max(missing, self.limit // 16)) - 1
-        return self.expire(min(version, int(np.partition(live, last)[last]) + self._base + 1))
+            return Gone(nothing, nothing)
+        used = self._used[: self._end]
+        live = used[used >= self._threshold]
+        going = min(self._live, max(missing, self.limit // 16))
+        oldest = int(np.partition(live, going - 1)[going - 1])  # less the base: of this version, some go at least
+        expired = self.expire(min(version, oldest + self._base))
+        if oldest + self._base >= version:
+            return Gone(expired, nothing)
+        numbers = np.flatnonzero(used == oldest)
+        ids, rest = self._ids.take(numbers), going - len(expired)
+        if rest == len(ids):
+            return Gone(np.concatenate([expired, self.expire(oldest + self._base + 1)]), nothing)
+        chosen = np.argpartition(chance_order(ids), rest - 1)[:rest]
+        self.remove(ids[chosen], numbers[chosen])
+        return Gone(expired, ids[chosen])
 
     def sweep(self, everything: bool = False) -> None:
         """Gives back what some of the expired entries use. everything: of all of them"""

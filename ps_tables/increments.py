@@ -5,23 +5,24 @@ occurred after it and wait for admission. Beside them
 
     since            the version after which these are
     oldest           rows that were trained last before this version are none any more
+    removed          ids that were rows and made room for others, and are not told by `oldest`
     waiting.oldest   likewise of ids that wait
-    waiting.removed  ids that waited and do not any more: they were admitted
+    waiting.removed  ids that waited and do not any more, likewise: they were admitted, or made room
 
-A row never goes by itself: those that were trained longest ago go, so one number says which ones.
+Mostly those that were trained longest ago go together, so one number says which ones.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from ps_protocol.row_ids import mix
+from ps_protocol.row_ids import chance_order, mix
 
-_OWN = ("since", "oldest", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
+_OWN = ("since", "oldest", "removed", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,6 +36,17 @@ def in_order(tensors: Tensors) -> Tensors:
             for name in _of(tensors, prefix):
                 ordered[name] = tensors[name][order]
     return ordered
+
+
+def newest(tensors: Mapping[str, torch.Tensor], most: int) -> Mapping[str, torch.Tensor]:
+    """Returns a snapshot with so many rows at most: without those that would make room for others first."""
+    count = len(tensors.get("ids", ()))
+    names = _of(tensors, "")
+    if count <= most or "last" not in names or any(len(tensors[name]) != count for name in names):
+        return tensors  # what does not fit together is for `Table.restore` to refuse
+    order = np.lexsort((chance_order(tensors["ids"].numpy()), tensors["last"].numpy()))
+    kept = torch.from_numpy(np.sort(order[count - most :]))
+    return {name: tensor[kept] if name in names else tensor for name, tensor in tensors.items()}
 
 
 def merged(chain: Sequence[Tensors]) -> Tensors:
@@ -63,7 +75,7 @@ def merged(chain: Sequence[Tensors]) -> Tensors:
     return result
 
 
-def _of(tensors: Tensors, prefix: str) -> list[str]:
+def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> list[str]:
     """Returns the tensors of rows, or of what waits."""
     return [name for name in tensors if name not in _OWN and name.startswith("waiting.") == bool(prefix)]
 
@@ -77,7 +89,7 @@ def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
         ids, last = part[f"{prefix}ids"].numpy(), part[f"{prefix}last"].numpy()
         stays = (last >= oldest) & ~np.isin(ids, later)
         kept.append(torch.from_numpy(np.flatnonzero(stays)))
-        removed = [part["waiting.removed"].numpy()] if prefix and "waiting.removed" in part else []
+        removed = [part[f"{prefix}removed"].numpy()] if f"{prefix}removed" in part else []
         later = np.concatenate([later, ids, *removed])
         oldest = max(oldest, int(part[f"{prefix}oldest"]) if f"{prefix}oldest" in part else 0)
     return kept[::-1]

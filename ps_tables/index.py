@@ -21,6 +21,7 @@ _FULL = 0.75  # of the slots are used: beyond, searches take long
 _NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared
 _MOVED = 2**16  # slots of the old index that one insertion moves at least: some milliseconds
 _SMALLEST = 2**10
+SLOT_BYTES = 8
 
 # The parts of a slot. loops.c has them, too.
 _ROW = np.uint64(2**32 - 1)  # the row's number and 1; 0: the slot has no row
@@ -29,6 +30,11 @@ _MARKED = np.uint64(2**33)  # in the mark of every id
 _REMOVED = np.uint64(2**32)  # a slot whose row was removed: no id has this mark
 _ALL = _ROW | _MARK
 _EMPTY = np.uint64(0)
+
+
+def most_slots(count: int) -> int:
+    """Returns how many slots an index of so many ids comes to have, where it is larger than the smallest."""
+    return 1 << max(0, 2 * count - 1).bit_length()
 
 
 class _Slots:

@@ -10,18 +10,25 @@ from collections import deque
 
 from ps_protocol.row_ids import Ids
 
-LEAST_KEPT = 2**16  # ids that are kept in any case: 512 KiB
+LEAST_KEPT = 2**16  # ids that are kept in any case, unless the table has room for fewer rows: 512 KiB
+_FEW = 2**10  # of the smallest table: 8 KiB, as its index
 _SHARE = 4  # and a quarter as many as there are rows: beyond, a copy of all rows costs little more
 
 
-class RemovedIds:
-    """The ids that the last versions of a table removed: 8 bytes each, a quarter as many as rows at most, or 2^16.
+def most_kept(rows: int, capacity: int) -> int:
+    """Returns how many removed ids are kept of a table at most. rows: it has; capacity: it may have"""
+    return min(capacity, max(LEAST_KEPT, rows // _SHARE))
 
-    since: all that was removed after this version is here
+
+class RemovedIds:
+    """The ids that the last versions of a table removed: 8 bytes each, as many as `most_kept` says.
+
+    capacity: rows that the table may have
+    since:    all that was removed after this version is here
     """
 
-    def __init__(self, since: int = 0) -> None:
-        self.since = since
+    def __init__(self, capacity: int, since: int = 0) -> None:
+        self.since, self._capacity = since, capacity
         self._kept: deque[tuple[int, Ids]] = deque()  # by version
         self._count = 0
 
@@ -36,7 +43,7 @@ class RemovedIds:
             return
         self._kept.append((version, ids))
         self._count += len(ids)
-        while self._count > max(LEAST_KEPT, rows // _SHARE):
+        while self._count > max(_FEW, most_kept(rows, self._capacity)):
             self.since, gone = self._kept.popleft()
             self._count -= len(gone)
 

@@ -20,13 +20,12 @@ import torch
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.row_ids import Ids, mix
-from ps_protocol.row_optimizers import numbers_kept
+from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
 from ps_tables.cold import RowFile, WithFile
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
@@ -35,18 +34,8 @@ from ps_tables.optimizers import row_optimizer
 from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
 
+_ASSIGNED = 2**16  # rows that are set at a time
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer
-INDEX_BYTES = 32  # of an id: two and a half slots, the id itself, and its version
-
-
-def record_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
-    """Returns the bytes of a row and its optimizer's state."""
-    return 4 * (spec.dim + numbers_kept(optimizer, values, spec.dim))
-
-
-def row_bytes(spec: TableSpec, optimizer: str, values: HyperParameters) -> int:
-    """Returns the bytes that a row takes, with its optimizer's state and its place in the index."""
-    return record_bytes(spec, optimizer, values) + INDEX_BYTES
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Table:
         salt: int = 0,
         beyond: Beyond | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self._capacity = spec, capacity
         self._name, self._values = optimizer, dict(values)
         self._rows = Entries(capacity, salt)
         self._weights = RowArray(capacity, spec.dim)
@@ -119,7 +108,7 @@ class Table:
         if beyond is not None:
             self._places = WithFile(arrays, capacity, beyond.in_memory, beyond.file)
         self._candidates = Candidates(spec.admit_after, capacity, salt) if spec.admit_after > 1 else None
-        self._removed = RemovedIds()
+        self._removed = RemovedIds(capacity)
         self._copy: TableCopy | None = None  # the last one
         self.version = 0  # updates made
 
@@ -165,16 +154,10 @@ class Table:
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
         self._rows.use(numbers[numbers >= 0], version)
-        evicted = self._forget(self._rows.make_room(len(new), version), version)
-        room = max(0, self._rows.limit - len(self._rows))
-        no_room = max(0, len(new) - room)
-        if no_room:
-            new = new[np.argsort(mix(update.ids[new]), kind="stable")[:room]]
-        if len(new):
-            ids = update.ids[new]
-            numbers[new] = self._rows.add(ids, version)
-            places = self._places.of_new(numbers[new])
-            self._weights.write(places, initial_rows(self.spec.initializer, ids, self.spec.dim))
+        made, evicted = self._make(update.ids, numbers, new, version)
+        if len(made):
+            places = self._places.of_new(numbers[made])
+            self._weights.write(places, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
             self._optimizer.reset(places, self._values)
         stepped = np.flatnonzero(numbers >= 0)
         sums = update.gradients
@@ -184,7 +167,43 @@ class Table:
         self._optimizer.step(self._weights, places, sums, count, self._values, version)
         expired = self._expire(version)
         self._places.settle(self._rows, version)
-        return Applied(len(stepped), len(new), waiting, no_room, expired, evicted)
+        return Applied(len(stepped), len(made), waiting, len(new) - len(made), expired, evicted)
+
+    def assign(self, rows: RowValues, version: int) -> Applied:
+        """Sets rows, which begin without a state of the optimizer. An id without a row gets one, also where it waits.
+
+        version: the number of an update: of the last one, or of the next, whose `apply` follows
+        """
+        self.version = version
+        self._rows.limit = self._places.limit
+        numbers = self._rows.find(rows.ids)
+        self._rows.use(numbers[numbers >= 0], version)
+        new = np.flatnonzero(numbers < 0)
+        made, evicted = self._make(rows.ids, numbers, new, version)
+        self._places.of_new(numbers[made])
+        if self._candidates is not None:
+            self._candidates.forget(rows.ids[made], version)
+        for first in range(0, len(numbers), _ASSIGNED):  # a few at a time: memory need not hold them all
+            here = first + np.flatnonzero(numbers[first : first + _ASSIGNED] >= 0)
+            places = self._places.of(numbers[here])
+            self._weights.write(places, rows.values[torch.from_numpy(here)])
+            self._optimizer.reset(places, self._values)
+            self._places.settle(self._rows, version)
+        return Applied(0, len(made), 0, len(new) - len(made), 0, evicted)
+
+    def _make(self, ids: Ids, numbers: RowNumbers, new: np.ndarray, version: int) -> tuple[np.ndarray, int]:
+        """Has ids become rows, as many as there is room for; returns which, and how many rows made room.
+
+        numbers: takes the new rows'
+        new:     the places of the ids that are to become rows
+        """
+        evicted = self._forget(np.concatenate(self._rows.make_room(len(new), version)), version)
+        room = max(0, self._rows.limit - len(self._rows))
+        if len(new) > room:
+            new = new[np.argsort(chance_order(ids[new]), kind="stable")[:room]]
+        if len(new):
+            numbers[new] = self._rows.add(ids[new], version)
+        return new, evicted
 
     def changes(self, since: int | None) -> Changes:
         """Returns a walk over what changed after a version; over all rows for None, or if removed ids are forgotten.
@@ -228,18 +247,18 @@ class Table:
         if self._copy is not None:
             self._copy.end()
         waiting = self._candidates
-        admitted = None if waiting is None or since is None else waiting.admitted.after(since)
-        if since is not None and (
-            since < max(self._rows.exact_since, waiting.entries.exact_since if waiting is not None else 0)
-            or (waiting is not None and admitted is None)
-        ):
+        exact = [self._rows.exact_since, *([] if waiting is None else [waiting.entries.exact_since])]
+        removed = {"": self._removed} | ({} if waiting is None else {"waiting.": waiting.removed})
+        if since is not None and (since < max(exact) or any(each.after(since) is None for each in removed.values())):
             since = None
         others: dict[str, np.ndarray] = {"version": np.array([self.version])}
         if since is not None:
-            others |= {"since": np.array([since]), "oldest": np.array([self._rows.oldest])}
+            others["since"] = np.array([since])
+            for prefix, each in removed.items():
+                others[f"{prefix}removed"] = np.concatenate([np.empty(0, np.int64), *(each.after(since) or ())])
+            others["oldest"] = np.array([self._rows.oldest])
         if since is not None and waiting is not None:
             others["waiting.oldest"] = np.array([waiting.entries.oldest])
-            others["waiting.removed"] = np.concatenate([np.empty(0, np.int64), *(admitted or ())])
         columns = {name: CopiedColumn(each.dim, torch.float32) for name, each in self._in_memory().items()}
         rows = EntriesCopy(self._rows, self.version, since or 0, columns, self._places.read)
         waits = waiting.copy(self.version, since or 0) if waiting is not None else None
@@ -286,7 +305,7 @@ class Table:
             ids, counts, last = (tensors[f"waiting.{name}"].numpy() for name in ("ids", "counts", "last"))
             waiting.restore(ids, counts, last, int(tensors["version"]))
         self.version = int(tensors["version"])
-        self._removed = RemovedIds(self.version)
+        self._removed = RemovedIds(self._capacity, self.version)
 
     def _in_memory(self) -> dict[str, RowArray]:
         """Returns the arrays of rows, by place in memory. `_places.columns` reads by number, also what is in a file."""

@@ -5,7 +5,9 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
 session.py      The public face of a worker: `connect`, and the session that it returns
+by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
+prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported
 from ps_protocol.errors import (
     Fenced,
+    FinishedWithout,
     InvalidRequest,
     JobFinished,
     JobInUse,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session, connect
     from ps_worker.tables.freezing import freeze
+    from ps_worker.tables.given import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
     from ps_worker.tables.optimizers import Ftrl, RowWiseAdagrad
 
@@ -56,6 +60,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Fenced",
+    "FinishedWithout",
     "Ftrl",
     "InvalidRequest",
     "JobFinished",
@@ -67,6 +72,7 @@ __all__ = [
     "NotShared",
     "PSError",
     "RowFeed",
+    "RowFile",
     "RowWiseAdagrad",
     "Session",
     "UnknownWorker",
@@ -89,6 +95,10 @@ def __getattr__(name: str) -> Any:
         from ps_worker.tables import modules
 
         return getattr(modules, name)
+    if name == "RowFile":
+        from ps_worker.tables import given
+
+        return given.RowFile
     if name == "freeze":
         from ps_worker.tables import freezing
 

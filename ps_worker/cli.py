@@ -11,6 +11,7 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.modes import check_quorum, parse_mode
 from ps_runtime import logs
 from ps_runtime.command_line import CommandLine
+from ps_runtime.completion import add_completion, script
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import Setting, as_variables, count, index, path, port_number, unknown_variables
 from ps_runtime.version import version
@@ -63,6 +64,10 @@ def parser() -> CommandLine:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="are handed to the script")
+    text = "print the settings of `run`, and where each is from"
+    config = root.add_command("config", text, "ps-worker config [run [options]]")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
+    add_completion(root)
     report = root.add_command(
         "report",
         "say that a worker's process has ended, as its launcher has seen",
@@ -78,9 +83,6 @@ def parser() -> CommandLine:
         "ps-worker await-end --server HOST:PORT [options]",
         *(setting for setting in SETTINGS if setting.name in {*_OF_REPORTS, "connect_timeout"}),
     )
-    text = "print the settings of `run`, and where each is from"
-    config = root.add_command("config", text, "ps-worker config [run [options]]")
-    config.add_argument("words", nargs=argparse.REMAINDER, metavar="run", help="and its options")
     return root
 
 
@@ -169,6 +171,9 @@ def main() -> NoReturn:
             print(logs.line_of(speaker, unknown, kind), file=sys.stderr, flush=True)
         if arguments.command == "config":
             print(parser().settings_of(arguments.words or ["run"]))
+            sys.exit(0)
+        if arguments.command == "completion":
+            print(script(parser(), arguments.shell), end="")
             sys.exit(0)
         if arguments.command in ("report", "await-end"):
             print(f"ps-worker: {ask(arguments)}")

@@ -25,6 +25,7 @@ from ps_runtime.settings import (
     one_of,
     port_number,
     seconds,
+    seconds_or_none,
 )
 from ps_worker.cluster.options import JobOptions
 
@@ -84,6 +85,13 @@ SETTINGS = (
     Setting("elastic", "no fixed world size: ranks are given out, workers come and go", bool),
     Setting("connect_timeout", "seconds to keep trying a server", seconds, 60.0, "S"),
     Setting("start_timeout", "seconds to wait until all workers of the job have joined", seconds, 1800.0, "S"),
+    Setting(
+        "busy_seconds",
+        "seconds for which a worker counts as live while C code keeps Python's GIL; 0: no longer than the lease",
+        seconds_or_none,
+        1800.0,
+        "S",
+    ),
     Setting("metrics_host", "address to serve metrics on; default: the one that faces the server"),
     Setting("metrics_port", "first worker's port of /metrics; 0: any", port_number, 0),
     Setting(
@@ -167,6 +175,7 @@ def resolve(**arguments: object) -> WorkerConfig:
         local_rank=place.local_rank,
         connect_timeout=values["connect_timeout"],
         start_timeout=values["start_timeout"],
+        busy_seconds=values["busy_seconds"],
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],
         transport=values["transport"],

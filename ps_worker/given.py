@@ -40,14 +40,38 @@ def sort_given(things: Sequence[Any]) -> Given:
         else:
             raise InvalidRequest(
                 "prepare takes a model, its optimizer, DataLoaders, and what has a state_dict (schedulers), got "
-                f"{type(thing).__name__}"
+                f"{type(thing).__name__}{_advice(thing)}"
             )
+    return given
+
+
+def check_pairs(given: Given) -> None:
+    """Raises InvalidRequest for models without optimizers, and the other way round, where none are prepared yet."""
     if bool(given.models) != bool(given.optimizers):
         raise InvalidRequest(
             "prepare takes models together with their optimizers, all in one call, got "
             f"{len(given.models)} models and {len(given.optimizers)} optimizers"
         )
-    return given
+
+
+def _advice(thing: Any) -> str:
+    """Returns what to do with a loader that is none of torch's."""
+    if not callable(getattr(thing, "__iter__", None)):
+        return ""
+    where = ": use it as it is, without prepare, and have it read this worker's part of the data: "
+    if any(kind.__module__.partition(".")[0] == "webdataset" for kind in type(thing).__mro__):
+        return f"{where}WebDataset(urls[session.rank :: session.world_size]), or split_by_node as its nodesplitter"
+    return f"{where}part session.rank of session.world_size"
+
+
+def check_own(own: Sequence[Any], others: Sequence[Any]) -> None:
+    """Raises InvalidRequest where `own` names what is not among the things with a state that prepare was given."""
+    for thing in own:
+        if not any(thing is each for each in others):
+            raise InvalidRequest(
+                "prepare(..., own=[...]) names things with a state_dict that are handed over in the same call, but no "
+                f"model, optimizer or loader; got {type(thing).__name__}"
+            )
 
 
 def _refuse_framework_optimizer(thing: Any) -> None:

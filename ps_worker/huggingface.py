@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ps_protocol.errors import Unsupported
 from ps_worker.accelerate import connect, hide_launcher
@@ -58,6 +58,7 @@ class OnServers:
         if self._on_servers:
             hide_launcher(session)
         super().__init__(*arguments, **more)
+        self.add_callback(_Progress(session))  # type: ignore[attr-defined]
         if self._on_servers:
             # Otherwise Accelerate would have rank 0 read an IterableDataset for all, over torch.distributed.
             self.accelerator.dataloader_config.dispatch_batches = False
@@ -141,6 +142,8 @@ class OnServers:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, on rank 0. In a checkpoint the others wait for it: they look for the best one's files."""
+        if self._stepper is not None and self.args.should_save:
+            self.session.global_weights(self.model)  # in ssp and async the model has every acknowledged update then
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if _internal_call and self._stepper is not None:
             self.session.barrier()
@@ -170,6 +173,19 @@ class OnServers:
 
 class PsTrainer(OnServers, Trainer):
     """A Trainer on parameter servers; see OnServers."""
+
+
+class _Progress(TrainerCallback):
+    """Says how many steps there will be, for those who watch."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The Trainer knows by now how many steps it makes, and how many a checkpoint of its own has made already."""
+        steps = state.max_steps - state.global_step
+        if steps > 0:
+            self._session.progress(total=self._session.clock + steps)
 
 
 class _EpochBatches(BatchSampler):

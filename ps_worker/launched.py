@@ -12,8 +12,8 @@ from types import TracebackType
 
 import ps_protocol
 import ps_runtime
-from ps_protocol.errors import JobFinished, PSError
-from ps_runtime.launch_id import is_launched, launched_rank
+from ps_protocol.errors import FinishedWithout, JobFinished, PSError
+from ps_runtime.launch_id import FINISHED_WITHOUT_CODE, is_launched, launched_rank
 from ps_runtime.logs import JSON, TEXT, Speaker, formatter
 from ps_runtime.settings import unknown_variables
 
@@ -87,7 +87,8 @@ def warn_of_unknown_variables() -> None:
 def report_errors_in_one_line() -> None:
     """Has this project's errors and Ctrl-C end a script, under the launcher, with its own line and one message.
 
-    A worker that finds its job finished has nothing to do: it ends with code 0.
+    A process that comes late, and finds its job finished in `prepare`, has nothing to do: it ends with code 0. A worker
+    that had taken part, and was away when the job finished, ends with a code of its own.
     """
     if not is_launched() or getattr(sys.excepthook, "is_ours", False):
         return
@@ -99,6 +100,8 @@ def report_errors_in_one_line() -> None:
             raise SystemExit(0)
         if isinstance(error, PSError):
             _say_last(error, _place(trace))
+            if isinstance(error, FinishedWithout):
+                raise SystemExit(FINISHED_WITHOUT_CODE)
         elif not isinstance(error, KeyboardInterrupt):
             usual(kind, error, trace)
 

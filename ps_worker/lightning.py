@@ -9,6 +9,7 @@ collectives become those of the session, so that metrics logged with `sync_dist=
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -182,6 +183,21 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
         for callback in trainer.checkpoint_callbacks:  # decided by each worker for itself so far
             if getattr(callback, "dirpath", None) is not None:
                 callback.dirpath = self.session.broadcast(os.fspath(callback.dirpath))
+
+    def on_train_start(self) -> None:
+        """Says how many steps there will be, for those who watch, where one optimizer makes a known number of them."""
+        super().on_train_start()
+        trainer = self.lightning_module.trainer
+        steps = trainer.estimated_stepping_batches - trainer.global_step
+        if len(self.optimizers) == 1 and 0 < steps < math.inf:
+            self.session.progress(total=self.session.clock + int(steps))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the weights of the job, with every acknowledged update, on the worker that writes checkpoints."""
+        if not self._joined or not self.is_global_zero:
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        return self.session.global_weights(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns the whole state on the worker that writes checkpoints; the others need not fetch it."""

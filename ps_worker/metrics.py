@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.figures import MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
+from ps_protocol.figures import MAX_TOTAL, MAX_VALUES, PHASES, LoggedValue, WorkerFigures, is_value_name
 from ps_runtime.credentials import Tls
 from ps_runtime.metrics import LATENCY_BUCKETS, Gauges, Sample, process_registry, serve_metrics
 
@@ -36,7 +36,7 @@ COUNTERS = {
     "ps_worker_empty_steps_total": "Steps without a gradient, made because others wait for this worker's clock while "
     "it has no data.",
     "ps_worker_rejoins_total": "Times that the worker lost its place and took another.",
-    "ps_worker_lost_steps_total": "Steps whose gradient was lost with the place.",
+    "ps_worker_lost_steps_total": "Steps whose gradient, or a part of it, was lost with the place.",
     "ps_worker_fresh_inner_state_total": "Times that this worker's own optimizers began without a state in a job of "
     "local:H that was under way.",
 }
@@ -54,9 +54,13 @@ class StepTimer:
     Nothing of it is inside the user's modules: there, it would be copied, saved and compiled with them. Forward counts
     only if a gradient or a step comes of it: what a script does between a step and its next batch is in no phase, nor
     is an evaluation.
+
+    has_gradients: backward has ever finished one
+    has_asked:     the script has ever asked a loader for a batch
     """
 
     def __init__(self) -> None:
+        self.has_gradients = self.has_asked = False
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "forward"
         self._mark = self.began = time.perf_counter()
@@ -79,6 +83,7 @@ class StepTimer:
 
     def asked(self) -> None:
         """Notes that the script asks a loader for a batch."""
+        self.has_asked = True
         (self.begin if self._phase == "forward" else self.switch)("data")
 
     def yielded(self) -> None:
@@ -95,7 +100,7 @@ class StepTimer:
         """Notes that backward has finished a gradient. Also a hook of a parameter."""
         if self._phase != "backward":
             self.switch("backward")
-            self._trained = True
+            self._trained = self.has_gradients = True
 
     def since_mark(self, moment: float) -> float:
         """Returns the seconds from the last switch to a moment."""
@@ -285,6 +290,8 @@ class WorkerMetrics:
         self.registry.register(_model_gauges(lambda: self._model))
         self._figures = WorkerFigures(phases=dict.fromkeys(PHASES, 0.0))  # replaced as a whole: another thread reads it
         self._clock = Gauge("ps_worker_clock", "Steps finished since the job began.", registry=self.registry)
+        text = "Steps that this worker makes in all, as its script says; 0: it does not say."
+        self._total = Gauge("ps_worker_total_steps", text, registry=self.registry)
 
     def serve(self, host: str, port: int, tls: Tls | None = None, known: bool = True) -> None:
         """Serves /metrics; `address` says where. Raises InvalidRequest if the port cannot be bound.
@@ -367,6 +374,14 @@ class WorkerMetrics:
         """Takes values that the script logs. Raises InvalidRequest, and takes none, if one of them is wrong."""
         self._figures = replace(self._figures, values=self._logged.log(values))
 
+    def progress(self, total: Any) -> None:
+        """Takes how many steps the worker makes in all. Raises InvalidRequest for what is no number of steps."""
+        steps = int(total) if isinstance(total, numbers.Integral) and not isinstance(total, bool) else 0
+        if not 0 < steps <= MAX_TOTAL:
+            raise InvalidRequest(f"session.progress takes a total of 1 to 2^53 steps, got {total!r}")
+        self._figures = replace(self._figures, total=steps)
+        self._total.set(steps)
+
     def not_finite(self) -> None:
         """Counts a step whose gradient holds an infinity or a NaN."""
         self._counters["ps_worker_non_finite_total"].inc()
@@ -381,7 +396,7 @@ class WorkerMetrics:
         self.timer.stepped()
         self._counters["ps_worker_rejoins_total"].inc()
         self._counters["ps_worker_lost_steps_total"].inc(lost)
-        self._clock.set(clock)
+        self.at(clock)
 
     def fresh_inner_state(self) -> None:
         """Counts that the script's own optimizers begin without a state in a job that is under way."""
@@ -393,6 +408,7 @@ class WorkerMetrics:
 
     def at(self, clock: int) -> None:
         """Sets how many steps are finished."""
+        self._figures = replace(self._figures, done=clock)
         self._clock.set(clock)
 
     def _observe(self, clock: int) -> None:
@@ -402,4 +418,4 @@ class WorkerMetrics:
         phases = {phase: before.phases[phase] + seconds for phase, seconds in step.items()}
         self._figures = replace(before, steps=before.steps + 1, phases=phases)
         self._counters["ps_worker_steps_total"].inc()
-        self._clock.set(clock)
+        self.at(clock)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +26,7 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.row_ids import shards_of
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, join_within
 from ps_runtime.credentials import Access, access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
@@ -38,6 +40,7 @@ log = logging.getLogger("ps_worker")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 REFUSED_PAUSE_SECONDS = 15.0  # after what is no passing trouble: a whole copy may have come before it
 SILENT_SECONDS = 30.0  # a shard gives a sign of life every ten
+EXIT_SECONDS = 2.0  # that the threads of a feed which is left open have when the interpreter ends
 _UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
 _FINAL = (Forbidden, InvalidRequest, LimitExceeded, Unauthenticated, Unsupported)  # waiting helps against none of them
 _RANDOM = random.Random()
@@ -76,6 +79,7 @@ class _Follower:
     """Follows one shard of several, in a thread of its own, until `end`.
 
     copy:  its rows; None: nothing has come yet
+    thread: its thread
     heard: when the copy was last known to be as the shard has it, by time.monotonic; None: not in this process
     """
 
@@ -92,11 +96,11 @@ class _Follower:
         self._troubles = Troubles(log, "feed")
         if self._path is not None and self._path.exists():
             self.copy = saved_copy(self._path, source.about, source.memory)
-        self._thread = threading.Thread(target=self._run, name=f"row-feed-{shard}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"row-feed-{shard}", daemon=True)
 
     def start(self) -> None:
         """Begins."""
-        self._thread.start()
+        self.thread.start()
 
     @property
     def version(self) -> int:
@@ -108,8 +112,8 @@ class _Follower:
         self._ending.set()
         if (watch := self._watch) is not None:
             watch.cancel()
-        if wait and self._thread.is_alive():
-            self._thread.join()
+        if wait and self.thread.is_alive():
+            self.thread.join()
 
     def look(self) -> None:
         """Calls the shard anew if it has been silent for long: its process may be stopped, or its host gone."""
@@ -176,6 +180,16 @@ class _Follower:
             self.copy.save(self._path, self._source.about)
 
 
+_open: weakref.WeakSet[RowFeed] = weakref.WeakSet()  # those that are not closed
+
+
+@atexit.register
+def _end_open_feeds() -> None:
+    """Ends the feeds that a script has left open: none of their threads may be in torch when the interpreter ends."""
+    for feed in list(_open):
+        feed._end_now()
+
+
 class RowFeed:
     """A copy of a job's table that follows training: it has every row, and what changes comes within about a second.
 
@@ -231,6 +245,7 @@ class RowFeed:
             self._settle()
         self._thread = threading.Thread(target=self._look_after, name="row-feed", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def __enter__(self) -> RowFeed:
         return self
@@ -302,6 +317,14 @@ class RowFeed:
                 self._condition.wait(left)
             return self.version
 
+    def _end_now(self) -> None:
+        """Ends the feed as `close` does, and waits for its threads for a moment: the interpreter ends."""
+        self._closing.set()
+        followers = {*self._serving, *self._coming}
+        for each in followers:
+            each.end(wait=False)
+        join_within([self._thread, *(each.thread for each in followers)], EXIT_SECONDS)
+
     def close(self) -> None:
         """Ends the feed, and saves rows if there is a directory. What it has stays readable."""
         self._closing.set()
@@ -310,6 +333,7 @@ class RowFeed:
         self._thread.join()
         for each in {*self._serving, *self._coming}:
             each.end()
+        _open.discard(self)
 
     # -- its threads -------------------------------------------------------------------------------------------------
 

@@ -26,26 +26,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.modes import local_rounds
 from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
-from ps_runtime.launch_id import report_started
 from ps_runtime.own_address import own_address
+from ps_worker.by_mode import STRATEGIES
 from ps_worker.config import WorkerConfig, check, resolve
-from ps_worker.given import non_finite_named, sort_given, wire_named
+from ps_worker.given import check_own, check_pairs, non_finite_named, sort_given, wire_named
 from ps_worker.launched import report_errors_in_one_line, speak_as, warn_of_unknown_variables
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.local_settings import local_settings
 from ps_worker.model.no_sync import lend
 from ps_worker.model.weights import with_values
-from ps_worker.state.ending import end_by_signal
+from ps_worker.prepared import Prepared
+from ps_worker.state.ending import end_by_signal, is_cut_short
 from ps_worker.strategies.collectives import Collectives
-from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.local import LocalSteps
-from ps_worker.strategies.parameter_server import ParameterServer
-from ps_worker.strategies.single import Single
-from ps_worker.strategies.strategy import Strategy
-from ps_worker.strategies.streamed import StreamedSteps
 from ps_worker.tables.native_loops import loops_for
 from ps_worker.timeline.recording import Timeline, Wanted
 from ps_worker.values import PrepareOptions
@@ -140,6 +134,8 @@ class Session:
         self._pid = os.getpid()
         self._models: list[nn.Module] = []  # the script's own, from `prepare` on
         self._take_back: list[Callable[[], None]] = []  # of each model's `no_sync`
+        self._prepared, self._options = Prepared(), PrepareOptions()
+        self._has_loaders = False  # that `prepare` returned
         self.mode = config.mode
         self.device = _device(config.local_rank)
         self._metrics = WorkerMetrics()
@@ -202,6 +198,7 @@ class Session:
         seed: int = 0,
         ddp_options: Mapping[str, Any] | None = None,
         outer: Mapping[str, Any] | None = None,
+        own: Sequence[Any] = (),
     ) -> Any:
         """Makes models, their optimizers, loaders and schedulers ready to train; returns them in the order given.
 
@@ -209,8 +206,14 @@ class Session:
         optimizer steps where the mode says; the state that it has already (momentum, moments) is taken over from
         rank 0. A loader yields this worker's share of the data, on `device`. Schedulers, and all else that has
         `state_dict` and `load_state_dict`, come back as they are; if the job is rolled back to a checkpoint, so is
-        their state. All models and optimizers go into one call; more loaders may be prepared later. Blocks until
-        every declared worker has joined.
+        their state, and a worker that joins a job under way takes it over from another one. All models and their
+        optimizers go into one call; more loaders may be prepared later. Blocks until every declared worker has joined.
+
+        Called once more with an optimizer over parameters of the prepared models, it begins the next stage of the
+        script: `optimizer = session.prepare(optimizer)`, or with the models as well. From the next step on the new
+        optimizer steps its parameters, in place of those that had any of them, with the state that it brings: none, if
+        it is fresh. All workers do so at the same point. Where it has parameters that no optimizer had, it blocks until
+        all have, in a job with a world size.
 
         bucket_bytes: size of a bucket in the model, a multiple of 64; by default what the job has already, or what the
                       server chooses: it travels as 4 MiB on one machine, as 256 KiB to 4 MiB between hosts
@@ -232,6 +235,9 @@ class Session:
                       In local:H/F also "delay" (1) and "mixing" (0.5): how many steps later what was pulled of a
                       fragment is mixed in, and what the worker keeps of its own weights then
 
+        own:          those of the things whose state is each worker's own, and not the job's as a schedule is: a worker
+                      that joins late does not take it over from another. It is rolled back all the same
+
         Raises Unsupported, InvalidRequest, JobMismatch, JobInUse, or Unreachable; the model is unchanged then.
         Raises JobFinished where the job is done, and this worker is a late one of the launch that trained it.
         Raises LimitExceeded if other workers have not joined after the start timeout (PS_START_TIMEOUT, 1800 s).
@@ -239,9 +245,10 @@ class Session:
         which servers refuse a worker.
         """
         given = sort_given(things)
+        check_own(own, given.others)
         _check_process(self._pid)
         prepared: dict[int, Any] = {id(thing): thing for thing in given.others}
-        if given.models:
+        if given.models or given.optimizers:
             options = PrepareOptions(
                 bucket_bytes=bucket_bytes,
                 non_finite=non_finite_named(non_finite),
@@ -251,17 +258,23 @@ class Session:
                 ddp=ddp_options or {},
                 local=local_settings(self.mode, outer or {}),
             )
-            prepared |= self._prepare_models(given.models, given.optimizers, options)
+            if self._models and all(self._prepared.knows(model) for model in given.models):
+                self._begin_stage([each for each in given.optimizers if not self._prepared.knows(each)], options)
+            else:
+                check_pairs(given)
+                self._prepare_models(given.models, given.optimizers, options)
+            prepared |= self._prepared.of([*given.models, *given.optimizers])
         for loader in given.loaders:
             prepared[id(loader)] = self._strategy.prepare_loader(loader, seed)
-        self._strategy.keep(given.others)
+            self._has_loaders = True
+        self._strategy.keep(given.others, own)
         in_order = tuple(prepared[id(thing)] for thing in things)
         return in_order[0] if len(in_order) == 1 else in_order
 
     def _prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
-    ) -> dict[int, Any]:
-        """Returns the prepared models and optimizers, by the id of the script's own."""
+    ) -> None:
+        """Prepares models and optimizers, for the first time."""
         if self._models:
             raise InvalidRequest(
                 "this session has its models already: hand all models and optimizers to one call of prepare; "
@@ -274,11 +287,23 @@ class Session:
         if loops.text:
             log.log(logging.WARNING if loops.is_trouble else logging.INFO, "%s", loops.text)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
-        self._models = list(models)
+        self._models, self._options = list(models), options
         speak_as(self._config.job, self.rank, self._config.log_level, self._config.log_format)
         self._take_back = [lend(model, self.no_sync) for model in wrapped]
         self._metrics.timer.begin("forward")
-        return {id(a): b for a, b in zip((*models, *optimizers), (*wrapped, *steppers), strict=True)}
+        self._prepared.add((*models, *optimizers), (*wrapped, *steppers))
+
+    def _begin_stage(self, optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions) -> None:
+        """Has other optimizers step the prepared models."""
+        wire = wire_named(self._config.wire[0]), wire_named(self._config.wire[1])
+        unsaid = PrepareOptions(gradient_wire=wire[0], weight_wire=wire[1], local=local_settings(self.mode, {}))
+        if options not in (unsaid, self._options):
+            raise InvalidRequest(
+                "a later call of prepare goes on with the settings of the first one: leave out bucket_bytes, overlap "
+                "and the like, or give the same"
+            )
+        if optimizers:
+            self._prepared.add(optimizers, self._strategy.begin_stage(self._models, optimizers))
 
     # -- over all workers --------------------------------------------------------------------------------------------
 
@@ -326,8 +351,15 @@ class Session:
         return self._collectives().broadcast(x, source)
 
     def barrier(self) -> None:
-        """Returns when every live worker has called it; see `mean`."""
+        """Returns when every live worker has called it, as `mean` does, with all their steps in the model's weights.
+
+        In ssp, async and with a quorum it fetches the weights for that: they have every update that was acknowledged
+        before the call, and are the same on all workers until one makes a step. Weights that the script has set since
+        its last step stay. In sync the last step's are these already, and in local:H, where a worker has weights of its
+        own within a round, `global_weights` has them. `mean`, `gather` and `broadcast` fetch nothing.
+        """
         self._collectives().barrier()
+        self._strategy.refresh()
 
     def log(self, **values: Any) -> None:
         """Shows values of this worker, such as its loss, to all that watch the job: `session.log(loss=loss.item())`.
@@ -344,6 +376,19 @@ class Session:
         """
         _check_process(self._pid)
         self._metrics.log(values)
+
+    def progress(self, total: int) -> None:
+        """Says how many steps this worker makes in all, so that those who watch see how much is left, and how long.
+
+        It travels with the next heartbeat: `ps-server status`, the page and /metrics (ps_worker_total_steps) show it
+        beside the clock. Nothing in training depends on it, and a later call replaces it.
+
+        total: the `clock` at which this worker is done, 1 to 2^53 steps: `passes * len(loader)`, for each optimizer
+               that steps in each batch; `session.clock + steps` where the loop goes on from a clock above 0
+        Raises InvalidRequest for other totals.
+        """
+        _check_process(self._pid)
+        self._metrics.progress(total)
 
     def timeline(self, path: str | os.PathLike[str], steps: int = 50) -> None:
         """Records the steps behind the next `optimizer.step()`: of each bucket, when it was ready, sent, staged,
@@ -390,14 +435,21 @@ class Session:
         self._strategy.samples(count)
 
     def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Returns a copy of a model's state_dict with the weights of the servers, to evaluate and to save.
+        """Returns a copy of a model's state_dict with the weights of the job, to evaluate and to save, in every mode.
 
-        In local:H each worker has weights of its own within a round. Then these are the ones that the round began
-        with, the same on all workers; buffers (BatchNorm's statistics) are this worker's. In local:H/F they are what
-        was pulled last of each fragment, and a fragment that is under way is waited for. In all other modes they are
-        the model's own. It calls no server.
+        ssp, async, quorum: every update that was acknowledged before the call, of any worker. They are fetched from the
+                            servers, and the model has them from then on. With a quorum an update that waits for more
+                            workers is made with those that have come. After `barrier` they have all workers' steps
+        single, ddp, sync:  the model's own, which are these already. No server is called
+        local:H, local:Ts:  those that the round began with, the same on all workers. The model has weights of its own
+                            within a round, and keeps them. No server is called
+        local:H/F:          what was pulled last of each fragment; one that is under way is waited for
+
+        Buffers, such as BatchNorm's statistics, are this worker's. Weights that the script has set since its last step
+        are as it has set them. After `close` they are the model's own.
 
         model: the one of several; may be left out where there is one
+        Raises PSError as `optimizer.step()` does.
         """
         models = self._models
         if model is None and len(models) != 1:
@@ -405,6 +457,8 @@ class Session:
         own = models[0] if model is None else self.unwrap(model)
         if not any(own is each for each in models):
             raise InvalidRequest("session.global_weights(model) takes a model that was handed to prepare")
+        _check_process(self._pid)
+        self._strategy.refresh()
         return with_values(own, self._strategy.global_values())
 
     @staticmethod
@@ -416,6 +470,7 @@ class Session:
         """Leaves the job and closes every connection; may be called more than once."""
         if self._pid != os.getpid():
             return  # a forked child, of a DataLoader say: the session is its parent's
+        self._warn_of_unused_loaders()
         self._strategy.close()
         for take_back in self._take_back:  # another session may prepare these models
             take_back()
@@ -425,6 +480,17 @@ class Session:
         with _opening:
             if self in _open:
                 _open.remove(self)
+
+    def _warn_of_unused_loaders(self) -> None:
+        """Warns where a script has trained, and asked no loader that `prepare` returned for a batch."""
+        has_trained, has_asked = self._metrics.timer.has_gradients, self._metrics.timer.has_asked
+        divides = self._has_loaders and self.mode != "single" and self._config.world_size != 1
+        if divides and has_trained and not has_asked and not is_cut_short():
+            log.warning(
+                "no batch was asked of a loader that prepare returned: this worker has trained with all of the data, "
+                "and not with its share. Write model, optimizer, loader = session.prepare(model, optimizer, loader)"
+            )
+        self._has_loaders = False  # it is said once
 
     def __enter__(self) -> Session:
         return self
@@ -439,29 +505,6 @@ def _check_process(pid: int) -> None:
     if pid != os.getpid():
         raise InvalidRequest("this session belongs to the parent process; call connect after the fork")
 
-
-# -- modes -------------------------------------------------------------------------------------------------------------
-
-
-def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    return ParameterServer(config, metrics, device, report_started, timeline)
-
-
-def _local(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    rounds = local_rounds(config.mode)
-    strategy = LocalSteps if rounds is None or rounds.fragments is None else StreamedSteps
-    return strategy(config, metrics, device, report_started, timeline)
-
-
-# By mode, without the number in `ssp:K` and `local:H`.
-STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Timeline], Strategy]] = {
-    "single": lambda config, metrics, device, _: Single(metrics, device, config.mode_given),
-    "ddp": lambda config, metrics, device, _: Ddp(config.rank or 0, config.world_size, metrics, device),
-    "sync": _on_servers,
-    "ssp": _on_servers,
-    "async": _on_servers,
-    "local": _local,
-}
 
 # -- where and when ----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
+from ps_protocol.stages import StageSpec
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,15 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Registration:
-    """A job that is registered: where its buckets are, the bytes of a full one, and its run."""
+    """A job that is registered: where its buckets are, the bytes of a full one, and its run.
+
+    stage_limit: how many stages it may come to; 0: the servers know none
+    """
 
     shard_map: ShardMap
     bucket_bytes: int
     run: str
+    stage_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,29 @@ class SavedState:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """What a worker's launch goes on with: when the job began, when it was trained last (None: not known), in seconds
+    since 1970, and how many other workers are live."""
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
+class ShardPushed:
+    """How far workers of one rank have pushed on one shard.
+
+    clock:   the last of which they have pushed every bucket that trains there, and its part of every table
+    further: by bucket or table, the last clock that they have pushed of it, where it is a later one. Tables are behind
+             all buckets of the job
+    """
+
+    clock: int
+    further: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """A worker's place in its job, as it got it when it joined.
 
@@ -68,6 +96,8 @@ class JoinResult:
     restore_count: how often the whole job was rolled back to a checkpoint
     state:         what a worker of this rank had saved; None if there is nothing
     pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
+    on_shards:     the same for each shard; empty: not known
+    continued:     for the first worker of a launch, if others have trained the job
     """
 
     identity: Identity
@@ -77,15 +107,45 @@ class JoinResult:
     restore_count: int = 0
     state: SavedState | None = None
     pushed: int | None = None
+    on_shards: Mapping[int, ShardPushed] = field(default_factory=dict)
+    continued: Continued | None = None
+
+    def has_had(self, shard: int, part: int, clock: int) -> bool:
+        """Whether a bucket or a table there has had what workers of this rank push for a clock."""
+        pushed = self.on_shards.get(shard)
+        return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
+
+    def has_some(self, clock: int) -> bool:
+        """Whether any bucket or table has had what workers of this rank push for a clock."""
+        every = [(pushed.clock, *pushed.further.values()) for pushed in self.on_shards.values()]
+        return any(clock <= most for each in every for most in each)
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers that take part."""
+    """The workers that take part.
+
+    asked: the rank of the one that is to tell what its script has set, and the number of that request
+    """
 
     ranks: tuple[int, ...]
     world_size: int
     started: bool
+    asked: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """What the coordinator answers to a sign of life.
+
+    script_request: this worker is to tell what its script has set; 0: it is not
+    script:         what the job's script has set, for a worker that asked
+    script_coming:  another worker is to tell it, and has not yet
+    """
+
+    script_request: int
+    script: SavedState | None
+    script_coming: bool
 
 
 @dataclass(frozen=True)
@@ -98,6 +158,7 @@ class BucketPush:
     groups: hyper-parameters of the groups that have parameters in the bucket
     ranges: the leased data that the step used
     weight: what it weighs in the mean; 0: all weigh the same
+    stage:  of the script: that of the groups
     """
 
     bucket: BucketSpec
@@ -107,6 +168,7 @@ class BucketPush:
     groups: dict[int, HyperParameters]
     ranges: Sequence[DataRange] = ()
     weight: float = 0.0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +178,16 @@ class Assignment:
     absent:  positions of the slices that stay as they are
     state:   None: the payload is weights; "": the other slices lose all their state, and there is no payload
     payload: in the bucket's own type, or one float32 for each slice where the state is a number
+    stage:   of the script: that of the state
+    next:    what trains the bucket from the next step on, in place of all this
     """
 
     bucket: BucketSpec
     absent: Sequence[int]
     state: str | None
     payload: memoryview | None
+    stage: int = 0
+    next: StageSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -183,12 +249,17 @@ class PullResult:
 
 @dataclass(frozen=True)
 class StateChunk:
-    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
+    """One kind of optimizer state of one bucket.
+
+    absent: positions of the slices that have none
+    stage:  to which the bucket has come
+    """
 
     bucket: int
     state: str
     absent: frozenset[int]
     payload: memoryview
+    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,10 @@ def _no_session_left() -> Iterator[None]:
 def shared() -> Iterator[Cluster]:
     """Two shards that tests share, each with a job of its own (see `job`); stopped after the last.
 
-    Some tests register jobs that no worker joins: there may be more of them than a server takes by default.
+    Some tests register jobs that no worker joins: there may be more of them than a server takes by default. Some kill
+    workers, and no launcher reports it: their jobs do not wait for those.
     """
-    running = Cluster(limits=replace(DEFAULTS, jobs=1024))
+    running = Cluster(limits=replace(DEFAULTS, jobs=1024), absence_seconds=0.0)
     yield running
     running.stop()
 

@@ -49,7 +49,7 @@ class ShardStatus(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., reachable: _Optional[bool] = ..., jobs: _Optional[_Iterable[_Union[_shard_pb2.ShardJobStatus, _Mapping]]] = ..., restart_count: _Optional[int] = ..., figures: _Optional[_Union[_figures_pb2.ShardFigures, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run", "local_steps", "trained_bytes", "round_duration", "local_fragments")
+    __slots__ = ("name", "consistency", "world_size", "started", "parameter_bytes", "bucket_count", "imbalance", "workers", "restore_count", "lost_step_count", "redone_step_count", "last_checkpoint", "rejoining_ranks", "loaders", "run", "local_steps", "trained_bytes", "round_duration", "local_fragments", "absent_ranks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class JobStatus(_message.Message):
     TRAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_DURATION_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_RANKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     consistency: _job_pb2.Consistency
     world_size: int
@@ -88,7 +89,8 @@ class JobStatus(_message.Message):
     trained_bytes: int
     round_duration: _duration_pb2.Duration
     local_fragments: int
-    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ..., local_steps: _Optional[int] = ..., trained_bytes: _Optional[int] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_fragments: _Optional[int] = ...) -> None: ...
+    absent_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., consistency: _Optional[_Union[_job_pb2.Consistency, _Mapping]] = ..., world_size: _Optional[int] = ..., started: _Optional[bool] = ..., parameter_bytes: _Optional[int] = ..., bucket_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., restore_count: _Optional[int] = ..., lost_step_count: _Optional[int] = ..., redone_step_count: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., rejoining_ranks: _Optional[_Iterable[int]] = ..., loaders: _Optional[_Iterable[_Union[LoaderStatus, _Mapping]]] = ..., run: _Optional[str] = ..., local_steps: _Optional[int] = ..., trained_bytes: _Optional[int] = ..., round_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_fragments: _Optional[int] = ..., absent_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "incarnation", "clock", "pid", "host", "metrics_address", "lease_duration", "launch", "join_time", "figures")
@@ -201,7 +203,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self, period_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., history_wanted: _Optional[bool] = ..., process: _Optional[int] = ..., last_event: _Optional[int] = ..., next_sample: _Optional[int] = ...) -> None: ...
 
 class WatchStatusResponse(_message.Message):
-    __slots__ = ("status", "view_time", "lease_duration", "jobs", "shards", "events", "history", "process")
+    __slots__ = ("status", "view_time", "lease_duration", "jobs", "shards", "events", "history", "process", "finished_jobs")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     VIEW_TIME_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class WatchStatusResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_JOBS_FIELD_NUMBER: _ClassVar[int]
     status: GetStatusResponse
     view_time: _timestamp_pb2.Timestamp
     lease_duration: _duration_pb2.Duration
@@ -218,23 +221,54 @@ class WatchStatusResponse(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[Event]
     history: History
     process: int
-    def __init__(self, status: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., view_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobView, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardView, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., history: _Optional[_Union[History, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
+    finished_jobs: _containers.RepeatedCompositeFieldContainer[FinishedJob]
+    def __init__(self, status: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., view_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobView, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardView, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., history: _Optional[_Union[History, _Mapping]] = ..., process: _Optional[int] = ..., finished_jobs: _Optional[_Iterable[_Union[FinishedJob, _Mapping]]] = ...) -> None: ...
 
 class JobView(_message.Message):
-    __slots__ = ("job", "state", "diagnosis", "workers", "steps_per_second", "checkpoint_age_duration")
+    __slots__ = ("job", "state", "diagnosis", "workers", "steps_per_second", "checkpoint_age_duration", "age_duration", "done_fraction", "left_duration")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DIAGNOSIS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    DONE_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    LEFT_DURATION_FIELD_NUMBER: _ClassVar[int]
     job: str
     state: str
     diagnosis: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     steps_per_second: float
     checkpoint_age_duration: _duration_pb2.Duration
-    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., diagnosis: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., steps_per_second: _Optional[float] = ..., checkpoint_age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    age_duration: _duration_pb2.Duration
+    done_fraction: float
+    left_duration: _duration_pb2.Duration
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., diagnosis: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., steps_per_second: _Optional[float] = ..., checkpoint_age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., done_fraction: _Optional[float] = ..., left_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class FinishedJob(_message.Message):
+    __slots__ = ("job", "run", "end_time", "text", "age_duration", "min_clock", "max_clock", "last_checkpoint", "values", "history")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    MIN_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    run: str
+    end_time: _timestamp_pb2.Timestamp
+    text: str
+    age_duration: _duration_pb2.Duration
+    min_clock: int
+    max_clock: int
+    last_checkpoint: _jobs_pb2.Checkpoint
+    values: _containers.RepeatedCompositeFieldContainer[_figures_pb2.LoggedValue]
+    history: History
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., text: _Optional[str] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., min_clock: _Optional[int] = ..., max_clock: _Optional[int] = ..., last_checkpoint: _Optional[_Union[_jobs_pb2.Checkpoint, _Mapping]] = ..., values: _Optional[_Iterable[_Union[_figures_pb2.LoggedValue, _Mapping]]] = ..., history: _Optional[_Union[History, _Mapping]] = ...) -> None: ...
 
 class WorkerView(_message.Message):
     __slots__ = ("rank", "activity", "awaited_ranks", "steps_per_second", "phase_fractions", "awaited_fraction")

@@ -28,7 +28,7 @@ from ps_protocol.v1 import rows_pb2 as ps__protocol_dot_v1_dot_rows__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/rows.proto\x1a\x1aps_protocol/v1/types.proto\"\x0b\n\tInSegment\"\xab\x01\n\nBucketPush\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x15\n\rabsent_slices\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\t\x12/\n\x0bwire_format\x18\x06 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\"\xe0\x01\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12+\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1a.ps_protocol.v1.BucketPush\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12\x0e\n\x06weight\x18\x06 \x01(\x01\"\x89\x01\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12/\n\nin_segment\x18\x02 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x42\n\n\x08location\"W\n\x0cPushResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x17\n\x0f\x64uplicate_count\x18\x02 \x01(\r\"\xcf\x01\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12-\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegment\x12\x14\n\x0cnotify_bytes\x18\x05 \x01(\x04\x12\x14\n\x0ctimes_wanted\x18\x06 \x01(\x08\x12\x15\n\rwhole_buckets\x18\x07 \x03(\r\"g\n\x0b\x42ucketTimes\x12\x1b\n\x13staged_microseconds\x18\x01 \x01(\x04\x12\x1c\n\x14\x61pplied_microseconds\x18\x02 \x01(\x04\x12\x1d\n\x15\x61\x64mitted_microseconds\x18\x03 \x01(\x04\"\xd4\x01\n\x0cPulledBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x30\n\rwait_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cstate_wanted\x18\x04 \x01(\x08\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12*\n\x05times\x18\x06 \x01(\x0b\x32\x1b.ps_protocol.v1.BucketTimes\"C\n\nWaitNotice\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x15\n\rawaited_ranks\x18\x02 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa2\x02\n\x0cPullResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x1f\n\x12\x63lock_microseconds\x18\x05 \x01(\x04H\x01\x88\x01\x01\x42\n\n\x08locationB\x15\n\x13_clock_microseconds\"\xdf\x01\n\x0f\x45xchangeRequest\x12(\n\x04push\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x14\n\x0cnotify_bytes\x18\x03 \x01(\x04\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x14\n\x0ctimes_wanted\x18\x05 \x01(\x08\x12\x15\n\rwhole_buckets\x18\x06 \x03(\rB\n\n\x08location\"\xda\x02\n\x10\x45xchangeResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x32\n\x0fstaged_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12\x63lock_microseconds\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\n\n\x08locationB\x15\n\x13_clock_microseconds\"S\n\x10PullStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\"T\n\x0bPulledState\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x15\n\rabsent_slices\x18\x04 \x03(\r\"\x80\x01\n\x11PullStateResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.PulledState\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\x90\x01\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x14\n\x0csocket_inode\x18\x04 \x01(\x04\x12\x11\n\trow_bytes\x18\x05 \x01(\x04\"G\n\x15\x41ttachSegmentResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\"K\n\x19OpenDataConnectionRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\"\x92\x01\n\x1aOpenDataConnectionResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x10\n\x08location\x18\x04 \x01(\t\x12\x14\n\x0csocket_inode\x18\x05 \x01(\x04*\xcb\x01\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x12\x13\n\x0fPUSH_KIND_DRAFT\x10\x04\x12\x14\n\x10PUSH_KIND_COMMIT\x10\x05\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x06\x12\x1a\n\x16PUSH_KIND_ASSIGN_STATE\x10\x07\x32\xa8\x07\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12O\n\x08\x45xchange\x12\x1f.ps_protocol.v1.ExchangeRequest\x1a .ps_protocol.v1.ExchangeResponse0\x01\x12R\n\tPullState\x12 .ps_protocol.v1.PullStateRequest\x1a!.ps_protocol.v1.PullStateResponse0\x01\x12M\n\x08PushRows\x12\x1f.ps_protocol.v1.PushRowsRequest\x1a .ps_protocol.v1.PushRowsResponse\x12O\n\x08PullRows\x12\x1f.ps_protocol.v1.PullRowsRequest\x1a .ps_protocol.v1.PullRowsResponse0\x01\x12[\n\x0c\x45xchangeRows\x12#.ps_protocol.v1.ExchangeRowsRequest\x1a$.ps_protocol.v1.ExchangeRowsResponse0\x01\x12R\n\tPullTable\x12 .ps_protocol.v1.PullTableRequest\x1a!.ps_protocol.v1.PullTableResponse0\x01\x12P\n\tPushTable\x12 .ps_protocol.v1.PushTableRequest\x1a!.ps_protocol.v1.PushTableResponse\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponse\x12k\n\x12OpenDataConnection\x12).ps_protocol.v1.OpenDataConnectionRequest\x1a*.ps_protocol.v1.OpenDataConnectionResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/data.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x19ps_protocol/v1/rows.proto\x1a\x1aps_protocol/v1/types.proto\"\x0b\n\tInSegment\"\x89\x01\n\rNextOptimizer\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x11\n\toptimizer\x18\x02 \x01(\t\x12+\n\x06groups\x18\x03 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12\x14\n\x0cslice_groups\x18\x04 \x03(\r\x12\x13\n\x0bkept_slices\x18\x05 \x03(\r\"\xe2\x01\n\nBucketPush\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.ps_protocol.v1.PushKind\x12\x15\n\rabsent_slices\x18\x03 \x03(\r\x12\x0e\n\x06\x66inite\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\t\x12/\n\x0bwire_format\x18\x06 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x35\n\x0enext_optimizer\x18\x07 \x01(\x0b\x32\x1d.ps_protocol.v1.NextOptimizer\"\xef\x01\n\nPushHeader\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12+\n\x07\x62uckets\x18\x03 \x03(\x0b\x32\x1a.ps_protocol.v1.BucketPush\x12+\n\x06groups\x18\x04 \x03(\x0b\x32\x1b.ps_protocol.v1.GroupUpdate\x12)\n\x06ranges\x18\x05 \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\r\n\x05stage\x18\x07 \x01(\r\"\x89\x01\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12/\n\nin_segment\x18\x02 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x42\n\n\x08location\"W\n\x0cPushResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x17\n\x0f\x64uplicate_count\x18\x02 \x01(\r\"\xe3\x01\n\x0bPullRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x03(\r\x12-\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegment\x12\x14\n\x0cnotify_bytes\x18\x05 \x01(\x04\x12\x14\n\x0ctimes_wanted\x18\x06 \x01(\x08\x12\x15\n\rwhole_buckets\x18\x07 \x03(\r\x12\x12\n\nall_staged\x18\x08 \x01(\x08\"g\n\x0b\x42ucketTimes\x12\x1b\n\x13staged_microseconds\x18\x01 \x01(\x04\x12\x1c\n\x14\x61pplied_microseconds\x18\x02 \x01(\x04\x12\x1d\n\x15\x61\x64mitted_microseconds\x18\x03 \x01(\x04\"\xd4\x01\n\x0cPulledBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x30\n\rwait_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cstate_wanted\x18\x04 \x01(\x08\x12/\n\x0bwire_format\x18\x05 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12*\n\x05times\x18\x06 \x01(\x0b\x32\x1b.ps_protocol.v1.BucketTimes\"C\n\nWaitNotice\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x15\n\rawaited_ranks\x18\x02 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa2\x02\n\x0cPullResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x1f\n\x12\x63lock_microseconds\x18\x05 \x01(\x04H\x01\x88\x01\x01\x42\n\n\x08locationB\x15\n\x13_clock_microseconds\"\xdf\x01\n\x0f\x45xchangeRequest\x12(\n\x04push\x18\x01 \x01(\x0b\x32\x1a.ps_protocol.v1.PushHeader\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\x12\x14\n\x0cnotify_bytes\x18\x03 \x01(\x04\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x14\n\x0ctimes_wanted\x18\x05 \x01(\x08\x12\x15\n\rwhole_buckets\x18\x06 \x03(\rB\n\n\x08location\"\xda\x02\n\x10\x45xchangeResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12-\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1c.ps_protocol.v1.PulledBucket\x12+\n\x07waiting\x18\x03 \x01(\x0b\x32\x1a.ps_protocol.v1.WaitNotice\x12/\n\nin_segment\x18\x04 \x01(\x0b\x32\x19.ps_protocol.v1.InSegmentH\x00\x12\x11\n\x07payload\x18\x0f \x01(\x0cH\x00\x12\x32\n\x0fstaged_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12\x63lock_microseconds\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\n\n\x08locationB\x15\n\x13_clock_microseconds\"S\n\x10PullStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\r\"c\n\x0bPulledState\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x15\n\rabsent_slices\x18\x04 \x03(\r\x12\r\n\x05stage\x18\x05 \x01(\r\"\x80\x01\n\x11PullStateResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.PulledState\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\x90\x01\n\x14\x41ttachSegmentRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\x10\n\x08location\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x14\n\x0csocket_inode\x18\x04 \x01(\x04\x12\x11\n\trow_bytes\x18\x05 \x01(\x04\"G\n\x15\x41ttachSegmentResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\"K\n\x19OpenDataConnectionRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\"\x92\x01\n\x1aOpenDataConnectionResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x10\n\x08location\x18\x04 \x01(\t\x12\x14\n\x0csocket_inode\x18\x05 \x01(\x04*\xe9\x01\n\x08PushKind\x12\x19\n\x15PUSH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUSH_KIND_GRADIENT\x10\x01\x12\x1b\n\x17PUSH_KIND_INITIAL_VALUE\x10\x02\x12\x12\n\x0ePUSH_KIND_SKIP\x10\x03\x12\x13\n\x0fPUSH_KIND_DRAFT\x10\x04\x12\x14\n\x10PUSH_KIND_COMMIT\x10\x05\x12\x14\n\x10PUSH_KIND_ASSIGN\x10\x06\x12\x1a\n\x16PUSH_KIND_ASSIGN_STATE\x10\x07\x12\x1c\n\x18PUSH_KIND_NEXT_OPTIMIZER\x10\x08\x32\xa8\x07\n\x0b\x44\x61taService\x12\x41\n\x04Push\x12\x1b.ps_protocol.v1.PushRequest\x1a\x1c.ps_protocol.v1.PushResponse\x12\x43\n\x04Pull\x12\x1b.ps_protocol.v1.PullRequest\x1a\x1c.ps_protocol.v1.PullResponse0\x01\x12O\n\x08\x45xchange\x12\x1f.ps_protocol.v1.ExchangeRequest\x1a .ps_protocol.v1.ExchangeResponse0\x01\x12R\n\tPullState\x12 .ps_protocol.v1.PullStateRequest\x1a!.ps_protocol.v1.PullStateResponse0\x01\x12M\n\x08PushRows\x12\x1f.ps_protocol.v1.PushRowsRequest\x1a .ps_protocol.v1.PushRowsResponse\x12O\n\x08PullRows\x12\x1f.ps_protocol.v1.PullRowsRequest\x1a .ps_protocol.v1.PullRowsResponse0\x01\x12[\n\x0c\x45xchangeRows\x12#.ps_protocol.v1.ExchangeRowsRequest\x1a$.ps_protocol.v1.ExchangeRowsResponse0\x01\x12R\n\tPullTable\x12 .ps_protocol.v1.PullTableRequest\x1a!.ps_protocol.v1.PullTableResponse0\x01\x12P\n\tPushTable\x12 .ps_protocol.v1.PushTableRequest\x1a!.ps_protocol.v1.PushTableResponse\x12\\\n\rAttachSegment\x12$.ps_protocol.v1.AttachSegmentRequest\x1a%.ps_protocol.v1.AttachSegmentResponse\x12k\n\x12OpenDataConnection\x12).ps_protocol.v1.OpenDataConnectionRequest\x1a*.ps_protocol.v1.OpenDataConnectionResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,46 +36,48 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.data_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
-  _globals['_PUSHKIND']._serialized_start=3017
-  _globals['_PUSHKIND']._serialized_end=3220
+  _globals['_PUSHKIND']._serialized_start=3262
+  _globals['_PUSHKIND']._serialized_end=3495
   _globals['_INSEGMENT']._serialized_start=158
   _globals['_INSEGMENT']._serialized_end=169
-  _globals['_BUCKETPUSH']._serialized_start=172
-  _globals['_BUCKETPUSH']._serialized_end=343
-  _globals['_PUSHHEADER']._serialized_start=346
-  _globals['_PUSHHEADER']._serialized_end=570
-  _globals['_PUSHREQUEST']._serialized_start=573
-  _globals['_PUSHREQUEST']._serialized_end=710
-  _globals['_PUSHRESPONSE']._serialized_start=712
-  _globals['_PUSHRESPONSE']._serialized_end=799
-  _globals['_PULLREQUEST']._serialized_start=802
-  _globals['_PULLREQUEST']._serialized_end=1009
-  _globals['_BUCKETTIMES']._serialized_start=1011
-  _globals['_BUCKETTIMES']._serialized_end=1114
-  _globals['_PULLEDBUCKET']._serialized_start=1117
-  _globals['_PULLEDBUCKET']._serialized_end=1329
-  _globals['_WAITNOTICE']._serialized_start=1331
-  _globals['_WAITNOTICE']._serialized_end=1398
-  _globals['_PULLRESPONSE']._serialized_start=1401
-  _globals['_PULLRESPONSE']._serialized_end=1691
-  _globals['_EXCHANGEREQUEST']._serialized_start=1694
-  _globals['_EXCHANGEREQUEST']._serialized_end=1917
-  _globals['_EXCHANGERESPONSE']._serialized_start=1920
-  _globals['_EXCHANGERESPONSE']._serialized_end=2266
-  _globals['_PULLSTATEREQUEST']._serialized_start=2268
-  _globals['_PULLSTATEREQUEST']._serialized_end=2351
-  _globals['_PULLEDSTATE']._serialized_start=2353
-  _globals['_PULLEDSTATE']._serialized_end=2437
-  _globals['_PULLSTATERESPONSE']._serialized_start=2440
-  _globals['_PULLSTATERESPONSE']._serialized_end=2568
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=2571
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=2715
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=2717
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=2788
-  _globals['_OPENDATACONNECTIONREQUEST']._serialized_start=2790
-  _globals['_OPENDATACONNECTIONREQUEST']._serialized_end=2865
-  _globals['_OPENDATACONNECTIONRESPONSE']._serialized_start=2868
-  _globals['_OPENDATACONNECTIONRESPONSE']._serialized_end=3014
-  _globals['_DATASERVICE']._serialized_start=3223
-  _globals['_DATASERVICE']._serialized_end=4159
+  _globals['_NEXTOPTIMIZER']._serialized_start=172
+  _globals['_NEXTOPTIMIZER']._serialized_end=309
+  _globals['_BUCKETPUSH']._serialized_start=312
+  _globals['_BUCKETPUSH']._serialized_end=538
+  _globals['_PUSHHEADER']._serialized_start=541
+  _globals['_PUSHHEADER']._serialized_end=780
+  _globals['_PUSHREQUEST']._serialized_start=783
+  _globals['_PUSHREQUEST']._serialized_end=920
+  _globals['_PUSHRESPONSE']._serialized_start=922
+  _globals['_PUSHRESPONSE']._serialized_end=1009
+  _globals['_PULLREQUEST']._serialized_start=1012
+  _globals['_PULLREQUEST']._serialized_end=1239
+  _globals['_BUCKETTIMES']._serialized_start=1241
+  _globals['_BUCKETTIMES']._serialized_end=1344
+  _globals['_PULLEDBUCKET']._serialized_start=1347
+  _globals['_PULLEDBUCKET']._serialized_end=1559
+  _globals['_WAITNOTICE']._serialized_start=1561
+  _globals['_WAITNOTICE']._serialized_end=1628
+  _globals['_PULLRESPONSE']._serialized_start=1631
+  _globals['_PULLRESPONSE']._serialized_end=1921
+  _globals['_EXCHANGEREQUEST']._serialized_start=1924
+  _globals['_EXCHANGEREQUEST']._serialized_end=2147
+  _globals['_EXCHANGERESPONSE']._serialized_start=2150
+  _globals['_EXCHANGERESPONSE']._serialized_end=2496
+  _globals['_PULLSTATEREQUEST']._serialized_start=2498
+  _globals['_PULLSTATEREQUEST']._serialized_end=2581
+  _globals['_PULLEDSTATE']._serialized_start=2583
+  _globals['_PULLEDSTATE']._serialized_end=2682
+  _globals['_PULLSTATERESPONSE']._serialized_start=2685
+  _globals['_PULLSTATERESPONSE']._serialized_end=2813
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=2816
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=2960
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=2962
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=3033
+  _globals['_OPENDATACONNECTIONREQUEST']._serialized_start=3035
+  _globals['_OPENDATACONNECTIONREQUEST']._serialized_end=3110
+  _globals['_OPENDATACONNECTIONRESPONSE']._serialized_start=3113
+  _globals['_OPENDATACONNECTIONRESPONSE']._serialized_end=3259
+  _globals['_DATASERVICE']._serialized_start=3498
+  _globals['_DATASERVICE']._serialized_end=4434
 # @@protoc_insertion_point(module_scope)

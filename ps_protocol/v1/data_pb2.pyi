@@ -23,6 +23,7 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_COMMIT: _ClassVar[PushKind]
     PUSH_KIND_ASSIGN: _ClassVar[PushKind]
     PUSH_KIND_ASSIGN_STATE: _ClassVar[PushKind]
+    PUSH_KIND_NEXT_OPTIMIZER: _ClassVar[PushKind]
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_INITIAL_VALUE: PushKind
@@ -31,42 +32,61 @@ PUSH_KIND_DRAFT: PushKind
 PUSH_KIND_COMMIT: PushKind
 PUSH_KIND_ASSIGN: PushKind
 PUSH_KIND_ASSIGN_STATE: PushKind
+PUSH_KIND_NEXT_OPTIMIZER: PushKind
 
 class InSegment(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class NextOptimizer(_message.Message):
+    __slots__ = ("stage", "optimizer", "groups", "slice_groups", "kept_slices")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SLICES_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    optimizer: str
+    groups: _containers.RepeatedCompositeFieldContainer[_job_pb2.GroupUpdate]
+    slice_groups: _containers.RepeatedScalarFieldContainer[int]
+    kept_slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stage: _Optional[int] = ..., optimizer: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., slice_groups: _Optional[_Iterable[int]] = ..., kept_slices: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class BucketPush(_message.Message):
-    __slots__ = ("bucket", "kind", "absent_slices", "finite", "state", "wire_format")
+    __slots__ = ("bucket", "kind", "absent_slices", "finite", "state", "wire_format", "next_optimizer")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ABSENT_SLICES_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     kind: PushKind
     absent_slices: _containers.RepeatedScalarFieldContainer[int]
     finite: bool
     state: str
     wire_format: _types_pb2.WireFormat
-    def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: _Optional[bool] = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    next_optimizer: NextOptimizer
+    def __init__(self, bucket: _Optional[int] = ..., kind: _Optional[_Union[PushKind, str]] = ..., absent_slices: _Optional[_Iterable[int]] = ..., finite: _Optional[bool] = ..., state: _Optional[str] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., next_optimizer: _Optional[_Union[NextOptimizer, _Mapping]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "groups", "ranges", "weight")
+    __slots__ = ("worker", "clock", "buckets", "groups", "ranges", "weight", "stage")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedCompositeFieldContainer[BucketPush]
     groups: _containers.RepeatedCompositeFieldContainer[_job_pb2.GroupUpdate]
     ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
     weight: float
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketPush, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., weight: _Optional[float] = ...) -> None: ...
+    stage: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketPush, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[_job_pb2.GroupUpdate, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., weight: _Optional[float] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "in_segment", "payload")
@@ -87,7 +107,7 @@ class PushResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted", "whole_buckets")
+    __slots__ = ("worker", "clock", "buckets", "in_segment", "notify_bytes", "times_wanted", "whole_buckets", "all_staged")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +115,7 @@ class PullRequest(_message.Message):
     NOTIFY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIMES_WANTED_FIELD_NUMBER: _ClassVar[int]
     WHOLE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    ALL_STAGED_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
@@ -102,7 +123,8 @@ class PullRequest(_message.Message):
     notify_bytes: int
     times_wanted: bool
     whole_buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    all_staged: bool
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., in_segment: _Optional[_Union[InSegment, _Mapping]] = ..., notify_bytes: _Optional[int] = ..., times_wanted: _Optional[bool] = ..., whole_buckets: _Optional[_Iterable[int]] = ..., all_staged: _Optional[bool] = ...) -> None: ...
 
 class BucketTimes(_message.Message):
     __slots__ = ("staged_microseconds", "applied_microseconds", "admitted_microseconds")
@@ -201,16 +223,18 @@ class PullStateRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PulledState(_message.Message):
-    __slots__ = ("bucket", "version", "state", "absent_slices")
+    __slots__ = ("bucket", "version", "state", "absent_slices", "stage")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ABSENT_SLICES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     version: int
     state: str
     absent_slices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., absent_slices: _Optional[_Iterable[int]] = ...) -> None: ...
+    stage: int
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., absent_slices: _Optional[_Iterable[int]] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class PullStateResponse(_message.Message):
     __slots__ = ("header", "state", "payload")

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerFigures(_message.Message):
-    __slots__ = ("measured_duration", "step_count", "data_duration", "forward_duration", "backward_duration", "push_duration", "pull_duration", "wait_duration", "sent_bytes", "received_bytes", "values", "looked_up_id_count", "distinct_id_count", "residual_ratio")
+    __slots__ = ("measured_duration", "step_count", "data_duration", "forward_duration", "backward_duration", "push_duration", "pull_duration", "wait_duration", "sent_bytes", "received_bytes", "values", "looked_up_id_count", "distinct_id_count", "residual_ratio", "total_step_count", "done_step_count")
     MEASURED_DURATION_FIELD_NUMBER: _ClassVar[int]
     STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     DATA_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,8 @@ class WorkerFigures(_message.Message):
     LOOKED_UP_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
     DISTINCT_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DONE_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     measured_duration: _duration_pb2.Duration
     step_count: int
     data_duration: _duration_pb2.Duration
@@ -40,7 +42,9 @@ class WorkerFigures(_message.Message):
     looked_up_id_count: int
     distinct_id_count: int
     residual_ratio: float
-    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_count: _Optional[int] = ..., data_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., push_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pull_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., values: _Optional[_Iterable[_Union[LoggedValue, _Mapping]]] = ..., looked_up_id_count: _Optional[int] = ..., distinct_id_count: _Optional[int] = ..., residual_ratio: _Optional[float] = ...) -> None: ...
+    total_step_count: int
+    done_step_count: int
+    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_count: _Optional[int] = ..., data_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backward_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., push_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pull_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., values: _Optional[_Iterable[_Union[LoggedValue, _Mapping]]] = ..., looked_up_id_count: _Optional[int] = ..., distinct_id_count: _Optional[int] = ..., residual_ratio: _Optional[float] = ..., total_step_count: _Optional[int] = ..., done_step_count: _Optional[int] = ...) -> None: ...
 
 class LoggedValue(_message.Message):
     __slots__ = ("name", "last", "mean")

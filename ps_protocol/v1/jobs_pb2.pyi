@@ -35,7 +35,7 @@ class RegisterJobRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., protocol_version: _Optional[int] = ..., layout_wanted: _Optional[bool] = ..., launch: _Optional[str] = ..., memory_place: _Optional[str] = ...) -> None: ...
 
 class RegisterJobResponse(_message.Message):
-    __slots__ = ("shard_map", "created", "bucket_bytes", "run", "protocol_version", "layout", "segment_bytes")
+    __slots__ = ("shard_map", "created", "bucket_bytes", "run", "protocol_version", "layout", "segment_bytes", "stage_limit")
     SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class RegisterJobResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LIMIT_FIELD_NUMBER: _ClassVar[int]
     shard_map: _types_pb2.ShardMap
     created: bool
     bucket_bytes: int
@@ -50,7 +51,8 @@ class RegisterJobResponse(_message.Message):
     protocol_version: int
     layout: _containers.RepeatedCompositeFieldContainer[BucketLayout]
     segment_bytes: int
-    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., run: _Optional[str] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Iterable[_Union[BucketLayout, _Mapping]]] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
+    stage_limit: int
+    def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., run: _Optional[str] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Iterable[_Union[BucketLayout, _Mapping]]] = ..., segment_bytes: _Optional[int] = ..., stage_limit: _Optional[int] = ...) -> None: ...
 
 class BucketLayout(_message.Message):
     __slots__ = ("data_type", "element_count", "frozen", "slices", "gradient_offset", "weights_offset")

@@ -100,8 +100,8 @@ class MembershipServiceServicer:
 
     def SaveWorkerState(self, request, context):
         """Keeps what a worker needs besides the weights to continue from a checkpoint: its position in the data, its random
-        state, its learning-rate schedule. A worker calls it for each clock at which a pull said `state_wanted`. Repeating
-        it is safe.
+        state, its learning-rate schedule. A worker calls it for each clock at which a pull said `state_wanted`, and to
+        answer a `script_request`. Repeating it is safe.
         FAILED_PRECONDITION, reason FENCED or UNKNOWN_WORKER: the caller lost its place. RESOURCE_EXHAUSTED: more than
         16 MiB, or what the operator allows.
         """
@@ -110,7 +110,8 @@ class MembershipServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Takes the worker off the job at once. The last worker that leaves ends the job and frees its memory. Repeating it
+        """Takes the worker off the job at once. The last worker that leaves ends the job and frees its memory, unless one that
+        was taken off as silent a short time ago may come back: that one joins again, and the job waits for it. Repeating it
         is safe. A state that SaveWorkerState would refuse for its size is left out, and the worker leaves all the same;
         one that makes the message too large fails the call: leave without it.
         """

@@ -27,7 +27,7 @@ from ps_protocol.v1 import job_pb2 as ps__protocol_dot_v1_dot_job__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/rows.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\x1a\n\x08RowPlace\x12\x0e\n\x06offset\x18\x01 \x01(\x04\"\x9e\x03\n\x0fPushRowsRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.ps_protocol.v1.RowPushKind\x12\x11\n\tfirst_row\x18\x05 \x01(\x04\x12\x11\n\trow_count\x18\x06 \x01(\x04\x12\x17\n\x0ftotal_row_count\x18\x07 \x01(\x04\x12\x38\n\x10hyper_parameters\x18\x08 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12)\n\x06ranges\x18\t \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12/\n\x0bwire_format\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12,\n\nin_segment\x18\x0b \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"U\n\x10PushRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"\xe8\x01\n\x0fPullRowsRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x30\n\x0eids_in_segment\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x11\n\trow_count\x18\x05 \x01(\x04\x12\x31\n\x0frows_in_segment\x18\x06 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\xcd\x02\n\x10PullRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x15\n\rtrained_count\x18\x04 \x01(\x04\x12\x30\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07waiting\x18\x06 \x01(\x0b\x32\x1d.ps_protocol.v1.RowWaitNotice\x12/\n\x0bwire_format\x18\x07 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x14\n\x0cstate_wanted\x18\x08 \x01(\x08\x12\x12\n\nin_segment\x18\t \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\xbc\x01\n\x13\x45xchangeRowsRequest\x12-\n\x04push\x18\x01 \x01(\x0b\x32\x1f.ps_protocol.v1.PushRowsRequest\x12\x30\n\x0eids_in_segment\x18\x02 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x31\n\x0frows_in_segment\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\"\xac\x01\n\x14\x45xchangeRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x30\n\x06pulled\x18\x02 \x01(\x0b\x32 .ps_protocol.v1.PullRowsResponse\x12\x32\n\x0fstaged_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\rRowWaitNotice\x12\x15\n\rawaited_ranks\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"t\n\x10PullTableRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x12\n\ncount_only\x18\x04 \x01(\x08\"\xa5\x01\n\x11PullTableResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12.\n\x07waiting\x18\x04 \x01(\x0b\x32\x1d.ps_protocol.v1.RowWaitNotice\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"m\n\x0eTableBeginning\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x15\n\rwaiting_count\x18\x04 \x01(\x04\x12\x12\n\nwith_state\x18\x05 \x01(\x08\"\xdc\x01\n\x10PushTableRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\x31\n\tbeginning\x18\x03 \x01(\x0b\x32\x1e.ps_protocol.v1.TableBeginning\x12\r\n\x05\x66irst\x18\x04 \x01(\x04\x12\x11\n\trow_count\x18\x05 \x01(\x04\x12\x15\n\rwaiting_count\x18\x06 \x01(\x04\x12\x0c\n\x04last\x18\x07 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"s\n\x11PushTableResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12\r\n\x05\x62\x65gun\x18\x03 \x01(\x08\x12\x0c\n\x04seed\x18\x04 \x01(\x04*\x7f\n\x0bRowPushKind\x12\x1d\n\x19ROW_PUSH_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16ROW_PUSH_KIND_GRADIENT\x10\x01\x12\x1d\n\x19ROW_PUSH_KIND_NO_GRADIENT\x10\x02\x12\x16\n\x12ROW_PUSH_KIND_SKIP\x10\x03\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ps_protocol/v1/rows.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18ps_protocol/v1/job.proto\x1a\x1aps_protocol/v1/types.proto\"\x1a\n\x08RowPlace\x12\x0e\n\x06offset\x18\x01 \x01(\x04\"\xb2\x03\n\x0fPushRowsRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.ps_protocol.v1.RowPushKind\x12\x11\n\tfirst_row\x18\x05 \x01(\x04\x12\x11\n\trow_count\x18\x06 \x01(\x04\x12\x17\n\x0ftotal_row_count\x18\x07 \x01(\x04\x12\x38\n\x10hyper_parameters\x18\x08 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12)\n\x06ranges\x18\t \x03(\x0b\x32\x19.ps_protocol.v1.DataRange\x12/\n\x0bwire_format\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12,\n\nin_segment\x18\x0b \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x12\n\nassignment\x18\x0c \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"U\n\x10PushRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"\xe8\x01\n\x0fPullRowsRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x30\n\x0eids_in_segment\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x11\n\trow_count\x18\x05 \x01(\x04\x12\x31\n\x0frows_in_segment\x18\x06 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\xcd\x02\n\x10PullRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x15\n\rtrained_count\x18\x04 \x01(\x04\x12\x30\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07waiting\x18\x06 \x01(\x0b\x32\x1d.ps_protocol.v1.RowWaitNotice\x12/\n\x0bwire_format\x18\x07 \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12\x14\n\x0cstate_wanted\x18\x08 \x01(\x08\x12\x12\n\nin_segment\x18\t \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"\xbc\x01\n\x13\x45xchangeRowsRequest\x12-\n\x04push\x18\x01 \x01(\x0b\x32\x1f.ps_protocol.v1.PushRowsRequest\x12\x30\n\x0eids_in_segment\x18\x02 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x31\n\x0frows_in_segment\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.RowPlace\"\xac\x01\n\x14\x45xchangeRowsResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x30\n\x06pulled\x18\x02 \x01(\x0b\x32 .ps_protocol.v1.PullRowsResponse\x12\x32\n\x0fstaged_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\rRowWaitNotice\x12\x15\n\rawaited_ranks\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"t\n\x10PullTableRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x12\n\ncount_only\x18\x04 \x01(\x08\"\xa5\x01\n\x11PullTableResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12.\n\x07waiting\x18\x04 \x01(\x0b\x32\x1d.ps_protocol.v1.RowWaitNotice\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"m\n\x0eTableBeginning\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x11\n\trow_count\x18\x03 \x01(\x04\x12\x15\n\rwaiting_count\x18\x04 \x01(\x04\x12\x12\n\nwith_state\x18\x05 \x01(\x08\"\xdc\x01\n\x10PushTableRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05table\x18\x02 \x01(\r\x12\x31\n\tbeginning\x18\x03 \x01(\x0b\x32\x1e.ps_protocol.v1.TableBeginning\x12\r\n\x05\x66irst\x18\x04 \x01(\x04\x12\x11\n\trow_count\x18\x05 \x01(\x04\x12\x15\n\rwaiting_count\x18\x06 \x01(\x04\x12\x0c\n\x04last\x18\x07 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"s\n\x11PushTableResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.ResponseHeader\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12\r\n\x05\x62\x65gun\x18\x03 \x01(\x08\x12\x0c\n\x04seed\x18\x04 \x01(\x04*\x99\x01\n\x0bRowPushKind\x12\x1d\n\x19ROW_PUSH_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16ROW_PUSH_KIND_GRADIENT\x10\x01\x12\x1d\n\x19ROW_PUSH_KIND_NO_GRADIENT\x10\x02\x12\x16\n\x12ROW_PUSH_KIND_SKIP\x10\x03\x12\x18\n\x14ROW_PUSH_KIND_ASSIGN\x10\x04\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,32 +35,32 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.rows_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
-  _globals['_ROWPUSHKIND']._serialized_start=2393
-  _globals['_ROWPUSHKIND']._serialized_end=2520
+  _globals['_ROWPUSHKIND']._serialized_start=2414
+  _globals['_ROWPUSHKIND']._serialized_end=2567
   _globals['_ROWPLACE']._serialized_start=131
   _globals['_ROWPLACE']._serialized_end=157
   _globals['_PUSHROWSREQUEST']._serialized_start=160
-  _globals['_PUSHROWSREQUEST']._serialized_end=574
-  _globals['_PUSHROWSRESPONSE']._serialized_start=576
-  _globals['_PUSHROWSRESPONSE']._serialized_end=661
-  _globals['_PULLROWSREQUEST']._serialized_start=664
-  _globals['_PULLROWSREQUEST']._serialized_end=896
-  _globals['_PULLROWSRESPONSE']._serialized_start=899
-  _globals['_PULLROWSRESPONSE']._serialized_end=1232
-  _globals['_EXCHANGEROWSREQUEST']._serialized_start=1235
-  _globals['_EXCHANGEROWSREQUEST']._serialized_end=1423
-  _globals['_EXCHANGEROWSRESPONSE']._serialized_start=1426
-  _globals['_EXCHANGEROWSRESPONSE']._serialized_end=1598
-  _globals['_ROWWAITNOTICE']._serialized_start=1600
-  _globals['_ROWWAITNOTICE']._serialized_end=1654
-  _globals['_PULLTABLEREQUEST']._serialized_start=1656
-  _globals['_PULLTABLEREQUEST']._serialized_end=1772
-  _globals['_PULLTABLERESPONSE']._serialized_start=1775
-  _globals['_PULLTABLERESPONSE']._serialized_end=1940
-  _globals['_TABLEBEGINNING']._serialized_start=1942
-  _globals['_TABLEBEGINNING']._serialized_end=2051
-  _globals['_PUSHTABLEREQUEST']._serialized_start=2054
-  _globals['_PUSHTABLEREQUEST']._serialized_end=2274
-  _globals['_PUSHTABLERESPONSE']._serialized_start=2276
-  _globals['_PUSHTABLERESPONSE']._serialized_end=2391
+  _globals['_PUSHROWSREQUEST']._serialized_end=594
+  _globals['_PUSHROWSRESPONSE']._serialized_start=596
+  _globals['_PUSHROWSRESPONSE']._serialized_end=681
+  _globals['_PULLROWSREQUEST']._serialized_start=684
+  _globals['_PULLROWSREQUEST']._serialized_end=916
+  _globals['_PULLROWSRESPONSE']._serialized_start=919
+  _globals['_PULLROWSRESPONSE']._serialized_end=1252
+  _globals['_EXCHANGEROWSREQUEST']._serialized_start=1255
+  _globals['_EXCHANGEROWSREQUEST']._serialized_end=1443
+  _globals['_EXCHANGEROWSRESPONSE']._serialized_start=1446
+  _globals['_EXCHANGEROWSRESPONSE']._serialized_end=1618
+  _globals['_ROWWAITNOTICE']._serialized_start=1620
+  _globals['_ROWWAITNOTICE']._serialized_end=1674
+  _globals['_PULLTABLEREQUEST']._serialized_start=1676
+  _globals['_PULLTABLEREQUEST']._serialized_end=1792
+  _globals['_PULLTABLERESPONSE']._serialized_start=1795
+  _globals['_PULLTABLERESPONSE']._serialized_end=1960
+  _globals['_TABLEBEGINNING']._serialized_start=1962
+  _globals['_TABLEBEGINNING']._serialized_end=2071
+  _globals['_PUSHTABLEREQUEST']._serialized_start=2074
+  _globals['_PUSHTABLEREQUEST']._serialized_end=2294
+  _globals['_PUSHTABLERESPONSE']._serialized_start=2296
+  _globals['_PUSHTABLERESPONSE']._serialized_end=2411
 # @@protoc_insertion_point(module_scope)

@@ -18,10 +18,12 @@ class RowPushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_PUSH_KIND_GRADIENT: _ClassVar[RowPushKind]
     ROW_PUSH_KIND_NO_GRADIENT: _ClassVar[RowPushKind]
     ROW_PUSH_KIND_SKIP: _ClassVar[RowPushKind]
+    ROW_PUSH_KIND_ASSIGN: _ClassVar[RowPushKind]
 ROW_PUSH_KIND_UNSPECIFIED: RowPushKind
 ROW_PUSH_KIND_GRADIENT: RowPushKind
 ROW_PUSH_KIND_NO_GRADIENT: RowPushKind
 ROW_PUSH_KIND_SKIP: RowPushKind
+ROW_PUSH_KIND_ASSIGN: RowPushKind
 
 class RowPlace(_message.Message):
     __slots__ = ("offset",)
@@ -30,7 +32,7 @@ class RowPlace(_message.Message):
     def __init__(self, offset: _Optional[int] = ...) -> None: ...
 
 class PushRowsRequest(_message.Message):
-    __slots__ = ("worker", "table", "clock", "kind", "first_row", "row_count", "total_row_count", "hyper_parameters", "ranges", "wire_format", "in_segment", "payload")
+    __slots__ = ("worker", "table", "clock", "kind", "first_row", "row_count", "total_row_count", "hyper_parameters", "ranges", "wire_format", "in_segment", "assignment", "payload")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +44,7 @@ class PushRowsRequest(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     table: int
@@ -54,8 +57,9 @@ class PushRowsRequest(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[_types_pb2.DataRange]
     wire_format: _types_pb2.WireFormat
     in_segment: RowPlace
+    assignment: int
     payload: bytes
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[RowPushKind, str]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., total_row_count: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., table: _Optional[int] = ..., clock: _Optional[int] = ..., kind: _Optional[_Union[RowPushKind, str]] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., total_row_count: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[_job_pb2.HyperParameter, _Mapping]]] = ..., ranges: _Optional[_Iterable[_Union[_types_pb2.DataRange, _Mapping]]] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., in_segment: _Optional[_Union[RowPlace, _Mapping]] = ..., assignment: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRowsResponse(_message.Message):
     __slots__ = ("header", "duplicate")

@@ -103,61 +103,71 @@ class RoundAgreement(_message.Message):
     def __init__(self, mean_square: _Optional[float] = ..., square_mean: _Optional[float] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "run", "shard_count")
+    __slots__ = ("spec", "buckets", "run", "shard_count", "coordinator_term")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     run: str
     shard_count: int
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ..., shard_count: _Optional[int] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., run: _Optional[str] = ..., shard_count: _Optional[int] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class CreateJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DropJobRequest(_message.Message):
-    __slots__ = ("job", "run")
+    __slots__ = ("job", "run", "coordinator_term")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class DropJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AddWorkerRequest(_message.Message):
-    __slots__ = ("worker", "clock")
+    __slots__ = ("worker", "clock", "coordinator_term")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     clock: int
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., clock: _Optional[int] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class AddWorkerResponse(_message.Message):
-    __slots__ = ("frontier", "pushed_clock")
+    __slots__ = ("frontier", "pushed_clock", "pushes")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     pushed_clock: int
-    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ...) -> None: ...
+    pushes: _types_pb2.ShardPushes
+    def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., pushes: _Optional[_Union[_types_pb2.ShardPushes, _Mapping]] = ...) -> None: ...
 
 class RemoveWorkerRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "coordinator_term")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class RemoveWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class BeginSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation", "kept_checkpoints", "base_sha256")
+    __slots__ = ("job", "checkpoint", "clock", "run", "refusal_duration", "last_incarnation", "kept_checkpoints", "base_sha256", "coordinator_term")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +176,7 @@ class BeginSnapshotRequest(_message.Message):
     LAST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KEPT_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     BASE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     clock: int
@@ -174,21 +185,24 @@ class BeginSnapshotRequest(_message.Message):
     last_incarnation: int
     kept_checkpoints: _containers.RepeatedScalarFieldContainer[str]
     base_sha256: bytes
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ..., kept_checkpoints: _Optional[_Iterable[str]] = ..., base_sha256: _Optional[bytes] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., clock: _Optional[int] = ..., run: _Optional[str] = ..., refusal_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_incarnation: _Optional[int] = ..., kept_checkpoints: _Optional[_Iterable[str]] = ..., base_sha256: _Optional[bytes] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class BeginSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AwaitSnapshotRequest(_message.Message):
-    __slots__ = ("job", "checkpoint", "run")
+    __slots__ = ("job", "checkpoint", "run", "coordinator_term")
     JOB_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
     checkpoint: str
     run: str
-    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, job: _Optional[str] = ..., checkpoint: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class AwaitSnapshotResponse(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "versions", "stall_duration", "disk", "changes_only")
@@ -209,7 +223,7 @@ class AwaitSnapshotResponse(_message.Message):
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., stall_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk: _Optional[str] = ..., changes_only: _Optional[bool] = ...) -> None: ...
 
 class RestoreJobRequest(_message.Message):
-    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file", "shard_count", "base_files")
+    __slots__ = ("spec", "buckets", "checkpoint", "last_incarnation", "run", "own_file", "shard_count", "base_files", "coordinator_term")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +232,7 @@ class RestoreJobRequest(_message.Message):
     OWN_FILE_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     BASE_FILES_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     spec: _job_pb2.JobSpec
     buckets: _containers.RepeatedScalarFieldContainer[int]
     checkpoint: str
@@ -226,7 +241,8 @@ class RestoreJobRequest(_message.Message):
     own_file: ShardFile
     shard_count: int
     base_files: _containers.RepeatedCompositeFieldContainer[ShardFile]
-    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ..., shard_count: _Optional[int] = ..., base_files: _Optional[_Iterable[_Union[ShardFile, _Mapping]]] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., buckets: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[str] = ..., last_incarnation: _Optional[int] = ..., run: _Optional[str] = ..., own_file: _Optional[_Union[ShardFile, _Mapping]] = ..., shard_count: _Optional[int] = ..., base_files: _Optional[_Iterable[_Union[ShardFile, _Mapping]]] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class ShardFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "disk", "checkpoint")
@@ -253,12 +269,14 @@ class RestoreJobResponse(_message.Message):
     def __init__(self, versions: _Optional[_Union[VersionRange, _Mapping]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class GetCommittedDataRequest(_message.Message):
-    __slots__ = ("job", "run")
+    __slots__ = ("job", "run", "coordinator_term")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+    coordinator_term: int
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class GetCommittedDataResponse(_message.Message):
     __slots__ = ("loaders", "trains_buckets")
@@ -269,8 +287,10 @@ class GetCommittedDataResponse(_message.Message):
     def __init__(self, loaders: _Optional[_Iterable[_Union[CommittedData, _Mapping]]] = ..., trains_buckets: _Optional[bool] = ...) -> None: ...
 
 class GetShardStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("coordinator_term",)
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
+    coordinator_term: int
+    def __init__(self, coordinator_term: _Optional[int] = ...) -> None: ...
 
 class GetShardStatusResponse(_message.Message):
     __slots__ = ("jobs", "process", "figures")

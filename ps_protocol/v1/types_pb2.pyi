@@ -34,6 +34,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNREACHABLE: _ClassVar[ErrorReason]
     ERROR_REASON_UNTRUSTED: _ClassVar[ErrorReason]
     ERROR_REASON_JOB_FINISHED: _ClassVar[ErrorReason]
+    ERROR_REASON_FINISHED_WITHOUT: _ClassVar[ErrorReason]
+    ERROR_REASON_DEPOSED: _ClassVar[ErrorReason]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -80,6 +82,8 @@ ERROR_REASON_FORBIDDEN: ErrorReason
 ERROR_REASON_UNREACHABLE: ErrorReason
 ERROR_REASON_UNTRUSTED: ErrorReason
 ERROR_REASON_JOB_FINISHED: ErrorReason
+ERROR_REASON_FINISHED_WITHOUT: ErrorReason
+ERROR_REASON_DEPOSED: ErrorReason
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType
@@ -137,6 +141,24 @@ class ShardMap(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
     bucket_shards: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., bucket_shards: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ShardPushes(_message.Message):
+    __slots__ = ("shard", "pushed_clock", "further")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    pushed_clock: int
+    further: _containers.RepeatedCompositeFieldContainer[FurtherPush]
+    def __init__(self, shard: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., further: _Optional[_Iterable[_Union[FurtherPush, _Mapping]]] = ...) -> None: ...
+
+class FurtherPush(_message.Message):
+    __slots__ = ("clock", "parts")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, clock: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DataRange(_message.Message):
     __slots__ = ("loader", "pass_number", "start", "stop")

@@ -20,9 +20,11 @@ shards.py       The shards as the coordinator knows them: what it asks of one, a
 held_jobs.py    What shards hold, beside what the coordinator knows: jobs that only one of the two has
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
+charge.py       Whether a coordinator is still in charge: another one may have taken its lease over
 runs.py         The identity of each run of a job
 ended_jobs.py   The jobs that are over: why, and which of them have finished
 events.py       What happened lately, for people who watch
+job_script.py   What the script of one job has set that is the job's, for workers that join late
 heard.py        What the workers of one job have measured, as their last heartbeats said
 policy.py       When checkpoints are made, where they go, and how many are kept
 saved_job.py    A job as a coordinator saves it, and as the next one resumes it

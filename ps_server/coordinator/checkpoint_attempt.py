@@ -275,7 +275,7 @@ class CheckpointAttempt:
 
     def _stands_still(self) -> bool:
         """Whether no worker can be in a step: there is none, or training has not begun. One that evaluates comes."""
-        return self._job.members.empty() or not self._job.members.roster()[2]
+        return self._job.members.stand_still()
 
     def _make_standing(self) -> Steps[None]:
         """Takes each bucket as it is. In sync that will do if all are at one version: then training stands still."""

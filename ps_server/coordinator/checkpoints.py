@@ -119,6 +119,7 @@ class JobCheckpoints:
             yield from self._await_due()
             started, asked = self._clock.now(), self._requests.asked
             error: PSError | None = None
+            self._job.cluster.events.told("checkpoint begun", self._spec.name, "a checkpoint is begun")
             try:
                 yield from self._next_attempt().make()
                 self._progress.seconds, self._progress.at = self._clock.now() - started, self._clock.now()
@@ -135,7 +136,9 @@ class JobCheckpoints:
                 error = CheckpointFailed("the coordinator met an error; its log says more")
                 note_error("checkpoints")
             if error is not None:
-                self._job.cluster.events.note("checkpoint", self._spec.name, f"no checkpoint: {error}")
+                self._job.cluster.events.note(
+                    "checkpoint", self._spec.name, f"no checkpoint: {error}", "checkpoint failed"
+                )
                 self._progress.failed += 1
                 yield from self._requests.pause(self._clock.now, self._timing.checkpoint_look * 4)
             with self._changed:
@@ -203,6 +206,17 @@ class JobCheckpoints:
             return self._states.of(rank)
         except CheckpointDamaged as error:
             log.error("job %s: worker %d goes on without its state: %s", self._spec.name, rank, error)
+            return None
+
+    def newest_state(self, above: int) -> tuple[int, bytes] | None:
+        """Returns the newest state that a worker of any rank has left behind, or that the last checkpoint has.
+
+        above: only of a clock above this one
+        """
+        try:
+            return self._states.newest(above)
+        except CheckpointDamaged as error:
+            log.error("job %s: a worker that joins late goes on without the job's schedule: %s", self._spec.name, error)
             return None
 
     def abandon(self) -> None:
@@ -306,6 +320,13 @@ class JobCheckpoints:
             self.request(seconds, standing, last)
         except PSError as error:
             log.warning("job %s: ends without a last checkpoint: %s", self._spec.name, error)
+
+    def last_made_at(self) -> float | None:
+        """Returns when the last checkpoint was complete, in seconds since 1970; None where nobody knows."""
+        last = self._progress.last
+        with contextlib.suppress(PSError, OSError):
+            return None if last is None else self._job.checkpointing.store.made_at(self._spec.name, last.name)
+        return None
 
     def statistics(self) -> CheckpointStatistics:
         """Returns how many checkpoints there were, and what the last one is."""

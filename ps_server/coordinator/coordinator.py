@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -25,10 +24,12 @@ from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLate
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
+from ps_runtime.pools import Pool
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.cluster import Checkpointing, Cluster
-from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob
+from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.held_jobs import HeldJobs, Run
@@ -60,6 +61,7 @@ class Coordinator:
     policy:   where checkpoints go and when they are made; None: there are none
     make_executor: makes what calls to shards run in
     disk:     what all files are written with and read from
+    charge:   whether it is in charge, which `connect` may share
     events:   what happened lately
     ended:    the jobs that are over
     held_jobs: compares them with what shards hold
@@ -74,17 +76,19 @@ class Coordinator:
         policy: CheckpointPolicy | None = None,
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
-        make_executor: MakeExecutor = ThreadPoolExecutor,
+        make_executor: MakeExecutor = Pool,
         disk: Files | None = None,
+        charge: Charge | None = None,
     ) -> None:
         self.lease = lease
-        clock = clock or Clock()
-        shards = Shards(shard_count, connect, make_executor, timing, clock)
+        clock, self.charge = clock or Clock(), charge or Charge()
+        shards = Shards(shard_count, connect, make_executor, timing, clock, self.charge)
         self._state_file, checkpointing = None, None
         if policy is not None:
             disk = disk or files_of(policy.directory)
             self._state_file = StateFile(policy.directory, disk)
             checkpointing = Checkpointing.open(policy, disk, clock.since_1970(), limits)
+            self.charge.begin(self._state_file)
         self.events = EventLog(clock)
         self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
@@ -137,6 +141,8 @@ class Coordinator:
 
     def recover_jobs(self) -> None:
         """Rolls back the jobs of which a shard lost its part, each beside the others."""
+        if self.charge.lost:
+            return
         for name, job in self.jobs().items():
             if job.lost():
                 self._background.apart("recovery", name, partial(job.recover, self._recovery))
@@ -176,8 +182,8 @@ class Coordinator:
             return dict(self._jobs)
 
     def job(self, name: str, run: str = "") -> CoordinatedJob:
-        """Returns a job. Raises NotFound, saying why it ended if that is known, JobFinished if the run has finished,
-        RunEnded if another run has its name.
+        """Returns a job. Raises NotFound, saying why it ended if that is known, FinishedWithout if the run has
+        finished, RunEnded if another run has its name.
 
         run: that the caller belongs to; empty: any
         """
@@ -205,6 +211,7 @@ class Coordinator:
         Hyper-parameters that it leaves out have their defaults.
         """
         limits, shards = self._cluster.limits, self._cluster.shards
+        self.charge.check()
         check_job_spec(replace(spec, bucket_bytes=spec.bucket_bytes or MAX_BUCKET_BYTES), limits)
         check_memory_place(memory_place)
         spec = with_defaults(spec)
@@ -224,6 +231,7 @@ class Coordinator:
             differs = difference(known.spec, spec)
             if differs is not None:
                 raise JobMismatch(f"job {spec.name!r} exists and differs: {differs}")
+            self._check_not_waiting(known, launch)
             if known.life.has_ended:
                 raise try_soon(f"job {spec.name!r} ends at this moment")
             return known, False
@@ -244,6 +252,21 @@ class Coordinator:
         log.info("job %s: %s, %d bytes in %s", spec.name, spec.mode, size, buckets)
         self.events.note("started", spec.name, f"the job begins: {spec.mode}, {size} bytes in {buckets}")
         return job, True
+
+    def _check_not_waiting(self, job: CoordinatedJob, launch: str) -> None:
+        """Raises where a job only waits for workers that may come back: JobFinished for a launch that took part, whose
+        last worker was done; TryLater for another launch, which begins the job anew.
+
+        A process that comes back to its own place registers nothing.
+        """
+        attendance, name = job.members.attendance, job.spec.name
+        if not job.absent_awaited():
+            return
+        if launch not in attendance.launches:
+            self._background.apart("finished", name, partial(job.finish, wait=False))
+            raise try_soon(f"job {name!r} ends at this moment")
+        if attendance.is_done:
+            raise has_finished(name, attendance.left_at)
 
     def _resume_jobs(self) -> None:
         """Resumes the jobs that ran when a coordinator with this directory ended."""
@@ -321,6 +344,7 @@ class Coordinator:
         if request.metrics_address:
             check_address(request.metrics_address, "where metrics are served")
         self._check_not_draining()
+        self.charge.check()
         job = self.job(name, request.run)
         self._cluster.shards.all()  # or it is too early
         rolling_back = self._recovery.progress(name) if self._recovery is not None else None
@@ -345,6 +369,7 @@ class Coordinator:
         state: its clock and its own state then
         done:  its script has come to its end
         """
+        self.charge.check()
         job = self._jobs.get(name)
         return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from ps_protocol.errors import JobFinished, NotFound
+from ps_protocol.errors import FinishedWithout, JobFinished, NotFound
 
 JOBS_KEPT = 64  # of each kind; the first to end are forgotten
 
@@ -53,15 +53,17 @@ class EndedJobs:
         with self._lock:
             finished = self._finished.get(name)
             if finished is not None and launch and launch in finished.launches:
-                raise _error(name, finished)
+                raise has_finished(name, finished.at)
 
     def error(self, name: str, run: str) -> NotFound | None:
-        """Returns what a worker of a run is told for which no job is there; None: it did not end here. run: may be
-        empty"""
+        """Returns what a worker of a run is told for which no job is there; None: it did not end here.
+
+        run: may be empty. One that names the run that has finished had a place in it, and was away when it finished
+        """
         with self._lock:
             finished, why = self._finished.get(name), self._why.get(name)
         if finished is not None and run == finished.run:
-            return _error(name, finished)
+            return _finished_without(name, finished.at)
         return NotFound(f"job {name!r} ended: {why}") if why else None
 
     def ended(self, name: str, why: str, finished: FinishedJob | None) -> None:
@@ -99,9 +101,20 @@ class EndedJobs:
             return self._finished.pop(name, None) is not None
 
 
-def _error(name: str, finished: FinishedJob) -> JobFinished:
-    at = datetime.fromtimestamp(finished.at, timezone.utc).isoformat(" ", "seconds")
+def has_finished(name: str, at: float) -> JobFinished:
+    """Returns what a process is told that comes late. at: when the last worker was done, in seconds since 1970"""
     return JobFinished(
-        f"job {name!r} has finished: its last worker was done at {at}, so there is nothing to do for a worker of the "
-        f"same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"
+        f"job {name!r} has finished: its last worker was done at {_date(at)}, so there is nothing to do for a worker "
+        f"of the same launch. Another launch begins the job anew; so does this one after `ps-server end --job {name}`"
     )
+
+
+def _finished_without(name: str, at: float) -> FinishedWithout:
+    return FinishedWithout(
+        f"job {name!r} finished at {_date(at)} while this worker was away, and its weights are gone: what this worker "
+        "had still to do is not done. `ps-server --absence-seconds` says for how long a job waits for such a worker"
+    )
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(" ", "seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -45,11 +46,13 @@ class EventLog:
         self._clock = clock
         self._lock = Lock()
         self._events: list[Event] = []
+        self.told: Callable[[str, str, str], object] = lambda kind, job, text: None  # of each: kind, job and text
         self._last = 0
 
-    def note(self, kind: str, job: str, text: str) -> None:
-        """Keeps an event."""
+    def note(self, kind: str, job: str, text: str, told_as: str = "") -> None:
+        """Keeps an event. told_as: its kind for the audit log, where that is another one."""
         text = text[:MOST_CHARACTERS]
+        self.told(told_as or kind, job, text)
         with self._lock:
             self._last += 1
             before = self._same(kind, job, text)

@@ -1,4 +1,4 @@
-"""Ends leases that have run out, and jobs that their workers have deserted.
+"""Ends leases that have run out, and jobs that wait for no worker any more, or that their workers have deserted.
 
 A coordinator that stood still itself (its machine was suspended, its process stopped) has heard no heartbeat meanwhile:
 that ends no lease.
@@ -41,8 +41,12 @@ class Expiry:
 
     def look(self) -> None:
         """Takes off the workers whose lease ran out, and ends the jobs that have had no worker for too long."""
+        if self._cluster.shards.charge.lost:
+            return  # their heartbeats go to another coordinator
         for name, job in self._jobs().items():
             guarded("leases", job.expire)
+            if job.ends_soon:
+                self._background.apart("finished", name, job.finish)
             timing = self._cluster.timing
             limit = timing.deserted if job.members.ever_joined() else timing.unjoined
             if job.life.deserted_for(job.members.empty(without_awaited=True)) > limit:

@@ -1,4 +1,4 @@
-"""What the workers of one job have measured, as their last heartbeats said."""
+"""What the workers of one job have measured, as their last heartbeats said, and those that are done when they left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ class HeardFigures:
     def __init__(self) -> None:
         self._lock = Lock()
         self._heard: dict[int, tuple[int, WorkerFigures]] = {}  # by rank
+        self._done: dict[int, WorkerFigures] = {}  # by rank
 
     def heard(self, rank: int, incarnation: int, figures: WorkerFigures) -> None:
         """Takes what a live worker says."""
         with self._lock:
             self._heard[rank] = incarnation, figures
+            self._done.pop(rank, None)
+
+    def done(self, rank: int, figures: WorkerFigures) -> None:
+        """Takes what a worker says that leaves, because its script has come to its end."""
+        with self._lock:
+            self._done[rank] = figures
+
+    def of_done(self) -> Mapping[int, WorkerFigures]:
+        """Returns the last figures of the workers that are done, by rank."""
+        with self._lock:
+            return dict(self._done)
 
     def of(self, workers: Collection[tuple[int, int]]) -> Mapping[tuple[int, int], WorkerFigures]:
         """Returns the figures of workers, by rank and incarnation; forgets those of all others."""

@@ -53,6 +53,8 @@ class HeldJobs:
 
     def compare(self) -> None:
         """Tells shards to drop the jobs that the coordinator does not know. Ends the jobs that shards have dropped."""
+        if self._shards.charge.lost:
+            return
         dropped: set[Run] = set()
         for index, shard in self._shards.known().items():
             expected = {(name, job.placed.run) for name, job in self._jobs().items() if _is_held(job, shard)}

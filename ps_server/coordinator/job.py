@@ -1,6 +1,6 @@
 """A job, as its coordinator knows it. All that happens to it is a method here.
 
-    workers come and go:        join, leave, expire
+    workers come and go:        join, leave, expire, finish
     while they train:           members.heartbeat, data.lease, rounds.gather_values, look_at_rounds, save_worker_state
                                 checkpoint
     a shard loses its part:     lost, recover
@@ -25,6 +25,7 @@ from typing import Any
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_runtime.dates import described
 from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.checkpoints import JobCheckpoints
@@ -32,16 +33,18 @@ from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
+from ps_server.coordinator.job_script import JobScript
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
+from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinRequest, JoinResult, Member, Membership, WorkerProcess
+from ps_server.core.membership import Continued, JoinRequest, JoinResult, Member, Membership, WorkerProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -52,7 +55,7 @@ log = logging.getLogger("ps_server")
 class CoordinatedJob:
     """One job. Methods may be called from any thread and raise PSError; so may those of its parts.
 
-    members, data, rounds, accounting, watchers, figures, life: its parts
+    members, data, rounds, accounting, watchers, figures, script, life: its parts
     checkpoints: what makes them; None where there are none
     placed:    the job, and which shard holds which bucket
     shard_processes: by shard, the process that holds the job's part: where another one serves the shard now, it is lost
@@ -76,7 +79,7 @@ class CoordinatedJob:
         self.members = JobMembers(
             spec.name,
             placed.run,
-            membership or Membership(spec.world_size, cluster.lease),
+            membership or Membership(spec.world_size, cluster.lease, absence=cluster.timing.absence),
             cluster,
             pending_removals,
             restore_count,
@@ -92,6 +95,8 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.announced)
         self.figures = HeardFigures()
+        in_step = spec.consistency.one_clock and spec.consistency.quorum is None
+        self.script = JobScript(self.members, in_step, self._saved_script, self.watchers.tell)
         self.life = Lifecycle(spec.name, cluster.clock)
         self._troubles = Troubles(log, "rollback")
 
@@ -133,6 +138,7 @@ class CoordinatedJob:
             lost_steps=self.accounting.lost_steps,
             redone_steps=self.accounting.redone_steps,
             rejoining=self.members.rejoining(),
+            absent=tuple(member.rank for member in self.absent_awaited()),
             rolling_back=self.life.is_rolling_back or bool(self.lost()),
             workers=tuple(members),
             now=self._cluster.clock.now(),
@@ -148,6 +154,7 @@ class CoordinatedJob:
 
     def _announce(self) -> None:
         """Tells the watchers, and the workers in a round, which workers are live now."""
+        self.script.workers_changed()
         self.watchers.tell()
         self.rounds.changed()
 
@@ -160,6 +167,7 @@ class CoordinatedJob:
         are still live, see Membership.rivals, where a shard does not answer, and where the disk does not take the
         coordinator's file: a coordinator that came back would not know of the worker that the shards count.
         """
+        continued = self._continued(request)
         try:
             with self.life.deciding():
                 self.life.check_open(self.lost())
@@ -173,7 +181,7 @@ class CoordinatedJob:
             raise
         if reservation is None:
             assert repeated is not None
-            return self._result(repeated, request)
+            return self._result(repeated, request, continued)
         try:
             self._registry.save_ahead()
         except BaseException:
@@ -184,7 +192,8 @@ class CoordinatedJob:
             with self.life.deciding():
                 self.life.check_open(self.lost())
                 member = self.members.admit(reservation, request, counted)
-                self.accounting.joined(member.rank, member.clock, None if request.previous is None else request.clock)
+                before = None if request.previous is None else request.clock
+                self.accounting.joined(member.rank, member.clock, before, member.pushed)
         except BaseException:
             self._abort_join(reservation)
             raise
@@ -193,12 +202,43 @@ class CoordinatedJob:
         member = self.members.begin_lease(member)
         self._announce()
         _log_join(self.spec.name, member, reservation.older, request)
+        self._tell_of_waits()
         for kind, text in _described_join(member, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
-        result = self._result(member, request)
+        if continued is not None and member.clock:
+            self._tell_of_continuing(member, continued)
+        result = self._result(member, request, continued)
         if self.checkpoints is not None:
             self.checkpoints.joined(member.rank)
         return result
+
+    def _tell_of_waits(self) -> None:
+        """Says once for whom the first worker waits that has come back after all were gone."""
+        awaited = self.members.newly_awaited()
+        if awaited:
+            ranks = ranks_text(awaited)
+            log.warning("job %s: no worker was left: it waits for %s to join again", self.spec.name, ranks)
+            self._cluster.events.note("lost", self.spec.name, f"no worker was left: the job waits for {ranks}")
+
+    def _continued(self, request: JoinRequest) -> Continued | None:
+        """Returns what a worker goes on with whose launch has taken no part in the job yet."""
+        attendance = self.members.attendance
+        if request.previous is not None or not request.launch or request.launch in attendance.launches:
+            return None
+        placed, live = self.placed, len(self.members.all())
+        run = placed.continues[0] if placed.continues is not None else placed.run
+        trained = self.checkpoints.last_made_at() if self.checkpoints is not None else None
+        if live or attendance.has_been:
+            silent = self.life.deserted_for(self.members.empty(without_awaited=True))
+            trained = self._cluster.clock.since_1970() - silent
+        return Continued(began_at(run), trained, live)
+
+    def _tell_of_continuing(self, member: Member, continued: Continued) -> None:
+        text = (
+            f"a new launch continues the job at clock {member.clock}: {described(continued.began, continued.trained)}"
+        )
+        log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
+        self._cluster.events.note("join", self.spec.name, text)
 
     def _abort_join(self, reservation: Reservation) -> None:
         fenced = self.members.abort(reservation)
@@ -207,11 +247,14 @@ class CoordinatedJob:
         if fenced:
             self._announce()
 
-    def _result(self, member: Member, request: JoinRequest) -> JoinResult:
+    def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinResult:
         is_new = request.previous is None
         state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
-        return JoinResult(member, member.clock, list(placed.placement), self.members.restore_count, state, placed.run)
+        restore_count = self.members.restore_count
+        if not member.clock:
+            continued = None
+        return JoinResult(*(member, member.clock, list(placed.placement), restore_count, state, placed.run, continued))
 
     def leave(
         self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None, done: bool = False
@@ -237,14 +280,37 @@ class CoordinatedJob:
         self._remove(member)
         self._registry.save()
         self.members.removals.tell()
-        return self._finish()
+        return self.finish()
 
-    def _finish(self) -> bool:
-        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this."""
+    def absent_awaited(self) -> tuple[Member, ...]:
+        """Returns the workers for whose return the job waits before it ends, as all others have left; else none."""
+        return self.members.absent() if self.members.attendance.waits else ()
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether the job has waited for workers that may come back, and there are none any more."""
+        return self.members.attendance.waits and not self.members.absent()
+
+    def finish(self, wait: bool = True) -> bool:
+        """Ends the job if its last worker has left; returns whether it has. A rollback ends first, and calls this.
+
+        A worker that was taken off as silent may live, in the middle of its script: it is to find the weights when it
+        comes back, and its script is to come to its end. So the job waits for it, if it was taken off not long ago.
+        wait: False: it does not
+        """
         with self.life.deciding():
             if not (self.members.attendance.has_left and self.members.empty()) or not self.life.is_running:
                 return False
-            self.life.begin(Phase.ENDING)
+            if self._cluster.shards.charge.lost:
+                return False
+            absent = self.members.absent()
+            begins_to_wait = bool(absent) and wait and self.members.attendance.wait()
+            if not absent or not wait:
+                self.life.begin(Phase.ENDING)
+        if begins_to_wait:
+            self._tell_wait(absent)
+        if absent and wait:
+            return False
         try:
             if self.checkpoints is not None:
                 self.checkpoints.request_last(self._cluster.timing.last_checkpoint)
@@ -252,6 +318,16 @@ class CoordinatedJob:
             attendance, now = self.members.attendance, self._cluster.clock.since_1970()
             self.end(finished=FinishedJob(self.placed.run, attendance.launches, now) if attendance.is_done else None)
         return True
+
+    def _tell_wait(self, absent: tuple[Member, ...]) -> None:
+        """Says that the job waits for workers that may come back, and keeps it on disk."""
+        seconds = max(member.expires for member in absent) - self._cluster.clock.now()
+        who = ranks_text([member.rank for member in absent])
+        were = "was" if len(absent) == 1 else "were"
+        text = f"all others have left: it waits up to {seconds:.0f} s for {who}, which {were} silent and may come back"
+        log.info("job %s: %s", self.spec.name, text)
+        self._cluster.events.note("waits", self.spec.name, text)
+        self._registry.save()
 
     def _remove(self, member: Member) -> None:
         """Has what a worker that left, or was taken off, keeps from others go to them."""
@@ -277,6 +353,9 @@ class CoordinatedJob:
                 for rank in late:
                     self.accounting.give_up(rank)
             self._announce()
+        self.members.forget_absent()
+        if self.members.doubt_is_over():
+            self._announce()
         expired, ended = self.members.take_gone(process)
         silent = f"no sign of life for {self._cluster.lease:g} s"
         for member, why in (*((each, silent) for each in expired), *((each, "its process ended") for each in ended)):
@@ -296,6 +375,8 @@ class CoordinatedJob:
         seconds = self.life.deserted_for(self.members.empty(without_awaited=True))
         with self.life.deciding():
             if not self.members.empty(without_awaited=True) or not self.life.is_running:
+                return
+            if self._cluster.shards.charge.lost:
                 return
             self.life.begin(Phase.ENDING)
         try:
@@ -330,6 +411,9 @@ class CoordinatedJob:
         self.members.check(rank, incarnation, key)
         if self.checkpoints is not None:
             self.checkpoints.save_state(rank, clock, state)
+
+    def _saved_script(self, above: int) -> tuple[int, bytes] | None:
+        return self.checkpoints.newest_state(above) if self.checkpoints is not None else None
 
     def checkpoint(self, seconds: float = math.inf) -> Manifest:
         """Makes a checkpoint now; see JobCheckpoints.request. Raises NoCheckpoints where there are none.
@@ -376,7 +460,7 @@ class CoordinatedJob:
         if reason:
             self.end(reason)
         else:
-            self._finish()
+            self.finish()
 
     def _rollback(self, recovery: Recovery, shards: Mapping[int, RegisteredShard], lost: list[int]) -> None:
         """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""
@@ -392,6 +476,8 @@ class CoordinatedJob:
             for rank in heard.keys() - {member.rank for member in members}:
                 self.accounting.give_up(rank)  # it has left meanwhile
         self.continue_from(restored, back)
+        if everywhere:
+            self.script.forget()
         log.warning(
             "job %s: rolled back to checkpoint %s, clock %d; %d workers are to join again",
             *(self.spec.name, restored.manifest.name, restored.manifest.clock, len(members)),

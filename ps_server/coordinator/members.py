@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
 from ps_server.coordinator.attendance import Attendance
@@ -27,8 +27,7 @@ from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.commands import Counted
-from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess, check_key
+from ps_server.core.membership import Counted, JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -53,6 +52,15 @@ class _OnDisk:
         ranks = [rank for rank, each in membership.members.items() if each.incarnation not in self.unsaved]
         self._started = membership.started and (self._started or not self.unsaved)
         return sorted(ranks), membership.world_size, self._started
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How far the job is when all shards count a worker. clock: from which on they do; the others as in Member"""
+
+    clock: int
+    pushed: int | None
+    on_shards: Mapping[int, Counted]
 
 
 class JobMembers:
@@ -117,9 +125,32 @@ class JobMembers:
             return [members[rank] for rank in sorted(members)]
 
     def rejoining(self) -> tuple[int, ...]:
-        """Returns the ranks that are expected to join again after a rollback."""
+        """Returns the ranks that are expected to join again, after a rollback or because no worker was left."""
         with self._lock:
             return tuple(sorted(self._membership.rejoining))
+
+    def absent(self) -> tuple[Member, ...]:
+        """Returns the workers that were taken off as silent and may come back, by rank; `expires`: until when."""
+        with self._lock:
+            return tuple(member for _, member in sorted(self._membership.absent.items()))
+
+    def done(self) -> tuple[int, ...]:
+        """Returns the ranks whose workers have left because their scripts had come to their ends."""
+        with self._lock:
+            return tuple(sorted(self._membership.done))
+
+    def stand_still(self) -> bool:
+        """Whether no worker can be in a step: there is none, or training has not begun."""
+        with self._lock:
+            membership = self._membership
+            return not (membership.members or membership.rejoining or self._joining) or not (
+                membership.started or membership.in_doubt
+            )
+
+    def newly_awaited(self) -> tuple[int, ...]:
+        """Returns the ranks that the job waits for because no worker was left, once; later none."""
+        with self._lock:
+            return self._membership.newly_awaited()
 
     def last_incarnation(self) -> int:
         """Returns the last incarnation that was given out."""
@@ -174,7 +205,7 @@ class JobMembers:
             if self._closed:
                 raise TryLater("the cluster is stopping")
             membership = self._membership
-            rank = membership.claim(rank, request, self._joining.ranks())
+            rank = membership.claim(rank, request, self._joining.ranks(), self._clock.now())
             rivals = membership.rivals(rank, request, self._clock.now())
             if rivals is not None:
                 raise refusal(self._name, rivals, request, membership.lease)
@@ -201,7 +232,7 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> Counted:
+    def count(self, reservation: Reservation) -> Joined:
         """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
 
         Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
@@ -228,9 +259,10 @@ class JobMembers:
             # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
             raise TryLater(f"job {self._name!r}: {error}") from None
         pushed = [counted.pushed for counted in each if counted.pushed is not None]
-        return Counted(clock, min(pushed, default=None))
+        on_shards = {shard.index: counted for shard, counted in zip(shards, each, strict=True)}
+        return Joined(clock, min(pushed, default=None), on_shards)
 
-    def admit(self, reservation: Reservation, request: JoinRequest, counted: Counted) -> Member:
+    def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater
         if the job was rolled back.
         """
@@ -246,8 +278,9 @@ class JobMembers:
                     rank=rank,
                     incarnation=reservation.incarnation,
                     expires=self._clock.now() + self._membership.lease,
-                    clock=counted.frontier,
-                    pushed=counted.pushed,
+                    clock=joined.clock,
+                    pushed=joined.pushed,
+                    on_shards=joined.on_shards,
                     pid=request.pid,
                     host=request.host,
                     metrics_address=request.metrics_address,
@@ -255,7 +288,9 @@ class JobMembers:
                     attempt=request.attempt,
                     launch=request.launch,
                     since=self._clock.since_1970(),
-                )
+                ),
+                request.launch_ranks,
+                is_back=request.previous is not None,
             )
             return self._membership.members[rank]
 
@@ -280,7 +315,8 @@ class JobMembers:
         older = reservation.older
         with self._lock:
             self._joining.drop(reservation)
-            fenced = older is not None and self._membership.leave(older.rank, older.incarnation)
+            now = self._clock.now()
+            fenced = older is not None and self._membership.leave(older.rank, older.incarnation, now, expired=True)
             if older is not None and fenced:
                 self._fenced[older.rank] = older
         self.removals.add((reservation.rank, reservation.incarnation))
@@ -306,12 +342,13 @@ class JobMembers:
         """
         with self._lock:
             self._fenced.pop(rank, None)
-            for members in (self._membership.members, self._membership.away):
+            for members in (self._membership.members, self._membership.away, self._membership.absent):
                 member = members.get(rank)
                 if member is not None and member.incarnation == incarnation:
                     check_key(rank, key, member.key)
-                    self.attendance.left(done)
-                    return member, self._membership.leave(rank, incarnation)
+                    self.attendance.left(done, self._clock.since_1970())
+                    self._membership.absent.pop(rank, None)
+                    return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
             return None
 
     def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
@@ -319,10 +356,17 @@ class JobMembers:
         with self._lock:
             now = self._clock.now()
             ended = self._membership.ended(process, now) if process is not None else []
-            expired = [member for member in self._membership.expired(now) if member not in ended]
-            for member in (*expired, *ended):
-                self._membership.leave(member.rank, member.incarnation)
+            for member in ended:
+                self._membership.leave(member.rank, member.incarnation, now, expired=True)
+            expired = self._membership.take_silent(now)
+            if expired or ended:
+                self.attendance.lost()
             return expired, ended
+
+    def forget_absent(self) -> list[int]:
+        """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
+        with self._lock:
+            return self._membership.forget_absent(self._clock.now())
 
     def postpone(self, seconds: float) -> None:
         """Gives all workers more time for a sign of life."""
@@ -333,6 +377,11 @@ class JobMembers:
         """Drops the workers that did not rejoin in time after a rollback. Returns their ranks."""
         with self._lock:
             return self._membership.stop_waiting(self._clock.now())
+
+    def doubt_is_over(self) -> bool:
+        """Returns whether a worker has turned out to live, after it seemed that none was left: see Membership."""
+        with self._lock:
+            return self._membership.doubt_is_over()
 
     def rollback(self, everywhere: bool, last_incarnation: int) -> list[Member]:
         """Takes all workers off, and expects them to join again. Makes void what joins at this moment. Returns them.

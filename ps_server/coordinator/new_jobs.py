@@ -113,7 +113,8 @@ class NewJobs:
         self.runs.making(spec.name, placed.run)
         restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
         manifest = restored.manifest
-        membership = Membership(spec.world_size, self._cluster.lease, last_incarnation=restored.last_incarnation)
+        lease, absence = self._cluster.lease, self._cluster.timing.absence
+        membership = Membership(spec.world_size, lease, last_incarnation=restored.last_incarnation, absence=absence)
         job = CoordinatedJob(
             replace(placed, continues=(manifest.run, manifest.name)),
             {},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.convert import job_spec_from_data
@@ -25,6 +25,7 @@ from ps_server.core.placement import PlacedJob
 from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
+from ps_server.storage.checkpoints import PASSED_OVER, last_whole
 from ps_server.storage.manifest import Manifest
 
 log = logging.getLogger("ps_server")
@@ -133,23 +134,26 @@ class Recovery:
         missing that the last one is on: the same call may be made again.
         """
         name = job.spec.name
-        for manifest in self._candidates(job, any_run):
-            rollback = self._next(name, job.run, manifest.name, max(last_incarnation, manifest.last_incarnation))
-            try:
-                own = {shard.index: _own_files(job, manifest, shard.index) for shard in shards}
-                reached = self._restore_shards(job, shards, rollback, own)
-                for worker in manifest.workers.values():  # whole, too; read again when a worker asks for its own
-                    self._store.read_worker(name, manifest.name, worker.part)
-                failpoint("restore-half-done")
-            except CheckpointDamaged as error:
-                self._pass_over(name, manifest.name, error)
-                continue
-            for unfinished in self._store.unfinished(name, manifest.name):
-                self._count(RecoveryStatistics(unfinished=1))
-                log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
-            self._count(RecoveryStatistics(restored=1))
+
+        def take(checkpoint: str) -> Restored | None:
+            manifest = self._candidate(job, checkpoint, any_run)
+            if manifest is None:
+                return None
+            rollback = self._next(name, job.run, checkpoint, max(last_incarnation, manifest.last_incarnation))
+            own = {shard.index: _own_files(job, manifest, shard.index) for shard in shards}
+            reached = self._restore_shards(job, shards, rollback, own)
+            self._store.check_workers(name, manifest)  # read again when a worker asks for its own
+            failpoint("restore-half-done")
             return Restored(manifest, reached, rollback.incarnation)
-        raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
+
+        found = last_whole(self._store.names(name), take, lambda *damaged: self._pass_over(name, *damaged))
+        if found is None:
+            raise NoCheckpoints(f"job {name!r}: there is no checkpoint that can be used")
+        for unfinished in self._store.unfinished(name, found.manifest.name):
+            self._count(RecoveryStatistics(unfinished=1))
+            log.warning("job %s: checkpoint %s was not completed: it has no manifest", name, unfinished)
+        self._count(RecoveryStatistics(restored=1))
+        return found
 
     def _next(self, job: str, run: str, checkpoint: str, last_incarnation: int) -> Rollback:
         """Returns the rollback to a checkpoint: the last one, if that was to the same, and no worker came since.
@@ -191,27 +195,23 @@ class Recovery:
         finally:
             del self._under_way[job.spec.name]
 
-    def _candidates(self, job: PlacedJob, any_run: bool) -> Iterator[Manifest]:
-        """Yields the job's checkpoints, the last one first."""
-        for name in reversed(self._store.names(job.spec.name)):
-            try:
-                manifest = self._store.manifest(job.spec.name, name)
-            except VersionMismatch:
-                if any_run:
-                    raise  # it would be lost behind what is made from an older one
-                continue  # not one of this run
-            except CheckpointDamaged as error:
-                self._pass_over(job.spec.name, name, error)
-                continue
-            if not any_run and not job.owns(manifest.run, name):
-                continue
-            differs = difference(with_defaults(job_spec_from_data(manifest.job)), job.spec)
-            if differs is not None:
-                raise JobMismatch(
-                    f"job {job.spec.name!r} differs from its checkpoint {name}: {differs} (the registered one is the "
-                    "checkpoint's). Without --restore, or under another name, the job begins anew"
-                )
-            yield manifest
+    def _candidate(self, job: PlacedJob, name: str, any_run: bool) -> Manifest | None:
+        """Returns a checkpoint of the job's directory; None if it is not one of this run."""
+        try:
+            manifest = self._store.manifest(job.spec.name, name)
+        except VersionMismatch:
+            if any_run:
+                raise  # it would be lost behind what is made from an older one
+            return None
+        if not any_run and not job.owns(manifest.run, name):
+            return None
+        differs = difference(with_defaults(job_spec_from_data(manifest.job)), job.spec)
+        if differs is not None:
+            raise JobMismatch(
+                f"job {job.spec.name!r} differs from its checkpoint {name}: {differs} (the registered one is the "
+                "checkpoint's). Without --restore, or under another name, the job begins anew"
+            )
+        return manifest
 
     def _count(self, more: RecoveryStatistics) -> None:
         with self._lock:
@@ -219,8 +219,7 @@ class Recovery:
 
     def _pass_over(self, job: str, name: str, error: CheckpointDamaged) -> None:
         self._count(RecoveryStatistics(damaged=1))
-        what = "job %s: checkpoint %s cannot be used, trying the one before: %s"
-        self._troubles.met((job, name), what, job, name, error, level=logging.ERROR)
+        self._troubles.met((job, name), PASSED_OVER, job, name, error, level=logging.ERROR)
 
 
 def _own_files(job: PlacedJob, manifest: Manifest, shard: int) -> tuple[StoredPart, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ps_protocol.errors import Fenced, TryLater
 from ps_server.core.membership import Member
@@ -20,7 +20,7 @@ class Reservation:
     rank: int
     incarnation: int
     attempt: int
-    key: bytes
+    key: bytes = field(repr=False)
     older: Member | None
     is_new: bool
 

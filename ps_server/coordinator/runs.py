@@ -6,6 +6,13 @@ import threading
 
 from ps_server.coordinator.timing import Clock
 
+NANOSECONDS = 1e9  # a run is the time at which it was made, in these
+
+
+def began_at(run: str) -> float:
+    """Returns when a run was made, in seconds since 1970."""
+    return int(run or "0", 16) / NANOSECONDS
+
 
 class Runs:
     """Makes runs, and knows which are being made on the shards. Thread-safe."""
@@ -19,7 +26,7 @@ class Runs:
     def new(self) -> str:
         """Returns a run later than all that this coordinator, or one whose clock was behind this one's, has made."""
         with self._lock:
-            self._last = max(self._last + 1, int(self._clock.since_1970() * 1e9))
+            self._last = max(self._last + 1, int(self._clock.since_1970() * NANOSECONDS))
             return f"{self._last:016x}"
 
     def follow(self, run: int) -> None:

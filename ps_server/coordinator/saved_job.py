@@ -32,6 +32,9 @@ class SavedJob:
     pending_removals: (shard, rank, incarnation) that shards may still count; also of a worker that was joining
     continues:        the run and the checkpoint that this run began with
     launches:         that have taken part
+    absent:           the workers for which the job waits before it ends, as all others have left
+    left:             how the last of those left, and when: see Attendance
+    done:             ranks whose workers have left because their scripts had come to their ends
     rounds_completed, rounds: how many rounds the workers have exchanged values in, and the last of them
     """
 
@@ -56,12 +59,16 @@ class SavedJob:
     rounds_completed: int = 0
     rounds: tuple[Round, ...] = ()
     launches: tuple[str, ...] = ()
+    absent: tuple[Member, ...] = ()
+    left: tuple[bool, float] | None = None
+    done: tuple[int, ...] = ()
 
 
 def saved(job: CoordinatedJob) -> SavedJob:
     """Returns what another coordinator needs to resume a job. Waits for no join."""
     completed, rounds = job.rounds.done()
     accounting, live = job.accounting, job.members.all()
+    attendance = job.members.attendance
     return SavedJob(
         spec=job.spec_data,
         run=job.placed.run,
@@ -83,7 +90,10 @@ def saved(job: CoordinatedJob) -> SavedJob:
         continues=job.placed.continues,
         rounds_completed=completed,
         rounds=newest(rounds, ROUND_BYTES_ON_DISK),
-        launches=job.members.attendance.launches,
+        launches=attendance.launches,
+        absent=job.absent_awaited(),
+        left=(attendance.is_done, attendance.left_at) if attendance.waits else None,
+        done=job.members.done(),
     )
 
 
@@ -92,7 +102,8 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     until, count = cluster.clock.now() + 2 * cluster.lease, cluster.shards.count
     # No number twice: this may be an earlier copy of the file, and workers that joined after it was made may live.
     last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))
-    membership = Membership(spec.world_size, cluster.lease, last_incarnation=last_incarnation)
+    absence = cluster.timing.absence
+    membership = Membership(spec.world_size, cluster.lease, last_incarnation=last_incarnation, absence=absence)
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started
@@ -100,6 +111,9 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     membership.ever_joined = membership.ever_joined or saved.last_incarnation > 0
     membership.rejoining = dict.fromkeys(saved.rejoining, until)
     membership.away = {worker.rank: replace(worker, expires=cluster.clock.now()) for worker in saved.away}
+    back_by = cluster.clock.now() + absence
+    membership.absent = {worker.rank: replace(worker, expires=back_by) for worker in saved.absent}
+    membership.resume(set(saved.done), cluster.clock.now())
     placed = replace(place_job(spec, count, saved.run), continues=saved.continues)
     processes: dict[int, int] = {}
     # Otherwise the cluster has another number of shards now, and every part of the job is lost.
@@ -125,6 +139,9 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
         accounting=accounting,
     )
     job.members.attendance.launches = saved.launches
+    if saved.left is not None:
+        job.members.attendance.left(*saved.left)
+        job.members.attendance.wait()
     job.rounds.resume(saved.rounds_completed, saved.rounds)
     if job.checkpoints is not None:
         job.checkpoints.resume()

@@ -18,9 +18,10 @@ from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
-from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place
@@ -134,7 +135,8 @@ class RegisteredShard:
 class Shards:
     """The shards that have called in. Methods may be called from any thread.
 
-    Calls to one shard run in threads of its own: where one hangs, calls to the others do not queue behind its.
+    Calls to one shard run in threads of its own: where one hangs, calls to the others do not queue behind its. A
+    coordinator that is not in charge any more makes none.
     """
 
     def __init__(
@@ -144,8 +146,9 @@ class Shards:
         make_executor: MakeExecutor,
         timing: Timing = DEFAULT_TIMING,
         clock: Clock | None = None,
+        charge: Charge | None = None,
     ) -> None:
-        self.count = count
+        self.count, self.charge = count, charge or Charge()
         self._connect = connect
         self._lanes = [make_executor(THREADS_OF_A_SHARD, f"shard-{index}") for index in range(count)]
         self._lost_after, self._clock = timing.shard_lost, clock or Clock()
@@ -274,6 +277,7 @@ class Shards:
             self._submit(index, guarded, f"shard-{index}", work)
 
     def _submit(self, index: int, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        self.charge.check()
         try:
             return self._lanes[index].submit(call, *arguments)
         except RuntimeError:  # after `close`

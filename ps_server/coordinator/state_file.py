@@ -6,6 +6,7 @@ exchanged values: never by a step. It holds the keys of the workers' leases, so 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -26,7 +27,10 @@ from ps_server.storage.manifest import READABLE, WITHOUT_BASES, seal, written_by
 log = logging.getLogger("ps_server")
 
 FILE = ".coordinator.json"
-_TIMES = ("expires", "heard", "heard_before")  # of workers, by the clock of a process that is gone when they are read
+MAX_BYTES = 2**30  # that are read: it has the values of rounds, which are many where jobs are
+# Of workers, what is not written: times by the clock of a process that is gone when they are read, and what is for the
+# answer to a join alone.
+_PASSING = ("expires", "heard", "heard_before", "on_shards")
 _NAMES_OF_FORMAT_1 = {"held_by": "shard_processes", "awaited": "rejoining", "ghosts": "pending_removals"}
 
 
@@ -40,7 +44,7 @@ class StateFile:
 
     def __init__(self, directory: Path, disk: Files | None = None) -> None:
         self.path, self._disk = directory / FILE, disk or files_of(directory)
-        self.is_behind = False
+        self.is_behind, self._taken_over = False, ""
         self._lock = threading.Lock()
         newer = written_by_newer(self._content())
         if newer is not None:
@@ -69,8 +73,18 @@ class StateFile:
                 self._disk.replace(self.path, content, lambda place: failpoint(f"coordinator-file-{place}"))
             except OSError as error:
                 self.is_behind = True
+                self._taken_over = (error.strerror or "") if error.errno == errno.ESTALE else ""
                 raise TryLater(f"{self.path} cannot be written: {error.strerror}") from None
-            self.is_behind = False
+            self.is_behind, self._taken_over = False, ""
+
+    def term(self) -> int:
+        """Returns the number of the lease under which this file is written; 0: there is none."""
+        return self._disk.term()
+
+    def taken_over(self) -> str:
+        """Returns who writes it now, in words, as the lease or the last attempt to write has shown; empty: this
+        process, as far as it knows."""
+        return self._disk.taken_over() or self._taken_over
 
     def load(self) -> tuple[dict[str, SavedJob], dict[str, FinishedJob]]:
         """Returns the jobs that ran, and those that had finished; none where there is no file, or, with a warning, one
@@ -100,7 +114,7 @@ class StateFile:
 
     def _read(self) -> bytes:
         try:
-            return self._disk.read(self.path)
+            return self._disk.read(self.path, MAX_BYTES)
         except ConnectionError as error:
             raise TryLater(f"{self.path} cannot be read: {error.strerror}") from None
 
@@ -108,9 +122,14 @@ class StateFile:
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
     data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
-    for worker in (*data["workers"], *data["away"]):
-        for time in _TIMES:
-            del worker[time]
+    for worker in (*data["workers"], *data["away"], *data["absent"]):
+        for name in _PASSING:
+            del worker[name]
+    # Earlier releases know nothing of these: they go on with the file where it says nothing of them.
+    if job.left is None:
+        del data["absent"], data["left"]
+    if not job.done:
+        del data["done"]
     return dict(json.loads(json.dumps(data, default=bytes.hex)))
 
 
@@ -126,10 +145,12 @@ def _job(data: dict[str, Any], version: int) -> SavedJob:
     data["settled"] = {int(rank): tuple((start, end) for start, end in spans) for rank, spans in settled.items()}
     continues = data.get("continues")
     data["continues"] = (continues[0], continues[1]) if continues else None
-    data["launches"] = tuple(data.get("launches", ()))
+    for names in ("launches", "done"):
+        data[names] = tuple(data.get(names, ()))
     data["rejoining"] = tuple(data["rejoining"])
     data["pending_removals"] = tuple((shard, rank, number) for shard, rank, number in data["pending_removals"])
-    for workers in ("workers", "away"):
+    data["left"] = tuple(data["left"]) if data.get("left") else None
+    for workers in ("workers", "away", "absent"):
         data[workers] = tuple(_worker(worker) for worker in data.get(workers, ()))
     data["rounds"] = tuple(
         Round(**{**saved, "values": tuple((rank, bytes.fromhex(value)) for rank, value in saved["values"])})

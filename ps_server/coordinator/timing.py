@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS
+
 
 class Clock:
     """The time of this machine."""
@@ -34,6 +36,7 @@ class Timing:
     save_again:      between attempts to write the coordinator's file, where the disk did not take it
     deserted:        after so long without a worker a job ends that had some
     unjoined:        the same for a job that no worker ever joined
+    absence:         so long after a worker was taken off as silent, a job that all others have left waits for it
     shard_awaited:   so long after its start a coordinator waits for all shards before it rolls one back alone
     shard_lost:      after so long without a call, a shard may be replaced by a process at another address
     round_look:      between looks at the workers that wait in a round
@@ -56,6 +59,7 @@ class Timing:
     save_again: float = 1.0
     deserted: float = 3600.0
     unjoined: float = 300.0
+    absence: float = DEFAULT_ABSENCE_SECONDS
     shard_awaited: float = 30.0
     shard_lost: float = 10.0
     round_look: float = 0.25

@@ -27,6 +27,11 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._manifest.workers)
 
+    def clocks(self) -> Mapping[int, int]:
+        """Returns the clock of each state, by rank: of a worker that had left before, the one that it had come to."""
+        reached = self._manifest.clocks
+        return {rank: min(part.clock, reached.get(rank, part.clock)) for rank, part in self._manifest.workers.items()}
+
     def __len__(self) -> int:
         return len(self._manifest.workers)
 
@@ -123,6 +128,20 @@ class WorkerStates:
         """Returns the ranks that have left, each with its clock then; None for one that sent no state."""
         with self._lock:
             return {rank: None if state is None else state[0] for rank, state in self._left.items()}
+
+    def newest(self, above: int) -> tuple[int, bytes] | None:
+        """Returns the newest state of any rank, of a clock above this one: what was left behind, or what is kept.
+
+        Raises CheckpointDamaged.
+        """
+        kept = self.kept
+        clocks = kept.clocks() if isinstance(kept, StatesOnDisk) else {rank: clock for rank, (clock, _) in kept.items()}
+        with self._lock:
+            left = max((state for state in self._left.values() if state is not None), default=(above, b""))
+        rank = max(clocks, key=lambda rank: (clocks[rank], -rank), default=None)
+        if rank is not None and clocks[rank] > left[0]:
+            return clocks[rank], kept[rank][1]
+        return left if left[0] > above else None
 
     def of(self, rank: int) -> tuple[int, bytes] | None:
         """Returns what a new worker of a rank goes on from: its clock then, and the state. Raises CheckpointDamaged."""

@@ -16,11 +16,12 @@ data_leases.py   One loader's data, as the coordinator gives it out: batch by ba
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
 sums.py          The sum of what workers have contributed to one update of a bucket, and the memory for it
 pieces.py        Adds the last contribution to an update and steps SGD, piece by piece
+extent.py        Checks how large a job is, and that its parts fit together
 figures.py       What processes measure of their own work, for people who watch
 intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default
-loose.py         A table's protocol in a job of sync whose rule is looser than the job's
 membership.py    The live workers of a job: leases, incarnations, ranks
+named_values.py  Whose hyper-parameters an update is made with: one rule for buckets and tables
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     Which shard holds which bucket: by bytes, largest first
 quorum.py        One bucket's protocol in sync with a quorum: an update waits for some workers, and the late count next

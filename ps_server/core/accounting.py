@@ -38,8 +38,14 @@ class StepAccounting:
     departed: dict[int, int] = field(default_factory=dict)
     settled: dict[int, tuple[Span, ...]] = field(default_factory=dict)
 
-    def joined(self, rank: int, clock: int, before: int | None) -> None:
-        """Books that a worker joined at a clock. before: how far it was, if it comes back; None: a new process."""
+    def joined(self, rank: int, clock: int, before: int | None, pushed: int | None = None) -> None:
+        """Books that a worker joined at a clock.
+
+        before: the steps that it had finished, if it comes back; None: a new process
+        pushed: the last clock that all shards have of it: of the step at hand, too, if nothing of that is missing
+        """
+        if before is not None and pushed is not None:
+            before = max(before, pushed)
         self.settle(rank, before)
         self.departed.pop(rank, None)
         self.began.setdefault(rank, clock)

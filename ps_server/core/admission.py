@@ -20,6 +20,9 @@ from ps_server.core.limits import Limits
 WINDOW_BYTES = 512
 ACTIVE_SECONDS = 60.0  # after its last request; meanwhile nothing else of its like takes all places
 
+# For which those whose request was broken off together leave a place to others: the first time, doubled with each.
+PENALTY_SECONDS, LONGEST_PENALTY_SECONDS = 60.0, 600.0
+
 C = TypeVar("C", bound=Hashable)
 
 
@@ -74,7 +77,11 @@ def terms(limits: Limits, is_shard: bool) -> dict[Kind, Terms]:
             f"--max-receiving-bytes must be at least {needed * limits.message_bytes + windows}, {needed} times "
             f"--max-message-bytes and {WINDOW_BYTES} times --max-all-calls, got {limits.receiving_bytes}"
         )
-    least[Kind.DATA if is_shard else Kind.LARGE] += places - needed
+    # A second place, of which one caller never takes both, before there are more for pushes.
+    wanted = ([Kind.EXCHANGE, Kind.LARGE] if is_shard else [])[: places - needed]
+    for kind in wanted:
+        least[kind] += 1
+    least[Kind.DATA if is_shard else Kind.LARGE] += places - needed - len(wanted)
     quick = min(limits.request_seconds, limits.upload_seconds)
     return {
         Kind.QUICK: Terms(least[Kind.QUICK], 300, quick, 0.5),
@@ -87,8 +94,10 @@ def terms(limits: Limits, is_shard: bool) -> dict[Kind, Terms]:
 class RequestPlaces(Generic[C]):
     """The places of one kind of request. Calls are any values that differ.
 
-    Principals take turns, the hosts of each, and the connections of each host. None of them takes the last place while
-    another of its like is active, so that one whose requests never end does not keep all places for itself.
+    Principals take turns, the hosts of each, and the connections of each host: next is the one whose last turn is the
+    longest ago. None of them takes the last place while another of its like is active, so that one whose requests never
+    end does not keep all places for itself. Nor do all principals together whose request was broken off lately, so that
+    several such do not either.
     """
 
     def __init__(self, given: Terms) -> None:
@@ -99,6 +108,10 @@ class RequestPlaces(Generic[C]):
         self._queued: Counter[Origin] = Counter()  # likewise
         # Those that wait, by principal, host and connection; whose turn is next comes first.
         self._turns: dict[Any, Any] = {}
+        self._turn: dict[Origin, int] = {}  # of those that are active, the number of their last turn
+        self._turns_taken = 0
+        self._penalties: dict[Origin, tuple[float, float]] = {}  # by principal: until when, and how long that was
+        self._broken_off: set[C] = set()  # of those that are received
         # By length, the beginnings of origins that asked of late, and when: the longest ago first.
         self._active: dict[int, dict[Origin, float]] = {}
 
@@ -132,6 +145,7 @@ class RequestPlaces(Generic[C]):
         """Ends a call's wait, or gives back its place; returns which calls are admitted in its stead."""
         if call in self._received:
             origin, _ = self._received.pop(call)
+            self._broken_off.discard(call)
             _take_one(self._held, origin)
         elif call in self._waiting:
             self._forget(call)
@@ -145,18 +159,37 @@ class RequestPlaces(Generic[C]):
         for call, (origin, since) in self._received.items():
             claimant = None
             if now - since >= given.patience:
-                claimant = next((other for other in waiting if self._has_claim(other, origin)), None)
+                claimant = next((other for other in waiting if self._has_claim(other, origin, now)), None)
             if claimant is not None:
                 waiting -= Counter((claimant,))
             if claimant is not None or now - since >= given.seconds:
                 overdue.append(call)
+                if call not in self._broken_off:
+                    self._broken_off.add(call)
+                    self._penalise(origin[:1], now)
         return overdue
 
-    def _has_claim(self, waiting: Origin, received: Origin) -> bool:
+    def _penalise(self, principal: Origin, now: float) -> None:
+        """Notes that a request of a principal was broken off."""
+        _, before = self._penalties.pop(principal, (0.0, PENALTY_SECONDS / 2))
+        seconds = min(2 * before, LONGEST_PENALTY_SECONDS)
+        self._penalties[principal] = now + seconds, seconds
+        for other, (until, last) in list(self._penalties.items()):
+            if until + last < now:  # it has behaved for as long again
+                del self._penalties[other]
+
+    def _is_penalised(self, principal: Origin, now: float) -> bool:
+        until, _ = self._penalties.get(principal, (0.0, 0.0))
+        return now < until
+
+    def _has_claim(self, waiting: Origin, received: Origin, now: float) -> bool:
         """Returns whether a place is for one that waits rather than for one that is received already.
 
         It is if they come from the same connection. Otherwise, where the two part, the one that waits must have fewer.
+        A principal whose request was broken off lately has none to that of another.
         """
+        if self._is_penalised(waiting[:1], now) and not self._is_penalised(received[:1], now):
+            return False
         for one, other in zip(_beginnings(waiting), _beginnings(received), strict=True):
             if one != other:
                 return self._held[one] < self._held[other]
@@ -165,7 +198,7 @@ class RequestPlaces(Generic[C]):
     def _admit(self, now: float) -> tuple[C, ...]:
         admitted = []
         while len(self._received) < self._terms.places:
-            call = self._next(self._turns, ())
+            call = self._next(self._turns, (), now)
             if call is None:
                 break
             origin, _ = self._waiting[call]
@@ -175,24 +208,29 @@ class RequestPlaces(Generic[C]):
             admitted.append(call)
         return tuple(admitted)
 
-    def _next(self, turns: dict[Any, Any], origin: Origin) -> C | None:
-        """Returns the call whose turn it is, and puts all that it comes from behind their likes."""
-        for name, below in turns.items():
+    def _next(self, turns: dict[Any, Any], origin: Origin, now: float) -> C | None:
+        """Returns the call whose turn it is, and notes the turn of all that it comes from."""
+        for name in sorted(turns, key=lambda name: self._turn.get((*origin, name), 0)):  # calls: in their own order
+            beginning, below = (*origin, name), turns[name]
             if below is None:
-                call: C | None = name
-            elif self._may_take_a_place((*origin, name)):
-                call = self._next(below, (*origin, name))
-            else:
-                continue
-            if call is not None:
-                turns[name] = turns.pop(name)
-                return call
+                return name  # type: ignore[no-any-return]
+            if self._may_take_a_place(beginning, now):
+                call = self._next(below, beginning, now)
+                if call is not None:
+                    self._turns_taken += 1
+                    self._turn[beginning] = self._turns_taken
+                    return call
         return None
 
-    def _may_take_a_place(self, origin: Origin) -> bool:
-        if self._held[origin] < max(1, self._terms.places - 1):
-            return True
-        return self._active[len(origin)].keys() <= {origin}
+    def _may_take_a_place(self, origin: Origin, now: float) -> bool:
+        most, active = max(1, self._terms.places - 1), self._active[len(origin)]
+        if self._held[origin] >= most and not active.keys() <= {origin}:
+            return False
+        if len(origin) == 1 and self._is_penalised(origin, now):
+            likes = {other for other in active if self._is_penalised(other, now)}
+            held = sum(self._held[other] for other in self._penalties if self._is_penalised(other, now))
+            return held < most or active.keys() <= likes
+        return True
 
     def _is_active(self, origin: Origin, now: float) -> None:
         for beginning in _beginnings(origin):
@@ -200,7 +238,9 @@ class RequestPlaces(Generic[C]):
             active.pop(beginning, None)
             active[beginning] = now
             while now - next(iter(active.values())) > ACTIVE_SECONDS:
-                del active[next(iter(active))]
+                gone = next(iter(active))
+                del active[gone]
+                self._turn.pop(gone, None)
 
     def _last_of_most(self) -> Any:
         """Returns the call that came last from where most wait."""

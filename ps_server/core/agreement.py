@@ -10,10 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from ps_server.core.sums import wide
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -33,8 +29,3 @@ class Agreement:
     def ratio(self) -> float | None:
         """The first over the second; None where all differences are zero, or none is known."""
         return self.mean_square / self.square_mean if self.square_mean > 0 else None
-
-
-def square(values: torch.Tensor) -> float:
-    """Returns the square of the L2 norm of [n] elements."""
-    return float(torch.linalg.vector_norm(values, dtype=wide(values.dtype))) ** 2

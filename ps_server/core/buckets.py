@@ -63,13 +63,16 @@ class Bucket:
             self.weights.groups(),
             committed or {},
             None if self.weights.sent is None else self.weights.sent.flat.clone(),
+            self.rule.joined_at(),
+            self.weights.stage if self.weights.stage.number else None,
         )
 
     def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
         """Becomes what a snapshot is. owned: its tensors are this bucket's to keep."""
         self.pending.clear()
-        self.weights.restore(snapshot.weights, snapshot.state, snapshot.groups, owned, snapshot.sent)
-        self.rule.restore(snapshot.version, snapshot.clocks)
+        values = snapshot.weights, snapshot.state, snapshot.groups
+        self.weights.restore(*values, owned, snapshot.sent, snapshot.stage)
+        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
 
 
 class Buckets(Mapping[int, Bucket]):

@@ -131,6 +131,14 @@ class StagingBudget:
         return all(other == rank for _, other in self._reserved)
 
 
+class Room(NamedTuple):
+    """What a job has reserved: for contributions until updates, for drafts until commits, and for what is assigned."""
+
+    staged: StagingBudget
+    drafts: StagingBudget
+    assigned: StagingBudget
+
+
 ROWS_BYTES = 16 * 2**20  # of a table that a worker may push ahead of others
 
 

@@ -16,13 +16,16 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient,
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import check_change, check_hyper_parameters, is_scalar_state, required_state
+from ps_protocol.optimizer_state import is_scalar_state, required_state
+from ps_protocol.optimizers import check_change, check_hyper_parameters
+from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
 from ps_protocol.tensors import is_finite
 from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.requests import Push, PushKind
 from ps_server.core.sums import wide
+from ps_server.core.validation import check_stage
 
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
 GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)
@@ -39,7 +42,9 @@ class PushChecker:
         self._spec = spec
         self._buckets = buckets
         self._norm_limit = norm_limit
-        self._checked: dict[int, HyperParameters] = {}  # by group, those that were last found good
+        self._checked: dict[tuple[int, int], HyperParameters] = {}  # by stage and group, those last found good
+        # What trains each bucket in each stage. Commands add to it, and none takes away: it is read without a lock.
+        self._stages = {index: {0: first_stage(spec, bucket)} for index, bucket in buckets.items()}
 
     def bucket(self, index: int) -> BucketSpec:
         """Returns the bucket with this index. Raises NotFound when this shard does not have it."""
@@ -54,6 +59,25 @@ class PushChecker:
             raise InvalidRequest(f"bucket {index} holds what no optimizer steps: it is not in a segment")
         return bucket
 
+    def begin(self, index: int, stage: StageSpec) -> None:
+        """Takes what trains a bucket in one stage, which is checked. For commands alone.
+
+        Raises InvalidRequest where something else is known to train it then, LimitExceeded for too many stages.
+        """
+        known = self._stages[index]
+        if stage.number not in known and len(known) >= MAX_STAGES:
+            raise LimitExceeded(f"a job may come to {MAX_STAGES} stages, each with other optimizers, and got one more")
+        differs = stage_difference(known.setdefault(stage.number, stage), stage)
+        if differs is not None:
+            raise InvalidRequest(f"bucket {index} of job {self._spec.name!r}, in stage {stage.number}: {differs}")
+
+    def stage(self, bucket: BucketSpec, number: int) -> StageSpec:
+        """Returns what trains a bucket in a stage. Raises InvalidRequest for one that is not known."""
+        stage = self._stages[bucket.index].get(number)
+        if stage is None:
+            raise InvalidRequest(f"bucket {bucket.index} of job {self._spec.name!r}: stage {number} is not known here")
+        return stage
+
     def check(self, push: Push, principal: str = "") -> BucketCommand:
         """Returns the command that stages a push. Raises InvalidRequest naming what was expected and what came.
 
@@ -62,7 +86,10 @@ class PushChecker:
         bucket = self.bucket(push.bucket) if push.kind is PushKind.INITIAL_VALUE else self.trained(push.bucket)
         check_ranges(push.ranges)
         _check_positions(bucket, push.absent)
-        self._check_groups(push.groups or {})
+        if push.kind is PushKind.NEXT_OPTIMIZER:
+            return self._next(push, bucket)
+        stage = self.stage(bucket, push.stage)
+        self._check_groups(push.groups or {}, stage)
         self._check_weight(push)
         values = self._values(push, bucket)
         worker = push.rank, push.incarnation, push.key, push.bucket
@@ -75,30 +102,51 @@ class PushChecker:
                 return Initialise(*worker, assignment)
             return Assign(*worker, push.clock, assignment)
         if push.kind is PushKind.COMMIT:
-            return Commit(*worker, push.clock, push.groups or {}, push.ranges)
+            return Commit(*worker, push.clock, push.groups or {}, push.ranges, push.stage)
         gradient = self._gradient(push, bucket, values)
         if push.kind is PushKind.DRAFT:
             return Draft(*worker, push.clock, gradient, principal)
         return Stage(*worker, push.clock, gradient, push.ranges, principal)
 
-    def payload_size(self, index: int, kind: PushKind, state: str) -> int:
+    def _next(self, push: Push, bucket: BucketSpec) -> Assign:
+        """Returns the command that has something else train a bucket."""
+        if push.next_optimizer is None or push.clock == 0 or len(push.payload):
+            raise InvalidRequest(
+                f"bucket {push.bucket}: expected what trains it from a step on, without a payload, got a clock of "
+                f"{push.clock} and {len(push.payload)} bytes" + " without it" * (push.next_optimizer is None)
+            )
+        check_stage(push.next_optimizer, bucket)
+        number = push.next_optimizer.number
+        worker = push.rank, push.incarnation, push.key, push.bucket
+        return Assign(*worker, push.clock, Assignment(stage=number, next=push.next_optimizer))
+
+    def payload_size(self, index: int, kind: PushKind, state: str, stage: int = 0) -> int:
         """Returns the bytes that a push of this kind to a bucket has in a message. state: that is assigned"""
-        codec, count = self._encoding(self.bucket(index), kind, state)
+        bucket = self.bucket(index)
+        codec, count = self._encoding(bucket, kind, state, self.stage(bucket, stage).optimizer)
         return codec.size(count)
 
-    def _encoding(self, bucket: BucketSpec, kind: PushKind, state: str, shared: bool = False) -> tuple[Codec, int]:
-        """Returns how the payload of a push is encoded, and of how many elements. shared: it lies in a segment"""
+    def _encoding(
+        self, bucket: BucketSpec, kind: PushKind, state: str, optimizer: str, shared: bool = False
+    ) -> tuple[Codec, int]:
+        """Returns how the payload of a push is encoded, and of how many elements.
+
+        optimizer: that of the worker's stage
+        shared:    it lies in a segment
+        """
         if kind in GRADIENTS and not shared:
             return gradient_codec(self._spec, bucket), bucket.numel
-        if kind in (PushKind.SKIP, PushKind.COMMIT) or (kind is PushKind.ASSIGN_STATE and not state):
+        empty = PushKind.SKIP, PushKind.COMMIT, PushKind.NEXT_OPTIMIZER
+        if kind in empty or (kind is PushKind.ASSIGN_STATE and not state):
             return plain_codec(bucket), 0
-        if kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), state):
+        if kind is PushKind.ASSIGN_STATE and is_scalar_state(optimizer, state):
             return PLAIN["float32"], len(bucket.slices)
         return plain_codec(bucket), bucket.numel
 
     def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
         """Returns the payload of a push as a flat tensor; None where it has none to have."""
-        codec, count = self._encoding(bucket, push.kind, push.state, push.borrowed)
+        optimizer = self.stage(bucket, push.stage).optimizer
+        codec, count = self._encoding(bucket, push.kind, push.state, optimizer, push.borrowed)
         if push.kind in GRADIENTS:  # those in a segment have the bucket's type
             codec.check_format(bucket, push.wire_format)
         expected = codec.size(count)
@@ -117,10 +165,11 @@ class PushChecker:
             raise NonFiniteGradient(f"the gradient of {what} from worker {push.rank} is not finite")
 
     def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
+        none = Gradient(None, push.absent, push.groups, stage=push.stage)
         if values is None:
-            return Gradient(None, push.absent, push.groups)
+            return none
         limited, borrowed = self._norm_limit < math.inf, push.borrowed
-        codec, _ = self._encoding(bucket, push.kind, push.state, borrowed)
+        codec, _ = self._encoding(bucket, push.kind, push.state, "", borrowed)
         own = codec.copies or not (borrowed or memoryview(push.payload).readonly)
         if limited and borrowed:
             values, borrowed, own = (
@@ -132,45 +181,50 @@ class PushChecker:
             for position, part in enumerate(bucket.slices):
                 if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
                     self._refuse_or_skip(push, self._spec.parameters[part.parameter].name)
-                    return Gradient(None, push.absent, push.groups)
+                    return none
         if limited:
             self._check_norm(push, bucket, values)
-        return Gradient(values, push.absent, push.groups, borrowed, own, weight=push.weight or 1)
+        return Gradient(values, push.absent, push.groups, borrowed, own, weight=push.weight or 1, stage=push.stage)
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
         """Returns what an assigning push sets."""
         present = [position for position in range(len(bucket.slices)) if position not in push.absent]
         if values is None:
-            return Assignment(reset=frozenset(present))
-        if push.kind is PushKind.ASSIGN_STATE and is_scalar_state(self._optimizer(bucket), push.state):
+            return Assignment(reset=frozenset(present), stage=push.stage)
+        optimizer = self.stage(bucket, push.stage).optimizer
+        if push.kind is PushKind.ASSIGN_STATE and is_scalar_state(optimizer, push.state):
             if not bool(torch.isfinite(values[present]).all()):
                 raise InvalidRequest(f"the state {push.state!r} of bucket {push.bucket} is not finite")
-            return Assignment(state={p: {push.state: values[p].clone()} for p in present})
+            return Assignment(state={p: {push.state: values[p].clone()} for p in present}, stage=push.stage)
         slices = {p: values[bucket.slices[p].offset :][: bucket.slices[p].length] for p in present}
         if push.kind is PushKind.ASSIGN:
-            return Assignment(slices)
-        return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()})
+            return Assignment(slices, stage=push.stage)
+        return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()}, stage=push.stage)
 
     def check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
         """Raises InvalidRequest for state that the optimizer could not go on with."""
-        name = self._optimizer(bucket)
+        stage = self.stage(bucket, assignment.stage)
         for position, state in assignment.state.items():
-            parameter = self._spec.parameters[bucket.slices[position].parameter]
-            assert parameter.group is not None
-            missing = required_state(name, self._spec.groups[parameter.group]) - state.keys()
+            missing = required_state(stage.optimizer, stage.of(position)) - state.keys()
             if missing:
-                lacks = ", ".join(sorted(missing))
-                raise InvalidRequest(f"the state assigned to {parameter.name} lacks {lacks}, which {name} needs")
+                name, lacks = self._spec.parameters[bucket.slices[position].parameter].name, ", ".join(sorted(missing))
+                raise InvalidRequest(f"the state assigned to {name} lacks {lacks}, which {stage.optimizer} needs")
 
-    def _check_groups(self, groups: Mapping[int, HyperParameters]) -> None:
-        for group, hyper_parameters in groups.items():
-            if not 0 <= group < len(self._spec.groups):
-                raise InvalidRequest(f"expected a group below {len(self._spec.groups)}, got {group}")
-            if self._checked.get(group) != hyper_parameters:
+    def _check_groups(self, groups: Mapping[int, HyperParameters], stage: StageSpec) -> None:
+        """stage: of the bucket at hand. A message of several buckets names the groups of all of them"""
+        for group, values in groups.items():
+            if stage.number == 0:
+                if not 0 <= group < len(self._spec.groups):
+                    raise InvalidRequest(f"expected a group below {len(self._spec.groups)}, got {group}")
                 registered, name = self._spec.groups[group], self._spec.optimizer_of(group)
-                check_hyper_parameters(name, {**registered, **hyper_parameters})
-                check_change(name, registered, hyper_parameters)
-                self._checked[group] = hyper_parameters
+            elif group in stage.groups:
+                registered, name = stage.groups[group], stage.optimizer
+            else:  # of another bucket
+                continue
+            if self._checked.get((stage.number, group)) != values:
+                check_hyper_parameters(name, {**registered, **values})
+                check_change(name, registered, values)
+                self._checked[stage.number, group] = values
 
     def _check_weight(self, push: Push) -> None:
         weighted = self._spec.local is not None and self._spec.local.seconds is not None
@@ -195,9 +249,6 @@ class PushChecker:
                 f"worker {push.rank}: the gradient of bucket {push.bucket} has norm {norm:g}, "
                 f"and max-push-norm is {self._norm_limit:g}"
             )
-
-    def _optimizer(self, bucket: BucketSpec) -> str:
-        return self._spec.optimizers[bucket.optimizer]
 
 
 def _check_positions(bucket: BucketSpec, absent: Iterable[int]) -> None:

@@ -19,12 +19,12 @@ from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import MAX_UPDATES, JobTable
 from ps_protocol.tensors import is_finite
-from ps_server.core.commands import BeginRows, StageRows
+from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_tables.beginning import decoded, row_columns
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 
 
 class RowChecker:
@@ -41,9 +41,11 @@ class RowChecker:
         self._codec = row_codec(spec.gradient_wire)
         self._checked: dict[int, HyperParameters] = {}  # by table, those that were last found good
 
-    def push(self, push: RowsPush, principal: str = "") -> StageRows:
+    def push(self, push: RowsPush, principal: str = "") -> StageRows | AssignRows:
         """Returns the command that stages one message. principal: whose bytes they are"""
         table = self.table(push.table)
+        if push.kind is RowPushKind.ASSIGN:
+            return self._assign(table, push, principal)
         check_ranges(push.ranges)
         self._check_values(push.table, push.values)
         name = table.rows.name
@@ -71,7 +73,36 @@ class RowChecker:
             push.values,
             push.ranges,
             principal,
+            push.assignment,
         )
+
+    def _assign(self, table: JobTable, push: RowsPush, principal: str) -> AssignRows:
+        name, dim = table.rows.name, table.rows.dim
+        if push.place is not None or push.values or push.ranges or (push.wire_format or "float32") != "float32":
+            raise InvalidRequest(
+                f"table {name!r}: rows that are assigned are float32 in the message, and nothing else is with them"
+            )
+        if not push.assignment:
+            raise InvalidRequest(f"table {name!r}: what is assigned has a number from 1, got 0")
+        if not 0 < push.count <= push.total - push.first:
+            raise InvalidRequest(
+                f"table {name!r}: rows {push.first} to {push.first + push.count} came of {push.total} that are assigned"
+            )
+        row = ID_BYTES + 4 * dim
+        if len(push.payload) != push.count * row:
+            raise InvalidRequest(
+                f"table {name!r}: expected {push.count * row} bytes ({push.count} rows of {row}), "
+                f"got {len(push.payload)}"
+            )
+        ids = np.frombuffer(push.payload, "<i8", push.count)
+        values = _elements(PLAIN["float32"], push.payload, ID_BYTES * push.count, push.count * dim)
+        self._check_place(table, ids)
+        _check_distinct(table, ids)
+        if not is_finite(values):
+            raise InvalidRequest(f"table {name!r}: rows of worker {push.rank} that are assigned are not finite")
+        worker = push.rank, push.incarnation, push.key, self.first + push.table
+        rows = RowValues(ids, values.view(push.count, dim))
+        return AssignRows(*worker, push.clock, rows, push.first, push.total, push.assignment, principal)
 
     def beginning(self, push: TablePush) -> BeginRows:
         """Returns the command that takes one message with what a table begins with."""

@@ -16,8 +16,9 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 
 R = TypeVar("R")
 
@@ -49,19 +50,6 @@ class Staged:
 
 
 # -- of the whole partition --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counted:
-    """How far a shard is when it counts a worker.
-
-    frontier: the highest clock that any worker has reached
-    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
-              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
-    """
-
-    frontier: int
-    pushed: int | None
 
 
 @dataclass(frozen=True)
@@ -158,8 +146,9 @@ class StageRows(Command[Staged]):
     present: the step has a gradient for the table, here or on another shard
     in_mean: it is a term of the mean
     values:  hyper-parameters to use from this update on
-    Raises as Stage, InvalidRequest for messages of one step that contradict each other, LimitExceeded for too many
-    rows.
+    assignment: the number of the assigned rows that it takes along; 0: none
+    Raises as Stage, InvalidRequest for messages of one step that contradict each other, and where not all rows are here
+    that it takes along, LimitExceeded for too many rows.
     """
 
     rank: int
@@ -175,6 +164,28 @@ class StageRows(Command[Staged]):
     in_mean: bool = True
     values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
+    principal: str = ""
+    assignment: int = 0
+
+
+@dataclass(frozen=True)
+class AssignRows(Command[Staged]):
+    """One message of the rows that a worker's script has set before its next step. They are kept until that is staged.
+
+    table: its index; first, total: as in StageRows, of what is assigned
+    assignment: its number: a higher one takes the place of a lower one
+    Raises as Stage, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
+    """
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    table: int
+    clock: int
+    rows: RowValues
+    first: int
+    total: int
+    assignment: int
     principal: str = ""
 
 
@@ -225,8 +236,10 @@ class Commit(BucketCommand):
     """Makes the draft of a clock count, now or when it comes. Raises as Stage.
 
     groups, ranges: of the whole step, in place of the draft's
+    stage:          of the script: that of the groups
     """
 
     clock: int
     groups: Mapping[int, HyperParameters]
     ranges: tuple[DataRange, ...] = ()
+    stage: int = 0

@@ -74,6 +74,7 @@ ADMITTED = Admission(True)
 NOT_INITIALISED = Admission(False, (0,), "rank 0 has not sent the initial weights yet")
 NOT_BEGUN = Admission(False, (0,), "rank 0 has not sent all rows yet that the table begins with")
 OWN_PUSH_APPLIED = Admission(False, (), "its own push is being applied")
+ALL_STAGED_APPLIED = Admission(False, (), "what was staged when it came is being applied")
 
 
 def own_push_missing(rank: int, clock: int) -> Admission:
@@ -89,6 +90,7 @@ class UpdateRule(Generic[T]):
     staged:  by rank, the highest clock taken: all that exactly-once needs, one number a worker
     pushed:  by rank, the highest clock of a contribution: `staged` without the clocks that were joined at
     applied: by rank, the highest clock whose update is in the weights
+    brought: by rank, the highest clock of a contribution that is in the weights: `applied` without those joined at
     version: updates applied
     awaits:  what a pull waits for before it is initialised
     """
@@ -100,6 +102,7 @@ class UpdateRule(Generic[T]):
     staged: dict[int, int] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
+    brought: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, Add[T]] = field(default_factory=dict)
     added: list[Add[None]] = field(default_factory=list)
     awaits: Admission = NOT_INITIALISED
@@ -112,6 +115,21 @@ class UpdateRule(Generic[T]):
         """Returns the leased data of contributions that are staged and not in the weights yet."""
         waiting = [used for add in self.waiting.values() for used in add.ranges]
         return waiting + [used for add in self.added for used in add.ranges]
+
+    def owed(self) -> dict[int, int]:
+        """Returns what is staged and not in the weights, for a pull that wants all of it: a clock by rank.
+
+        With aggregation nothing: what is staged belongs to updates that wait for other workers.
+        """
+        return {} if self.consistency.aggregate else self._staged_only()
+
+    def _staged_only(self) -> dict[int, int]:
+        added = {add.rank: add.clock for add in self.added}
+        return added | {add.rank: add.clock for add in self.waiting.values()}
+
+    def has(self, owed: Mapping[int, int]) -> bool:
+        """Whether all that was `owed` at some time is in the weights."""
+        return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
 
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""
@@ -185,6 +203,7 @@ class UpdateRule(Generic[T]):
         for add in self.added:
             # A worker that rejoined may be further on than the contribution that its older incarnation left.
             self.applied[add.rank] = max(add.clock, self.applied.get(add.rank, 0))
+            self.brought[add.rank] = max(add.clock, self.brought.get(add.rank, 0))
         self.added.clear()
 
     def waits_for_grace(self) -> bool:
@@ -197,12 +216,6 @@ class UpdateRule(Generic[T]):
     def close(self) -> None:
         """Has what is staged applied although no push is taken for now. What waits for its worker's peers stays: in
         sync, an update without them would be another one."""
-
-    def hold(self, clock: int | None) -> None:
-        """Has contributions of later clocks wait, so that a snapshot has those up to this one; None: no longer.
-
-        Nothing needs to wait where an update has all workers' contributions of one clock, or a snapshot is of no clock.
-        """
 
     def is_at(self, clock: int) -> bool:
         """Whether a snapshot of a clock, which all workers share, is to be taken now."""
@@ -246,11 +259,16 @@ class UpdateRule(Generic[T]):
                 found.append(ADMITTED if is_applied else OWN_PUSH_APPLIED)
         return found
 
-    def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
+    def restore(self, version: int, clocks: Mapping[int, int], pushed: Mapping[int, int] | None = None) -> None:
+        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed.
+
+        pushed: by rank, what counts as pushed where its clock does not; see `joined_at`
+        """
         self.initialised = True
         self.version = version
-        self.staged, self.pushed, self.applied = dict(clocks), dict(clocks), dict(clocks)
+        self.staged, self.applied = dict(clocks), dict(clocks)
+        self.pushed = {**clocks, **(pushed or {})}
+        self.brought = dict(self.pushed)
 
     def clocks(self) -> dict[int, int]:
         """Returns the clock of each live worker here."""
@@ -263,6 +281,13 @@ class UpdateRule(Generic[T]):
     def extent(self) -> VersionRange:
         """Returns how far a snapshot is that is taken now, with the clocks of the dead."""
         return VersionRange(*self.versions(), dict(self.applied))
+
+    def joined_at(self) -> dict[int, int]:
+        """Returns, by rank, the last clock that it has pushed, where the clock of a snapshot that is taken now is not
+        that of a push, but one that it has joined at."""
+        clocks = self.extent().clocks
+        pushed = {rank: min(clock, self.brought.get(rank, 0)) for rank, clock in clocks.items()}
+        return {rank: clock for rank, clock in pushed.items() if clock != clocks[rank]}
 
     def _is_next(self, rank: int) -> bool:
         """Whether what this worker has staged belongs to the open update."""

@@ -12,13 +12,16 @@ from ps_protocol.codecs import Blocks, weight_codec
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
-from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters, is_scalar_state
+from ps_protocol.optimizer_state import is_scalar_state
+from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters
+from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.agreement import Agreement, square
+from ps_server.core.agreement import Agreement
+from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.pieces import PieceStep
 from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, Scratch, Sum, wide
+from ps_server.core.sums import PIECE, Scratch, Sum, square, wide
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,15 @@ class Assignment:
 
     weights: [length of the slice] each
     reset:   slices whose optimizer state becomes what `state` has for them, and nothing else
+    stage:   of the script that has set it: the state is that of this stage's optimizer
+    next:    what trains the bucket from here on
     """
 
     weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
     reset: frozenset[int] = frozenset()
     state: OptimizerState = field(default_factory=dict)
+    stage: int = 0
+    next: StageSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +51,10 @@ class Assignment:
         state = {position: dict(tensors) for position, tensors in self.state.items()}
         for position, tensors in other.state.items():
             state.setdefault(position, {}).update(tensors)
-        return Assignment({**self.weights, **other.weights}, self.reset | other.reset, state)
+        stage = max(self.stage, other.stage)  # a script that goes on is in no earlier one
+        return Assignment(
+            {**self.weights, **other.weights}, self.reset | other.reset, state, stage, other.next or self.next
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Gradient:
     assignment: what the worker's script has set before this step
     clock: the worker's, where those in one update may have several (with a quorum); else 0
     weight: what it weighs in the mean
+    stage: of the script: that of `groups`
     """
 
     values: torch.Tensor | None
@@ -70,6 +81,7 @@ class Gradient:
     assignment: Assignment | None = None
     clock: int = 0
     weight: float = 1
+    stage: int = 0
 
     def owned(self) -> Gradient:
         """Returns the same contribution in memory of this process."""
@@ -85,7 +97,9 @@ class OpenUpdate:
     terms:   how many those are
     count:   what the mean is over: those without any gradient too; of weighted ones, the sum of the weights
     present: positions of the slices with a gradient
-    groups, assignment: hyper-parameters to use from this update on, and what is set before it
+    named, assignment: the hyper-parameters that contributions name, and what is set before it
+    stage:   that of the hyper-parameters: the highest of a contribution
+    next:    what trains the bucket from this update on; None: what did before
     """
 
     def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False, local: bool = False) -> None:
@@ -95,26 +109,28 @@ class OpenUpdate:
         self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
-        self.groups: dict[int, HyperParameters] = {}
+        self.named = NamedValues()
         self.assignment: Assignment | None = None
+        self.stage = 0
+        self.next: StageSpec | None = None
         self._bucket, self._quorum = bucket, quorum
         self._squares = 0.0 if local else None  # of the norms of what was added
-        self._is_empty, self._clock = True, 0
+        self._is_empty = True
 
     def add(self, gradient: Gradient, is_last: bool = False) -> None:
         """Adds one contribution. The order of calls is the order of the sum.
 
         is_last: the update is complete with it, as it seems now
         """
-        # The first contributor's hyper-parameters and assignments count: in sync that is the lowest rank's, in whatever
-        # order contributions came. With a quorum the first may be late: the hyper-parameters are those of the worker
-        # that is furthest, and assignments, which the lowest rank alone sends, count whenever they come.
+        # The first contributor's assignments count: in sync that is the lowest rank's, in whatever order contributions
+        # came. With a quorum the first may be late: assignments, which the lowest rank alone sends, count whenever they
+        # come.
         if self._is_empty or (self._quorum and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
-        for group, changed in (gradient.groups or {}).items():
-            if group not in self.groups or gradient.clock > self._clock:
-                self.groups[group] = changed
-        self._clock = max(self._clock, gradient.clock)
+        self._note_stage(gradient)
+        if gradient.stage == self.stage:
+            for group, changed in (gradient.groups or {}).items():
+                self.named.add(group, changed, gradient.clock)
         slices = self._bucket.slices
         if gradient.values is None:
             # Without a gradient for any slice it counts as zero, as in a bucket that it fills in part; otherwise it is
@@ -136,6 +152,15 @@ class OpenUpdate:
         # With a quorum, a worker goes on while what it has contributed is here.
         self.sum.add(values, own, self._quorum and gradient.borrowed, is_last and self._squares is None)
 
+    def _note_stage(self, gradient: Gradient) -> None:
+        """Takes what trains the bucket from here on, of whichever contributor is in the highest stage: a worker that
+        has joined late may be in an earlier one, and have the lowest rank."""
+        if gradient.stage > self.stage:
+            self.stage, self.named = gradient.stage, NamedValues()
+        following = None if gradient.assignment is None else gradient.assignment.next
+        if following is not None and (self.next is None or following.number > self.next.number):
+            self.next = following
+
     def agreement(self) -> Agreement | None:
         """Returns how alike the differences of a round are, before the sum is written; None: there are not several."""
         if self._squares is None or self.terms < 2 or self.sum.total is None:
@@ -149,24 +174,42 @@ class DenseBucket:
     The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. A slice without a
     gradient is left alone by it, as in a plain training loop.
 
+    stage:     what trains it now
     agreement: of the workers' differences in the last round, in mode local:H; None: there were not several
     """
 
     def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch) -> None:
         self.bucket = bucket
-        self._name = spec.optimizers[bucket.optimizer]
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._slices = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
-        self._optimizer = None if bucket.frozen else _optimizer(spec, self._name, bucket, self._slices)
-        self._step = None if self._optimizer is None else bare_step(self._optimizer)
-        self._divides = _is_fused(self._name, bucket)
-        self._pieces = self._new_pieces()
+        self._first = first_stage(spec, bucket)
+        self._enter(self._first)
         self._quorum, self._local = spec.consistency.quorum is not None, spec.local is not None
         self._open = self._new_update()
         self.agreement: Agreement | None = None
         codec = weight_codec(spec, bucket)
         self.sent = SentWeights(codec, bucket.numel) if isinstance(codec, Blocks) else None
+
+    def _enter(self, stage: StageSpec) -> None:
+        """Has what a stage says train the bucket, without any state."""
+        self.stage, self._trained = stage, stage.trained
+        self._name = stage.optimizer
+        self._optimizer = _optimizer(stage, self.bucket, self._slices) if self._trained else None
+        self._step = None if self._optimizer is None else bare_step(self._optimizer)
+        self._divides = _is_fused(self._name, self.bucket)
+        self._pieces = self._new_pieces()
+        self._in_use = ValuesInUse()
+
+    def begin(self, stage: StageSpec) -> None:
+        """Begins a stage, unless the bucket has come to it, or to a later one, already."""
+        if stage.number <= self.stage.number:
+            return
+        before = self._states()
+        self._enter(stage)
+        if self._optimizer is not None:
+            for position in stage.kept:
+                self._set_state(self._optimizer, position, before[position])
 
     def load(self, values: torch.Tensor) -> None:
         """Sets the weights: [numel] in the bucket's dtype. Workers get them as they are."""
@@ -183,7 +226,8 @@ class DenseBucket:
 
     def _new_pieces(self) -> PieceStep | None:
         """Returns what steps this bucket in pieces; None where it steps as a whole."""
-        if self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > PIECE:
+        is_whole = len(self._trained) == len(self._slices)
+        if is_whole and self._divides and isinstance(self._optimizer, torch.optim.SGD) and self.bucket.numel > PIECE:
             return PieceStep(self.bucket, self._optimizer, self._slices)
         return None
 
@@ -200,11 +244,15 @@ class DenseBucket:
         as they are."""
         update, self._open = self._open, self._new_update()
         self.agreement = update.agreement()
+        if update.next is not None:
+            self.begin(update.next)
         if update.assignment is not None:
             self.assign(update.assignment)
-        if self._optimizer is not None and self._step is not None and update.sum.total is not None:
-            for group in self._optimizer.param_groups:
-                group.update(update.groups.get(group["index"], {}))
+        update.present &= self._trained
+        steps = update.sum.total is not None and bool(update.present)
+        if steps and self._optimizer is not None and self._step is not None:
+            if update.stage == self.stage.number:
+                self._use(self._in_use.newer(update.named))
             self._step_with(update, self._optimizer, self._step)
         update.sum.close()
         if self.sent is not None:
@@ -244,10 +292,10 @@ class DenseBucket:
         return mean / update.count if update.count > 1 else mean
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets weights and optimizer state."""
+        """Sets weights and optimizer state. State of an optimizer that trains the bucket no more is left out."""
         for position, values in assignment.weights.items():
             self._slices[position].copy_(values)
-        if self._optimizer is not None:
+        if self._optimizer is not None and assignment.stage == self.stage.number:
             for position in assignment.reset | assignment.state.keys():
                 state = {name: value.clone() for name, value in assignment.state.get(position, {}).items()}
                 self._set_state(self._optimizer, position, state)
@@ -256,6 +304,8 @@ class DenseBucket:
         self, optimizer: torch.optim.Optimizer, position: int, state: Mapping[str, torch.Tensor] | None
     ) -> None:
         """Sets one slice's optimizer state; without any, to what its optimizer begins with."""
+        if position not in self._trained:
+            return
         tensor = self._slices[position]
         optimizer.state.pop(tensor, None)
         if state:
@@ -324,12 +374,17 @@ class DenseBucket:
         groups: Mapping[int, HyperParameters],
         owned: bool = False,
         sent: torch.Tensor | None = None,
+        stage: StageSpec | None = None,
     ) -> None:
         """Sets weights, optimizer state and hyper-parameters to those of a snapshot.
 
         owned: the state is this bucket's to keep; otherwise it is copied. `weights` may be `flat` itself.
         sent:  what workers have; None: the weights
+        stage: what trained the bucket; None: what its job is registered with
         """
+        stage = stage or self._first
+        if stage != self.stage:
+            self._enter(stage)
         if weights is not self.flat:
             self.flat.copy_(weights)
         if self.sent is not None:
@@ -339,6 +394,12 @@ class DenseBucket:
         for position in range(len(self._slices)):
             kept = {name: value if owned else value.clone() for name, value in state.get(position, {}).items()}
             self._set_state(self._optimizer, position, kept)
+        self._in_use = ValuesInUse()
+        self._use(groups)
+
+    def _use(self, groups: Mapping[int, HyperParameters]) -> None:
+        """Sets hyper-parameters, of the groups that there are."""
+        assert self._optimizer is not None
         for group in self._optimizer.param_groups:
             group.update(groups.get(group["index"], {}))
 
@@ -356,18 +417,17 @@ class DenseBucket:
         return sum(v.nbytes for state in states for v in list(state.values()) if isinstance(v, torch.Tensor))
 
 
-def _optimizer(spec: JobSpec, name: str, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """Returns the bucket's optimizer over its slices, with the job's parameter groups."""
+def _optimizer(stage: StageSpec, bucket: BucketSpec, slices: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Returns the bucket's optimizer over the slices that one has, with their parameter groups."""
     members: dict[int, list[torch.Tensor]] = {}
-    for part, tensor in zip(bucket.slices, slices, strict=True):
-        group = spec.parameters[part.parameter].group
-        assert group is not None
-        members.setdefault(group, []).append(tensor)
-    cls = ELEMENTWISE[name]
-    groups = [{"params": tensors, "index": group, **spec.groups[group]} for group, tensors in members.items()]
+    for group, tensor in zip(stage.members, slices, strict=True):
+        if group is not None:
+            members.setdefault(group, []).append(tensor)
+    cls = ELEMENTWISE[stage.optimizer]
+    groups = [{"params": tensors, "index": group, **stage.groups[group]} for group, tensors in members.items()]
     # Handed to the constructor too: Adagrad makes its state there, and looks at no group for how.
-    arguments = dict(spec.groups[next(iter(members))])
-    if _is_fused(name, bucket):
+    arguments = dict(stage.groups[next(iter(members))])
+    if _is_fused(stage.optimizer, bucket):
         arguments["fused"] = True  # ten times faster than one tensor operation after the other
     return cls(groups, **arguments)  # type: ignore[arg-type]
 

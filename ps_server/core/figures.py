@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.figures import MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
-from ps_protocol.modes import Consistency
+from ps_protocol.figures import MAX_TOTAL, MAX_VALUE_NAME, MAX_VALUES, WorkerFigures, is_value_name
 from ps_server.core.validation import check_once
 
 TABLES_TOLD = 100  # of a job, each by itself: whoever registers a job chooses how many there are, and their names
@@ -80,7 +79,6 @@ class TableFigures:
 
     nbytes:    of memory: rows, their optimizer's state, and the index
     file_rows: of the rows, those in a file that memory has no room for; file_bytes: of that file
-    consistency: the table's own rule; None: that of its job
     """
 
     name: str
@@ -89,7 +87,6 @@ class TableFigures:
     counts: RowCounts = RowCounts()
     file_rows: int = 0
     file_bytes: int = 0
-    consistency: Consistency | None = None
 
 
 def told(tables: Sequence[TableFigures]) -> tuple[TableFigures, ...]:
@@ -112,6 +109,9 @@ def check_worker_figures(figures: WorkerFigures) -> None:
     ratio = figures.residual_ratio
     if ratio is not None and not 0.0 <= ratio < math.inf:
         raise InvalidRequest(f"figures: residual_ratio must be a number of 0 or more, got {ratio:g}")
+    for what, steps in (("total_step_count", figures.total), ("done_step_count", figures.done)):
+        if steps > MAX_TOTAL:
+            raise InvalidRequest(f"figures: {what} must be 2^53 at most, got {steps}")
     names = [value.name for value in figures.values]
     if len(names) > MAX_VALUES:
         raise InvalidRequest(f"figures: expected up to {MAX_VALUES} values, got {len(names)}")

@@ -64,11 +64,15 @@ class Limits:
     views: int = _limit(64, "callers that watch the cluster (WatchStatus) at the same time")
     feeds: int = _limit(64, "feeds of rows (WatchRows) of one job on one shard at the same time")
     # of calls
-    calls: int = _limit(512, "calls in flight of one caller (a token or certificate) from one host")
-    all_calls: int = _limit(16_384, "calls in flight of all callers together, but for health checks")
+    calls: int = _limit(
+        512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"
+    )
+    all_calls: int = _limit(
+        16_384, "calls in flight of all callers together, but for health checks; of one caller half as many"
+    )
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of one message, either way")
     metadata_bytes: int = _limit(16 * 2**10, "bytes of a call's metadata")
-    receiving_bytes: int = _limit(128 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
+    receiving_bytes: int = _limit(168 * 2**20, "bytes of all requests that are not whole yet", _LARGEST_SIZE)
     request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
     upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
@@ -14,7 +14,28 @@ DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queu
 # After a rollback live workers come back at once. For so many seconds no other launch gets their ranks. No longer: they
 # may all be dead, and the other launch is their user's next try.
 AWAY_SECONDS = 5.0
+DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job may wait at its end for a worker that was taken off as silent
+# The processes of a job that were there when its last worker fell silent are to come back, and are waited for. One that
+# is started again imports its libraries first, on another host perhaps: six leases are a minute.
+RETURN_LEASES = 6
+HEARTBEATS_PER_LEASE = 4  # as clients send them
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How far a shard is when it counts a worker.
+
+    frontier: the highest clock that any worker has reached
+    pushed:   the last clock of which workers of this rank pushed every bucket that trains: a step of an earlier
+              incarnation counts up to there, whether or not its caller heard so. None: no bucket trains here
+    further:  by bucket or table, the last clock that they pushed there, where it is a later one: these have had a step
+              that others have not. None: not known
+    """
+
+    frontier: int
+    pushed: int | None
+    further: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,7 @@ class Member:
     attempt:     the number of the call that took the place; 0 for none
     launch:      the launch that started it; empty: not known
     pushed:      the last clock of which workers of this rank had pushed every bucket when it joined; None: not known
+    on_shards:   by shard, how far that was then; empty: not known. Not on disk: it is for the answer to the join
     since:       when a worker of that launch took the rank, for people to read: seconds since 1970
     heard:       when heartbeats came last; minus infinity: none yet. A join is no sign of life: it may be carried
                  out when its caller is dead
@@ -46,6 +68,7 @@ class Member:
     attempt: int = field(default=0, repr=False)
     launch: str = ""
     pushed: int | None = None
+    on_shards: Mapping[int, Counted] = field(default_factory=dict, repr=False, compare=False)
     since: float = 0.0
     heard: float = -math.inf
     heard_before: float = -math.inf
@@ -116,6 +139,20 @@ class Rivals:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """What a launch goes on with that has taken no part in a job before.
+
+    began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
+    trained: when it was trained last; None: not known
+    live:    how many other workers train it
+    """
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
 class JoinResult:
     """What a worker that joined gets.
 
@@ -124,6 +161,7 @@ class JoinResult:
     restore_count: how many times the job was rolled back to a checkpoint
     state:         what a worker of its rank had saved for the last checkpoint, and at which clock
     run:           of the job
+    continued:     for the first worker of a launch, if others have trained the job
     """
 
     member: Member
@@ -132,6 +170,7 @@ class JoinResult:
     restore_count: int = 0
     state: tuple[int, bytes] | None = None
     run: str = ""
+    continued: Continued | None = None
 
 
 @dataclass
@@ -140,10 +179,17 @@ class Membership:
 
     world_size: how many workers the job declares; 0 is elastic
     started:    true from the moment that all declared workers had joined (at once for an elastic job). A worker that
-                dies later does not undo it: training goes on with the others
-    rejoining:  after a rollback: by rank, until when the others wait for the worker to join again; for ever, as long
-                as there are no others
+                dies later does not undo it: training goes on with the others. Once none is left, nobody trains: the
+                first that comes back waits for the others, as at the first start
+    rejoining:  after a rollback, or when no worker was left: by rank, until when the others wait for the worker to join
+                again; for ever, as long as there are no others, or if its launch is about to start it
     away:       the workers that were live at the rollback: for AWAY_SECONDS no other launch gets their rank
+    absent:     by rank, workers that were taken off because they were silent, each until its `expires`: their processes
+                may live, and come back. No other worker waits for them
+    absence:    for how many seconds each of those is remembered
+    done:       the ranks whose workers have left because their scripts had come to their ends
+    gone:       of a job with a world size: by rank, when its last worker gave its last sign of life
+    in_doubt:   live workers that have given no sign of life since another one was started again: all may have died
     """
 
     world_size: int
@@ -154,11 +200,23 @@ class Membership:
     ever_joined: bool = False
     rejoining: dict[int, float] = field(default_factory=dict)
     away: dict[int, Member] = field(default_factory=dict)
+    absent: dict[int, Member] = field(default_factory=dict)
+    absence: float = DEFAULT_ABSENCE_SECONDS
+    done: set[int] = field(default_factory=set)
+    gone: dict[int, float] = field(default_factory=dict)
+    in_doubt: set[int] = field(default_factory=set)
+    _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
+    _doubted: float = -math.inf  # since when
+    _has_nobody: bool = False  # no worker was left, and the others are waited for
+    _is_told: bool = True  # somebody was told for which
 
-    def claim(self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = ()) -> int:
+    def claim(
+        self, rank: int | None, request: JoinRequest = UNKNOWN, reserved: Iterable[int] = (), now: float = math.inf
+    ) -> int:
         """Returns the rank that a worker gets: the one asked for, or the lowest free one. Changes nothing.
 
         reserved: the ranks of workers that are joining at this moment
+        now:      the time: one that was taken off a moment ago, and lives, comes back to its rank
         Raises Fenced for a worker that comes back to a rank that another process holds now.
         """
         live = self.members.get(rank) if rank is not None else None
@@ -170,7 +228,9 @@ class Membership:
                 f"{_other_launch(live) if _strangers(live.launch, request.launch) else ''}"
             )
         if rank is None:
-            taken = self.members.keys() | self.rejoining.keys() | set(reserved)
+            since = now + self.absence - min(self.lease, AWAY_SECONDS)
+            just_gone = {r for r, member in self.absent.items() if member.expires > since}
+            taken = self.members.keys() | self.rejoining.keys() | just_gone | set(reserved)
             rank = next(r for r in range(len(taken) + 1) if r not in taken)
         if self.world_size and rank >= self.world_size:
             raise InvalidRequest(f"rank must be below the job's world_size {self.world_size}, got {rank}")
@@ -212,18 +272,103 @@ class Membership:
         self.last_incarnation += 1
         return self.last_incarnation
 
-    def join(self, member: Member) -> None:
-        """Counts a worker as live, in place of an earlier one of its rank."""
-        if not self.members:  # the first to rejoin waits no longer for the others than a lease
-            self.rejoining = {r: member.expires if until == math.inf else until for r, until in self.rejoining.items()}
-        older = self.members.get(member.rank)
+    def join(self, member: Member, launch_ranks: range = range(0), is_back: bool = False) -> None:
+        """Counts a worker as live, in place of an earlier one of its rank.
+
+        launch_ranks: the ranks that its launch is about to start
+        is_back:      it is a process that was live before
+        """
+        now, older = member.expires - self.lease, self.members.get(member.rank)
+        # Those that a rollback took off come back by themselves.
+        has_trained = self.started or (self.rejoining and not is_back)
+        if self.world_size and has_trained and not self._is_carried(member.rank, older, now):
+            self._await_all(member.rank, now)
+        self._give_time(member.rank, now, launch_ranks, is_back)
         self.members[member.rank] = member if older is None else _after(member, older)
-        self.away.pop(member.rank, None)
+        for known in (self.away, self.absent, self.gone):
+            known.pop(member.rank, None)
+        for ranks in (self.done, self.in_doubt, self._left):
+            ranks.discard(member.rank)
         self.ever_joined = True
-        if self.rejoining.pop(member.rank, None) is not None:
-            self.started = not self.rejoining
-        elif not self.rejoining:
+        if self.rejoining.pop(member.rank, None) is not None or self.rejoining:
+            self._look_whether_started()
+        else:
             self.started = self.started or len(self.members) >= self.world_size
+            self._has_nobody = False
+
+    def _look_whether_started(self) -> None:
+        self.started = not self.rejoining
+        if self.started:
+            self._has_nobody = False
+            self.in_doubt.clear()
+
+    def _is_carried(self, rank: int, older: Member | None, now: float) -> bool:
+        """Whether a worker besides that of a rank has lived on while that one did not: the job has gone on with it.
+
+        Otherwise all may have died at one time: the leases of some end later. older: the live worker of the rank
+        """
+        others = [member for r, member in self.members.items() if r != rank]
+        if others and (self.rejoining or self.in_doubt or rank in self._left):
+            return True  # somebody was the first, and what is to be waited for is known; or nothing seems to be wrong
+        ended = self.gone.get(rank, now) if older is None else _last_sign(older, now)
+        # One that died at the same moment may have been heard so much later, by its last heartbeat in a queue.
+        since = ended + self.lease / HEARTBEATS_PER_LEASE + self.lease / DELAYED_PER_LEASE
+        return any(member.heard > since for member in others)
+
+    def _await_all(self, rank: int, now: float) -> None:
+        """Expects all workers to join again that were there shortly before the last one fell silent, but not those
+        whose scripts have ended. rank: of the first one to join"""
+        others = self.members.keys() - {rank}
+        end = max(self.gone.values(), default=now)
+        recent = {r for r, at in self.gone.items() if at > end - RETURN_LEASES * self.lease}
+        awaited = (recent | others) - self.done - self.rejoining.keys() - {rank}
+        self.rejoining |= dict.fromkeys(sorted(awaited), math.inf)
+        self.in_doubt, self._doubted = set(others), now
+        self._has_nobody, self._is_told = True, False
+
+    def newly_awaited(self) -> tuple[int, ...]:
+        """Returns the ranks that are waited for because no worker was left, once; later none."""
+        if self._is_told or self.started or self.in_doubt:
+            return ()
+        self._is_told = True
+        return tuple(sorted(self.rejoining))
+
+    def _give_time(self, rank: int, now: float, launch_ranks: range, is_back: bool) -> None:
+        """Has the waits for others begin with the first that joins, and those for its launch last until it is there.
+        rank: of the worker that joins; one that it takes the place of may still seem to live
+
+        A process that was live before comes back at once, and so do the others of its kind.
+        """
+        anew = bool(self.world_size) and not is_back
+        grace = now + self.lease * (RETURN_LEASES if anew else 1)
+        is_first = not self.members.keys() - self.in_doubt - {rank}
+        for r, until in self.rejoining.items():
+            if r in launch_ranks:
+                self.rejoining[r] = math.inf
+            elif is_first and (until == math.inf or anew):
+                self.rejoining[r] = grace
+
+    def resume(self, done: set[int], now: float) -> None:
+        """Goes on with what an earlier coordinator left of a job, once its workers are here, and those that are to
+        rejoin. Of the others nobody knows since when they are gone.
+
+        Those that no rollback took off are to be started again, and get the time for it.
+        """
+        self.done = done
+        here = self.members.keys() | self.rejoining.keys()
+        self.gone = dict.fromkeys((rank for rank in range(self.world_size) if rank not in here), now)
+        anew = self.rejoining.keys() - self.away.keys()
+        self.rejoining |= dict.fromkeys(sorted(anew), now + RETURN_LEASES * self.lease)
+        self._has_nobody = bool(anew)
+
+    def doubt_is_over(self) -> bool:
+        """Returns whether a worker has turned out to live that was in doubt: then nobody is waited for any more."""
+        since = self._doubted + self.lease / DELAYED_PER_LEASE
+        if not any(self.members[rank].heard > since for rank in self.in_doubt if rank in self.members):
+            return False
+        self.rejoining.clear()
+        self._look_whether_started()
+        return True
 
     def rollback(self, now: float, fenced: Iterable[Member] = ()) -> list[Member]:
         """Takes all workers off, and expects those of a job that had started to rejoin within a lease. Returns them.
@@ -233,6 +378,7 @@ class Membership:
         before, self.members = [*self.members.values(), *fenced], {}
         until = now + min(self.lease, AWAY_SECONDS)
         self.away |= {m.rank: replace(m, expires=until, heard=-math.inf, heard_before=-math.inf) for m in before}
+        self.in_doubt.clear()
         if self.started or self.rejoining:
             self.rejoining = dict.fromkeys([*self.rejoining, *(member.rank for member in before)], now + self.lease)
             self.started = self.ever_joined and not self.rejoining
@@ -249,8 +395,9 @@ class Membership:
             return []
         for rank in late:
             del self.rejoining[rank]
-        if late and not self.rejoining:
-            self.started = True
+            self.gone[rank] = -math.inf  # it is not waited for once more
+        if late:
+            self._look_whether_started()
         return late
 
     def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
@@ -261,21 +408,48 @@ class Membership:
             member = replace(member, heard=now, heard_before=member.heard)
         self.members[rank] = member
 
-    def leave(self, rank: int, incarnation: int) -> bool:
+    def leave(self, rank: int, incarnation: int, now: float = 0.0, done: bool = False, expired: bool = False) -> bool:
         """Takes a worker off. Returns False if it was not there any more.
 
+        done:    its script has come to its end
+        expired: it has not left by itself: its lease is over
         One that a rollback took off does not join again: nothing waits for it any more.
         """
-        away = self.away.get(rank)
-        if away is not None and away.incarnation == incarnation:
+        away, member = self.away.get(rank), self.members.get(rank)
+        is_away = away is not None and away.incarnation == incarnation
+        is_live = member is not None and member.incarnation == incarnation
+        if done and (is_away or is_live):
+            self.done.add(rank)
+        if is_away or is_live:
+            self.gone[rank] = _last_sign(member, now) if expired and member is not None else now
+            (self._left.discard if expired else self._left.add)(rank)
+        if is_away:
             del self.away[rank]
             if self.rejoining.pop(rank, None) is not None:
-                self.started = not self.rejoining
-        member = self.members.get(rank)
-        if member is None or member.incarnation != incarnation:
+                self._look_whether_started()
+        if not is_live:
             return False
         del self.members[rank]
+        self.in_doubt.discard(rank)
+        if expired and self._has_nobody and not self.started:  # its launcher starts it again, perhaps
+            self.rejoining.setdefault(rank, now + RETURN_LEASES * self.lease)
         return True
+
+    def take_silent(self, now: float) -> list[Member]:
+        """Takes off the workers whose lease has run out; remembers them, as they may come back. Returns them."""
+        silent = self.expired(now)
+        for member in silent:
+            self.leave(member.rank, member.incarnation, now, expired=True)
+            if self.absence:
+                self.absent[member.rank] = replace(member, expires=now + self.absence)
+        return silent
+
+    def forget_absent(self, now: float) -> list[int]:
+        """Forgets the workers that were silent and have not come back in time. Returns their ranks."""
+        late = [rank for rank, member in self.absent.items() if member.expires <= now]
+        for rank in late:
+            del self.absent[rank]
+        return late
 
     def postpone(self, seconds: float, now: float) -> None:
         """Has all leases, and all waits for workers to rejoin, end so much later, but none later than a lease from now:
@@ -286,13 +460,15 @@ class Membership:
 
         self.members = {rank: replace(m, expires=later(m.expires)) for rank, m in self.members.items()}
         self.rejoining = {rank: later(until) for rank, until in self.rejoining.items()}
+        self.absent = {r: replace(m, expires=m.expires + seconds) for r, m in self.absent.items()}
 
     def expired(self, now: float) -> list[Member]:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
     def ended(self, process: WorkerProcess, now: float) -> list[Member]:
-        """Returns the workers of a process that is gone. If one of it is expected to rejoin, it is not any more."""
+        """Returns the workers of a process that is gone. If one of it is expected to come back, it is not any more."""
+        self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
         for rank in [rank for rank, member in self.away.items() if process.was(member)]:
             del self.away[rank]
             if rank in self.rejoining:
@@ -311,6 +487,11 @@ class Membership:
         assert member is not None
         check_key(rank, key, member.key)
         return member
+
+
+def _last_sign(member: Member, now: float) -> float:
+    """Returns when a worker was heard last; where nobody knows, now."""
+    return member.heard if member.heard > -math.inf else now
 
 
 def _strangers(launch: str, other: str) -> bool:

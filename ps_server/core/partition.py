@@ -14,25 +14,25 @@ the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError, anew
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.buckets import Bucket, Buckets
-from ps_server.core.budget import PrincipalBudget, StagingBudget, derived_limit
+from ps_server.core.budget import PrincipalBudget, Room, StagingBudget, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
     AddWorker,
     Assign,
+    AssignRows,
     BeginRows,
     Close,
     Command,
     Commit,
-    Counted,
     Draft,
     Initialise,
     R,
@@ -45,20 +45,12 @@ from ps_server.core.commands import (
 from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment
-from ps_server.core.membership import check_incarnation, check_key
+from ps_server.core.membership import Counted, check_incarnation, check_key
 from ps_server.core.placement import Place
 from ps_server.core.reached import Reached
 from ps_server.core.tables import Tables
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
-
-
-class _Room(NamedTuple):
-    """What is reserved here: for contributions until updates, for drafts until commits, and for what is assigned."""
-
-    staged: StagingBudget
-    drafts: StagingBudget
-    assigned: StagingBudget
 
 
 def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
@@ -101,9 +93,9 @@ class JobPartition:
         self._closed: PSError | None = None
         self._staged_limit = staged_limit
         principals = principals or PrincipalBudget()
-        self._room = _Room(*(StagingBudget(principals) for _ in range(3)))
+        self._room = Room(*(StagingBudget(principals) for _ in range(3)))
         checker = RowChecker(spec, place or Place(), len(layout.buckets), norm_limit)
-        self.tables = Tables(spec, checker, self.roster, self._room.staged, lambda: self.staged_limit)
+        self.tables = Tables(spec, checker, self.roster, self._room, lambda: self.staged_limit)
         trained = {index: bucket.rule for index, bucket in self.buckets.items() if not bucket.spec.frozen}
         self.rules: dict[int, UpdateRule[Any]] = trained | {index: table.rule for index, table in self.tables.items()}
         self.reached = Reached(self.rules, self.roster)
@@ -138,6 +130,9 @@ class JobPartition:
             case StageRows():
                 self._check_pusher(command)
                 result = self.tables.stage(command, self.data)
+            case AssignRows():
+                self._check_pusher(command)
+                result = self.tables.assign(command)
             case BeginRows():
                 self.check_worker(command.rank, command.incarnation, command.key)
                 result = self.tables.begin(command)
@@ -178,7 +173,7 @@ class JobPartition:
             self.roster[rank] = Live(incarnation, start, command.key)
             for rule in self.rules.values():
                 rule.add_worker(rank, start)
-        return Counted(frontier, self.reached.pushed(rank))
+        return Counted(frontier, self.reached.pushed(rank), self.reached.further(rank))
 
     def _remove_worker(self, command: RemoveWorker) -> None:
         rank, incarnation = command.rank, command.incarnation
@@ -208,6 +203,8 @@ class JobPartition:
         self.roster.clear()
         for index, bucket in self.buckets.items():
             bucket.restore(snapshots[index], command.owned)
+            if bucket.weights.stage.number:
+                self.checker.begin(index, bucket.weights.stage)
         committed = {index: snapshots[index].committed for index in self.buckets}
         self.data.restore(committed | {index: command.tables[index].committed for index in self.tables})
 
@@ -238,7 +235,7 @@ class JobPartition:
             case Commit():
                 return self._commit(bucket, command)
 
-    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows) -> None:
+    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows | AssignRows) -> None:
         """Raises as check_worker, and OutOfOrder for a clock at or before that at which the worker joined."""
         self.check_worker(command.rank, command.incarnation, command.key)
         start = self.roster[command.rank].start
@@ -263,6 +260,8 @@ class JobPartition:
 
     def _assign(self, bucket: Bucket, command: Assign) -> Staged:
         rank, clock = command.rank, command.clock
+        if command.assignment.next is not None:
+            self.checker.begin(command.bucket, command.assignment.next)
         pending = bucket.pending_at(rank, clock)
         before = pending.assignment if pending is not None else None
         assignment = command.assignment if before is None else before.union(command.assignment)
@@ -403,6 +402,15 @@ class JobPartition:
             return rule.admit_all(pulls)
         return self.bucket(index).rule.admit_all([(rank, 0) for rank, _ in pulls])
 
+    def owed(self, index: int) -> Mapping[int, int]:
+        """Returns what a pull of a bucket or table that wants all that is staged has to wait for; see UpdateRule.owed.
+        With a quorum it has that applied: schedule the bucket."""
+        return self.rules[index].owed() if index in self.rules else {}
+
+    def has(self, index: int, owed: Mapping[int, int]) -> bool:
+        """Whether this is in the weights of a bucket or table."""
+        return not owed or self.rules[index].has(owed)
+
     # -- leased data -------------------------------------------------------------------------------------------------
 
     def committed(self, index: int) -> Committed:
@@ -412,6 +420,6 @@ class JobPartition:
 
 def _committed_draft(draft: Draft, commit: Commit) -> Stage:
     """Returns a draft as the contribution that it is with its commit."""
-    gradient = replace(draft.gradient, groups=commit.groups)
+    gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
     worker = draft.rank, draft.incarnation, draft.key
     return Stage(*worker, draft.bucket, draft.clock, gradient, commit.ranges, draft.principal)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
-from ps_tables.cold import RowFile
+
+if TYPE_CHECKING:
+    from ps_tables.cold import RowFile  # which imports torch: `ps-server plan` places buckets without it
 
 
 def place(sizes: Sequence[int], shard_count: int) -> list[int]:

@@ -58,6 +58,11 @@ class QuorumRule(UpdateRule[T]):
         super().add_worker(rank, clock)
         self.cleared[rank], self.weights_of[rank] = clock, self.version
 
+    def owed(self) -> dict[int, int]:
+        """Returns what is staged and not in the weights, and has updates made with that: there may be no other push."""
+        self.close()
+        return self._staged_only()
+
     def frontier(self) -> int:
         """Returns the highest clock that any worker has reached here, live or not."""
         return max(self.staged.values(), default=0)
@@ -157,9 +162,9 @@ class QuorumRule(UpdateRule[T]):
             return Admission(False, missing, f"{come} live workers have come, and the grace for the others is not over")
         return Admission(False, (), f"an update with {come} live workers is being applied")
 
-    def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Continues from a snapshot: nothing is staged, and what its clocks say counts as pushed."""
-        super().restore(version, clocks)
+    def restore(self, version: int, clocks: Mapping[int, int], pushed: Mapping[int, int] | None = None) -> None:
+        """Continues from a snapshot; see UpdateRule.restore."""
+        super().restore(version, clocks, pushed)
         self.cleared, self.weights_of = dict(clocks), {}
 
     def _clear(self, rank: int, clock: int) -> None:

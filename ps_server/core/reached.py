@@ -18,6 +18,7 @@ class Reached:
 
     def __init__(self, rules: Mapping[int, UpdateRule[Any]], roster: Mapping[int, Live]) -> None:
         self._rules = list(rules.values())
+        self._indices = list(rules)
         self._roster = roster
 
     def frontier(self) -> int:
@@ -27,6 +28,12 @@ class Reached:
     def pushed(self, rank: int) -> int | None:
         """Returns the last clock of which every bucket and table has a push of this rank; None: nothing trains here."""
         return min((rule.pushed.get(rank, 0) for rule in self._rules), default=None)
+
+    def further(self, rank: int) -> dict[int, int]:
+        """Returns, by index, the last clock that this rank has pushed of a bucket or table, where it is a later one."""
+        least = self.pushed(rank) or 0
+        pushed = {index: rule.pushed.get(rank, 0) for index, rule in zip(self._indices, self._rules, strict=True)}
+        return {index: clock for index, clock in pushed.items() if clock > least}
 
     def versions(self) -> tuple[int, int]:
         """Returns the lowest and the highest version of a bucket or table."""

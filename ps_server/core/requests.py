@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ps_protocol.data import DataRange
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.stages import StageSpec
 from ps_protocol.tables import Beginning
 
 
@@ -23,6 +24,7 @@ class PushKind(enum.Enum):
     COMMIT = "commit"  # of the draft of the same clock
     ASSIGN = "assign"
     ASSIGN_STATE = "assign_state"
+    NEXT_OPTIMIZER = "next_optimizer"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Push:
     state: str = ""  # the optimizer state that is assigned
     wire_format: str = ""  # of a gradient; empty: the bucket's own type
     weight: float = 0.0  # of a gradient, in the mean of its update; 0: all weigh the same
+    stage: int = 0  # of the script: that of `groups` and `state`
+    next_optimizer: StageSpec | None = None
 
 
 class RowPushKind(enum.Enum):
@@ -53,6 +57,7 @@ class RowPushKind(enum.Enum):
     GRADIENT = "gradient"
     NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
     SKIP = "skip"  # the step leaves the table out
+    ASSIGN = "assign"  # rows that the script has set, for the step of the same clock
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,10 @@ class RowsPush:
     """One message of the rows that a worker pushes to a table at a clock of its own.
 
     table:        its place in the job's list
-    payload:      ids, counts and gradients of `count` rows
-    first, total: the number of the first of them among all that the step has here, and how many these are
+    payload:      ids, counts and gradients of `count` rows; of rows that are assigned no counts, and values
+    first, total: the number of the first of them among all that the step has here of this kind, and how many these are
     place:        where the payload lies in the worker's segment for rows; None: it is here
+    assignment:   the number of the rows that are assigned, or that a step takes along; 0: it takes none
     """
 
     job: str
@@ -81,6 +87,7 @@ class RowsPush:
     key: bytes = field(default=b"", repr=False)
     run: str = ""
     place: int | None = None
+    assignment: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class PushedBucket(NamedTuple):
     finite: bool = False
     state: str = ""
     wire_format: str = ""
+    next_optimizer: StageSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,7 @@ class PushCall:
 
     payload: of all buckets, one after the other; None: their gradients lie in the worker's segment
     run:     of the job that the worker belongs to; empty: any
-    weight:  see Push
+    weight, stage: see Push
     """
 
     job: str
@@ -190,6 +198,7 @@ class PushCall:
     key: bytes = field(default=b"", repr=False)
     run: str = ""
     weight: float = 0.0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,7 @@ class PullCall:
     run:          of the job that the caller belongs to; empty: any
     times_wanted: it records a timeline: see PushTimes in ps_server/shard/times.py
     whole:        of the buckets, those of which it has not the version before, where weights travel in blocks
+    all_staged:   the answer has every update that is staged when it comes
     """
 
     job: str
@@ -214,3 +224,4 @@ class PullCall:
     run: str = ""
     times_wanted: bool = False
     whole: frozenset[int] = frozenset()
+    all_staged: bool = False

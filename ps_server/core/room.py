@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ps_protocol.codecs import Blocks, weight_codec
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
-from ps_protocol.optimizers import tensors_kept
+from ps_protocol.optimizer_state import tensors_kept
+from ps_protocol.wire_formats import BLOCK_FORMATS, weight_format
 from ps_server.core.budget import derived_limit
 
 # What a job costs beside its tensors, whatever they hold (measured).
@@ -56,5 +56,5 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
         staged += derived_limit(0, 0, max(0, spec.world_size - 1), len(spec.tables))
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
-    weights += sum(bucket.nbytes for bucket in buckets if isinstance(weight_codec(spec, bucket), Blocks))
+    weights += sum(bucket.nbytes for bucket in buckets if weight_format(spec, bucket) in BLOCK_FORMATS)
     return Room(weights, optimizer, staged, objects)

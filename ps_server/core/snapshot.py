@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.stages import StageSpec
 from ps_server.core.data_commits import Committed
 
 # By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
@@ -32,6 +33,8 @@ class BucketSnapshot:
     groups:  the hyper-parameters of the last update, by parameter group
     committed: the leased data that is in the weights, by loader
     sent:    what workers have, where weights travel in blocks: [numel] float32; None: what they have are the weights
+    pushed:  by rank, the last clock that it has pushed, where `clocks` has one that it has joined at
+    stage:   what trains it; None: what its job is registered with
     """
 
     index: int
@@ -42,6 +45,8 @@ class BucketSnapshot:
     groups: Mapping[int, HyperParameters] = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     sent: torch.Tensor | None = None
+    pushed: Mapping[int, int] = field(default_factory=dict)
+    stage: StageSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +72,7 @@ class TableSnapshot:
     values: HyperParameters = field(default_factory=dict)
     committed: Committed = field(default_factory=dict)
     seed: int | None = None
+    pushed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -120,7 +120,8 @@ class JobStatistics:
     restore_count: how many times the whole job was rolled back to a checkpoint
     lost_steps, redone_steps: of all workers; see core.accounting
     rolling_back: a shard has lost its part, and the job is being rolled back
-    rejoining:    ranks that are expected to join again after a rollback
+    rejoining:    ranks that are expected to join again
+    absent:       ranks that were silent, and for which the job waits before it ends: all others have left
     workers:      the live ones, by rank; now: when this was so, on the clock of their leases
     loaders:      the leased data, by loader
     checkpoints:  None where no checkpoints are made
@@ -154,6 +155,7 @@ class JobStatistics:
     local_seconds: float = 0.0
     local_fragments: int = 0
     trained_bytes: int = 0
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def square(values: torch.Tensor) -> float:
+    """Returns the square of the L2 norm of [n] elements."""
+    return float(torch.linalg.vector_norm(values, dtype=wide(values.dtype))) ** 2
+
+
 class Scratch:
     """Memory for sums, used again and again: to touch fresh memory costs as much as to sum in it. Thread-safe."""
 

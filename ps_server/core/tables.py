@@ -12,29 +12,29 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids, shards_of
-from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
+from ps_protocol.tables import MAX_PUSHED_BYTES, MAX_ROWS, JobTable, TableSpec, assigned_bytes
 from ps_server.core.beginnings import ComingRows
-from ps_server.core.budget import StagingBudget
+from ps_server.core.budget import Room
 from ps_server.core.checking_rows import RowChecker
-from ps_server.core.commands import BeginRows, Staged, StageRows
-from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.commands import AssignRows, BeginRows, Staged, StageRows
+from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
-from ps_server.core.loose import table_rule
+from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
+from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy
-from ps_tables.increments import merged
-from ps_tables.table import INDEX_BYTES, Beyond, InFile, Table, record_bytes
-
-MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard
+from ps_tables.increments import merged, newest
+from ps_tables.sizes import index_bytes, record_bytes, rows_within
+from ps_tables.table import Applied, Beyond, InFile, Table
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class RowsContribution:
     """One worker's contribution to a table on this shard.
 
     rows:     in the messages that they came in; empty where the step has none of this shard
+    assigned: rows that the script has set before the step, likewise: the update begins from them
     present:  the step has a gradient for the table, here or on another shard
     in_mean:  it is a term of the mean
     values:   hyper-parameters to use from this update on
@@ -53,11 +54,12 @@ class RowsContribution:
     in_mean: bool = True
     values: HyperParameters | None = None
     clock: int = 0
+    assigned: tuple[RowValues, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients."""
-        return sum(rows.gradients.nbytes for rows in self.rows)
+        """Bytes of the gradients, and of the rows that are set."""
+        return sum(rows.gradients.nbytes for rows in self.rows) + sum(rows.nbytes for rows in self.assigned)
 
 
 class TableRows:
@@ -77,6 +79,7 @@ class TableRows:
 
         self._made, self._table = made, made(table.rows)
         self._open: list[RowsContribution] = []
+        self._in_use = ValuesInUse()
         self.counts = RowCounts()
 
     def __len__(self) -> int:
@@ -90,15 +93,23 @@ class TableRows:
     def step(self) -> None:
         """Makes an update with the mean of what was added."""
         added, self._open = self._open, []
-        if not any(each.present for each in added):
+        if not any(each.present or each.assigned for each in added):
             return
+        version = self._table.version + 1
+        for each in reversed(added):  # the first counts: in sync that is the lowest rank
+            for set_rows in each.assigned:
+                self._count(self._table.assign(set_rows, version))
         parts = [rows for each in added for rows in each.rows]
         update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
-        # Those of the first one count, as in a bucket: in sync the lowest rank's; with a quorum, the furthest worker's.
-        first = max((each for each in added if each.values is not None), key=lambda each: each.clock, default=None)
-        values = None if first is None else first.values
+        named = NamedValues()
+        for each in added:
+            if each.values is not None:
+                named.add(0, each.values, each.clock)
+        values = self._in_use.newer(named).get(0)
         count = max(1, sum(each.in_mean for each in added))
-        done = self._table.apply(update, count, self._table.version + 1, values)
+        self._count(self._table.apply(update, count, version, values))
+
+    def _count(self, done: Applied) -> None:
         self.counts += RowCounts(
             admitted=done.admitted,
             expired=done.expired,
@@ -167,10 +178,16 @@ class TableRows:
         return self._table.values
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
-        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore."""
+        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore.
+
+        Where there is room for fewer rows than when they were saved, those trained longest ago are evicted.
+        """
         if seed is not None and seed != self.spec.initializer.seed:
             self._table = self._made(self.spec.seeded(seed))
-        self._table.restore(tensors, values)
+        self._in_use = ValuesInUse()
+        fitting = newest(tensors, self._table.capacity)
+        self._table.restore(fitting, values)
+        self.counts += RowCounts(evicted=len(tensors["ids"]) - len(fitting["ids"]))
 
 
 @dataclass
@@ -184,9 +201,27 @@ class PendingRows:
     left_out: bool = False
 
 
+@dataclass
+class PendingAssigned:
+    """What one worker's script has set in a table before its next clock, of which messages may be missing.
+
+    number: of the assignment; parts: by the number of the first row
+    """
+
+    clock: int
+    number: int
+    total: int
+    parts: dict[int, RowValues] = field(default_factory=dict)
+
+    @property
+    def came(self) -> int:
+        """How many rows are here."""
+        return sum(len(rows) for rows in self.parts.values())
+
+
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """One table on this shard: its rule, its rows, and by rank what is pending.
+    """One table on this shard: its rule, its rows, and by rank what is pending, and set for the step that comes next.
 
     most_bytes: that it comes to take, where its job says how many rows there may be; 0: it takes what there is
     coming:     what has come of what it begins with
@@ -198,6 +233,7 @@ class ShardTable:
     rows: TableRows
     most_bytes: int = 0
     pending: dict[int, PendingRows] = field(default_factory=dict)
+    assigned: dict[int, PendingAssigned] = field(default_factory=dict)
     coming: ComingRows = field(default_factory=ComingRows)
 
     def snapshot(self, committed: Committed | None = None) -> TableSnapshot:
@@ -207,19 +243,20 @@ class ShardTable:
     def without_rows(self, committed: Committed) -> TableSnapshot:
         """Returns a snapshot of the table as it is, to which its rows are still to come."""
         clocks, seed = self.rule.extent().clocks, self.rows.spec.initializer.seed
-        return TableSnapshot(self.index, self.rule.version, clocks, {}, self.rows.values, committed, seed)
+        which = self.index, self.rule.version, clocks
+        return TableSnapshot(*which, {}, self.rows.values, committed, seed, self.rule.joined_at())
 
     def restore(self, snapshot: TableSnapshot) -> None:
         """Becomes what a snapshot is, from having no rows. Raises InvalidRequest for one that fits no such table."""
         self.rows.restore(snapshot.tensors, snapshot.values, snapshot.seed)
-        self.rule.restore(snapshot.version, snapshot.clocks)
+        self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
 
 
 class Tables(Mapping[int, ShardTable]):
     """The tables of one job on this shard, by index.
 
-    checker:       makes the command that stages a message
-    staged, limit: what waits for its update, and how many bytes of it may
+    checker:     makes the command that stages a message
+    room, limit: what waits for its update, or for its step, and how many bytes of it may
     """
 
     def __init__(
@@ -227,16 +264,17 @@ class Tables(Mapping[int, ShardTable]):
         spec: JobSpec,
         checker: RowChecker,
         roster: Mapping[int, Live],
-        staged: StagingBudget,
+        room: Room,
         limit: Callable[[], float],
     ) -> None:
         self.checker = checker
-        self._staged, self._limit = staged, limit
+        self._staged, self._assigned, self._limit = room.staged, room.assigned, limit
         self._quorum = spec.consistency.quorum is not None
         self._tables = {}
         for index, table in enumerate(spec.tables, checker.first):
-            own, begun = table.rows.consistency, not table.rows.initial_rows
-            rule: UpdateRule[RowsContribution] = table_rule(spec.consistency, own, roster, begun)
+            rule: UpdateRule[RowsContribution] = update_rule(spec.consistency, roster, not table.rows.initial_rows)
+            if table.rows.initial_rows:
+                rule.awaits = NOT_BEGUN
             size = table_size(table, checker.place)
             rows = TableRows(table, size.rows, checker.place.salt, _beyond(table, size, checker.place))
             self._tables[index] = ShardTable(index, table, rule, rows, size.nbytes if table.rows.max_rows else 0)
@@ -271,7 +309,6 @@ class Tables(Mapping[int, ShardTable]):
                     each.rows.counts,
                     each.rows.in_file.rows,
                     each.rows.in_file.nbytes,
-                    each.spec.rows.consistency,
                 )
                 for each in self.values()
             ]
@@ -292,6 +329,49 @@ class Tables(Mapping[int, ShardTable]):
         is_new = table.coming.take(command, table.rows)
         table.rule.initialised = table.coming.is_complete
         return Staged(table.rule.version, duplicate=not is_new, kept=not table.rule.initialised)
+
+    def assign(self, command: AssignRows) -> Staged:
+        """Takes a message of rows that are set for a worker's next step; see AssignRows."""
+        table, rank, clock = self._tables[command.table], command.rank, command.clock
+        if table.rule.is_repeat(rank, clock):
+            return Staged(table.rule.version, duplicate=True)
+        coming, number = table.assigned.get(rank), command.assignment
+        if coming is not None and coming.clock == clock and number < coming.number:
+            return Staged(table.rule.version, duplicate=True)  # another one has taken its place
+        if coming is None or (coming.clock, coming.number) != (clock, number):
+            coming = PendingAssigned(clock, number, command.total)
+        if coming.total != command.total:
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: a message of worker {rank} says that {command.total} rows are "
+                f"assigned here at clock {clock}, and another {coming.total}"
+            )
+        if command.first in coming.parts:
+            return Staged(table.rule.version, duplicate=True)
+        if not coming.parts:
+            self._reserve_assigned(table, command)
+            table.assigned[rank] = coming
+        coming.parts[command.first] = command.rows
+        return Staged(table.rule.version, duplicate=False, kept=True)
+
+    def _reserve_assigned(self, table: ShardTable, command: AssignRows) -> None:
+        """Reserves the bytes of all messages, as `_reserve`. One worker's always fit: they go with its step."""
+        rank, size = command.rank, assigned_bytes(table.rows.dim, command.total)
+        if size > MAX_PUSHED_BYTES:
+            raise LimitExceeded(
+                f"table {table.spec.rows.name!r}: a worker may assign {MAX_PUSHED_BYTES} bytes of rows in a step to "
+                f"one shard, and {command.total} rows have {size}"
+            )
+        if not self._assigned.reserve(
+            *(table.index, rank, size, self._limit()),
+            principal=command.principal,
+            charge=size,
+            always=lambda: table.rule.is_awaited(rank, command.clock) or self._assigned.is_all_of(rank),
+        ):
+            raise Backlogged(f"{self._assigned.bytes} bytes are assigned here and wait for their workers' steps")
+
+    def _drop_assigned(self, table: ShardTable, rank: int) -> None:
+        if table.assigned.pop(rank, None) is not None:
+            self._assigned.release(table.index, rank)
 
     def stage(self, command: StageRows, data: DataCommits) -> Staged:
         """Takes a message of a contribution that the partition has let pass; stages it if all are here."""
@@ -322,6 +402,7 @@ class Tables(Mapping[int, ShardTable]):
         return self._count(table, command, pending, data)
 
     def _count(self, table: ShardTable, command: StageRows, pending: PendingRows, data: DataCommits) -> Staged:
+        assigned = self._assigned_with(table, command)
         try:
             use = data.use(table.index, command.ranges)
         except LimitExceeded:
@@ -335,9 +416,23 @@ class Tables(Mapping[int, ShardTable]):
         if not parts:
             self._staged.release(table.index, command.rank)
         clock = command.clock if self._quorum else 0
-        contribution = RowsContribution(parts, present, in_mean, command.values, clock)
+        self._drop_assigned(table, command.rank)
+        contribution = RowsContribution(parts, present, in_mean, command.values, clock, assigned)
         table.rule.stage(command.rank, command.clock, contribution, command.ranges)
         return Staged(table.rule.version, duplicate=False, skipped=not parts, use=use)
+
+    def _assigned_with(self, table: ShardTable, command: StageRows) -> tuple[RowValues, ...]:
+        """Returns the rows that a step takes along. Raises InvalidRequest where not all of them are here."""
+        if not command.assignment:
+            return ()
+        found, key = table.assigned.get(command.rank), (command.clock, command.assignment)
+        if found is None or (found.clock, found.number) != key or found.came < found.total:
+            self.drop_pending(command.rank, table.index)
+            raise InvalidRequest(
+                f"table {table.spec.rows.name!r}: the step of worker {command.rank} came before all rows that are "
+                f"assigned with it (number {command.assignment})"
+            )
+        return tuple(rows for _, rows in sorted(found.parts.items()))
 
     def _reserve(self, table: ShardTable, command: StageRows) -> None:
         """Reserves the bytes of all messages. Raises LimitExceeded for too many, Backlogged if there is no room now.
@@ -366,6 +461,8 @@ class Tables(Mapping[int, ShardTable]):
         for table in self.values() if index is None else (self._tables[index],):
             if index is None and rank == 0 and not table.rule.initialised:
                 table.coming.drop(table.rows)
+            if index is None:
+                self._drop_assigned(table, rank)
             if table.pending.pop(rank, None) is not None:
                 self._staged.release(table.index, rank)
 
@@ -386,7 +483,8 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
     """Returns the rows of some shards that belong to this one, of which there may be another number now.
 
     Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
-    part has had of leased data is not committed.
+    part has had of leased data is not committed. A step that one part has had counts as pushed: its rows are not to
+    come twice.
     """
     newest = max(int(part.tensors["version"]) for part in parts)
     kept: dict[str, list[torch.Tensor]] = {}
@@ -401,15 +499,16 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
                     kept.setdefault(name, []).append(rows + age if name == f"{prefix}last" and age else rows)
     tensors = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in kept.items()}
     tensors["version"] = torch.tensor([newest])
-    ranks = {rank for part in parts for rank in part.clocks}
+    ranks = sorted({rank for part in parts for rank in part.clocks})
     return TableSnapshot(
         parts[0].index,
         max(part.version for part in parts),
-        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in sorted(ranks)},
+        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in ranks},
         tensors,
         parts[0].values,
         in_all([part.committed for part in parts]),
         parts[0].seed,
+        {rank: max(part.pushed.get(rank, part.clocks.get(rank, 0)) for part in parts) for rank in ranks},
     )
 
 
@@ -428,21 +527,24 @@ class TableSize:
 
 
 def table_size(table: JobTable, place: Place) -> TableSize:
-    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file."""
+    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file.
+
+    Where ids wait for admission, memory is to hold as many of these as rows.
+    """
     record = record_bytes(table.rows, table.optimizer, table.values)
+    waits, memory = table.rows.admit_after > 1, place.table_bytes
     share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
-    fit = max(1, min(share, place.table_bytes // (record + INDEX_BYTES)))
-    in_memory = TableSize(fit, fit, fit * (record + INDEX_BYTES))
+    fit = max(1, min(share, rows_within(memory, record, waits)))
+    in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
     if fit == share or not place.file_bytes:
         return in_memory
     # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
-    known = INDEX_BYTES + PLACE_BYTES
-    rows = min(share, 3 * place.table_bytes // (4 * known), (place.table_bytes + place.file_bytes) // (record + known))
+    known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
+    rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
     if rows <= fit:
         return in_memory
-    return TableSize(
-        rows, (place.table_bytes - rows * known) // record, place.table_bytes, min(rows, place.file_bytes // record)
-    )
+    left = memory - rows * PLACE_BYTES - index_bytes(rows, waits)
+    return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
 
 
 def _beyond(table: JobTable, size: TableSize, place: Place) -> Beyond | None:

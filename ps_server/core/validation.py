@@ -6,24 +6,22 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from ps_protocol.addresses import is_host, is_host_port
-from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.job import JobSpec, validate
-from ps_protocol.layout import ALIGNMENT_BYTES
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.optimizers import check_hyper_parameters
 from ps_protocol.row_optimizers import check_row_optimizer
+from ps_protocol.stages import StageSpec
+from ps_server.core.extent import check_extent
 from ps_server.core.limits import Limits
 
 MAX_LAUNCH_LENGTH = 255
 MAX_PLACE_LENGTH = 128  # of a memory place
-# A bucket costs a shard 5 KiB and 30 us, whatever it holds: a job of few bytes may not have a shard make very many.
-FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
 
 
 def check_job_spec(spec: JobSpec, limits: Limits) -> None:
     """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
-    _check_counts(spec, limits)
-    validate(spec)
-    _check_sizes(spec, limits)
+    check_extent(spec, limits)
     checked = set()
     for index, group in enumerate(spec.groups):
         kind = spec.optimizer_of(index), tuple(sorted(group.items()))
@@ -32,35 +30,6 @@ def check_job_spec(spec: JobSpec, limits: Limits) -> None:
             checked.add(kind)
     for table in spec.tables:
         check_row_optimizer(table.optimizer, table.values)
-
-
-def _check_counts(spec: JobSpec, limits: Limits) -> None:
-    """What takes time by its number alone comes first."""
-    if len(spec.parameters) > limits.parameters:
-        raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
-    if len(spec.groups) > limits.groups:
-        raise LimitExceeded(f"max-groups is {limits.groups}, got a job of {len(spec.groups)} parameter groups")
-
-
-def _check_sizes(spec: JobSpec, limits: Limits) -> None:
-    for name in [parameter.name for parameter in spec.parameters] + [table.rows.name for table in spec.tables]:
-        if len(name) > limits.name_length:
-            raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(name)}")
-    if spec.world_size > limits.workers:
-        raise LimitExceeded(f"max-workers is {limits.workers}, got a world_size of {spec.world_size}")
-    # One more for each parameter is more than alignment and the ends of spaces can add.
-    size = sum(parameter.nbytes + ALIGNMENT_BYTES for parameter in spec.parameters)
-    if size > limits.job_bytes:
-        raise LimitExceeded(f"max-job-bytes is {limits.job_bytes}, got a job of {size}")
-    buckets = size // spec.bucket_bytes
-    if buckets > limits.buckets:
-        raise LimitExceeded(f"max-buckets is {limits.buckets}, got a job of about {buckets}; use larger bucket_bytes")
-    allowed = FREE_BUCKETS + size // BYTES_OF_A_BUCKET
-    if buckets > allowed:
-        raise LimitExceeded(
-            f"a job of {size} bytes may have {allowed} buckets, because each costs a shard 5 KiB; got about "
-            f"{buckets}: use larger bucket_bytes"
-        )
 
 
 def check_once(values: Sequence[Hashable], what: str) -> None:
@@ -94,3 +63,20 @@ def check_launch(launch: str) -> None:
     """Raises InvalidRequest unless this can name a launch, or is empty."""
     if len(launch) > MAX_LAUNCH_LENGTH or not launch.isascii() or not launch.isprintable():
         raise InvalidRequest(f"a launch's name has up to 255 printable ASCII characters, got {launch[:80]!r}")
+
+
+def check_stage(stage: StageSpec, bucket: BucketSpec) -> None:
+    """Raises InvalidRequest for what cannot train a bucket, wherever it came from."""
+    if stage.number < 1:
+        raise InvalidRequest(f"bucket {bucket.index}: a stage that follows has a number from 1, got {stage.number}")
+    if len(stage.members) != len(bucket.slices):
+        raise InvalidRequest(
+            f"bucket {bucket.index}: expected the groups of {len(bucket.slices)} slices, got {len(stage.members)}"
+        )
+    if {group for group in stage.members if group is not None} != stage.groups.keys():
+        raise InvalidRequest(f"bucket {bucket.index}: expected hyper-parameters of the groups that have slices in it")
+    if any(position not in stage.trained for position in stage.kept):
+        raise InvalidRequest(f"bucket {bucket.index}: slices without a group keep no state, got {sorted(stage.kept)}")
+    check_hyper_parameters(stage.optimizer, {})
+    for values in stage.groups.values():
+        check_hyper_parameters(stage.optimizer, values)

@@ -1,12 +1,17 @@
 """What operators run and read.
 
+columns.py      Tables for a terminal, none wider than the window
 compiler.py     What keeps torch's compiler out of a server
 dev_certs.py    `ps-server dev-certs`: a small CA, and certificates for servers, clients and readers, to try things out
 gauges.py       A server process' gauges, read at each scrape; and /sd, where Prometheus finds all processes
 glibc.py        What a server asks of the C library: one pool of memory, and copies that go past the processor's cache
 health_port.py  Two pages in plaintext, for probes that cannot show a certificate
 plan.py         `ps-server plan`: what a job needs before anything is started
+plan_costs.py   What a step costs processors, as it was measured
+plan_tables.py  The memory of tables of rows
 page.py         The page on which a browser shows a cluster; and `ps-server page`
-screen.py       `ps-server status --watch`: the table, and the race of each job's workers, drawn again and again
+race.py         The race of a job's workers, for a terminal
+screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again
 status.py       `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
+text.py         Texts of peers, for a terminal
 """

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -118,7 +118,7 @@ class _Authority:
     """The CA; its key is None where it has been taken away."""
 
     certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey | None
+    key: ec.EllipticCurvePrivateKey | None = field(repr=False)
 
     @staticmethod
     def read(home: Path) -> _Authority | None:

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from ps_protocol.errors import InvalidRequest
@@ -18,9 +18,12 @@ from ps_runtime.credentials import PLAINTEXT, Access, is_loopback
 from ps_runtime.retry import Peer
 from ps_runtime.signals import await_event
 from ps_runtime.web import Site, serve
-from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
-from ps_server.rpc.views import Position, Views
+from ps_server.rpc.plain import json_text, plain
+from ps_server.rpc.position import Position
+
+if TYPE_CHECKING:
+    from ps_server.rpc.views import Views  # of a coordinator, which has torch
 
 FILES = Path(__file__).parents[1] / "page"
 TYPES = {
@@ -48,10 +51,11 @@ def coordinators_page(views: Views) -> Site:
 
 def view_json(response: Any) -> bytes:
     """Returns a WatchStatusResponse as JSON; a sample that there is not is null."""
-    plain = convert.plain(response)
-    for series in (plain["history"] or {}).get("series", ()):
-        series["values"] = [None if math.isnan(each) else float(f"{each:.{DIGITS}g}") for each in series["values"]]
-    return convert.json_text(plain).encode()
+    view = plain(response)
+    for history in (view["history"], *(job["history"] for job in view["finished_jobs"])):
+        for series in (history or {}).get("series", ()):
+            series["values"] = [None if math.isnan(each) else float(f"{each:.{DIGITS}g}") for each in series["values"]]
+    return json_text(view).encode()
 
 
 def _position(query: str) -> Position:

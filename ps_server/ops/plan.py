@@ -1,30 +1,35 @@
 """`ps-server plan`: what a job needs before anything is started. Shards, memory, bytes on the wire, time, and the mode.
 
-Memory is what a shard itself admits a job by (core/room.py), with what a checkpoint copies, and what travels. Times are
-bounds of the links, and rates follow from them. docs/planning.md has each formula, with its conditions.
+Memory is what a shard itself admits a job by (core/room.py), with what a checkpoint copies, and what travels. A round
+takes as long as its links are busy, or a processor, if that takes longer; rates follow from it. docs/planning.md has
+each formula, with its conditions.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ps_protocol.codecs import PLAIN, WIRE_FORMATS, Blocks
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, with_defaults
-from ps_runtime.quantities import size_text
+from ps_protocol.optimizer_state import KNOWN
+from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
+from ps_runtime.quantities import counted, number_text, size_text, time_text
 from ps_server.core.bucket_sizes import sized
+from ps_server.core.extent import check_extent
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.placement import place_job
 from ps_server.core.room import room_for
-from ps_server.core.validation import check_job_spec
+from ps_server.ops.plan_costs import apply_seconds, coordinator_load, travel_seconds, way
+from ps_server.ops.plan_tables import TableMemory, TableQuestion, fewest_shards, table_memory
 
-# Buckets of each worker that a shard holds while they travel over gRPC: two pushes, each in gRPC's slices and then
-# joined, and an answer to a pull as bytes and as a slice (docs/data-path.md).
-BUCKETS_UNDER_WAY = 6
+# Buckets of each worker that a shard holds while they travel. Over gRPC two pushes, each in gRPC's slices and then
+# joined, and an answer to a pull as bytes and as a slice (docs/data-path.md); over data connections as it was measured.
+BUCKETS_UNDER_WAY = {"shm": 0, "tcp": 3, "grpc": 6}
+LEASE_SECONDS = 10.0  # the default of --lease
 # A mode whose result is not that of sync has to make so much more steps to be the better one.
 WORTH_IT = 1.1
 
@@ -33,11 +38,14 @@ WORTH_IT = 1.1
 class Question:
     """What is to be trained, and on what.
 
-    parameters:   elements that the optimizer steps, of float32
+    parameters:   elements that the optimizer steps, of float32; without those of tables
     tensors:      how many tensors they are in
     shards:       how many there are to be; None: as many as the links want
     link:         bits a second of each machine's link, each way; None: all are one machine, with shared memory
     wire:         the format in which gradients and weights travel
+    transport:    how, as --transport of workers; tls: encrypted
+    tables:       tables of rows, as they are when they are full
+    lookups:      distinct ids of each table in a worker's step; 0: not known, and not counted
     step_seconds: of a worker's forward and backward pass; None: not known
     straggler:    how many times as long the slowest worker takes
     stalls:       the part of steps in which a worker, any of them, is that slow; None: one worker is, in every step
@@ -54,6 +62,15 @@ class Question:
     step_seconds: float | None = None
     straggler: float = 1.0
     stalls: float | None = None
+    transport: str = "auto"
+    tls: bool = False
+    tables: tuple[TableQuestion, ...] = ()
+    lookups: int = 0
+
+    @property
+    def way(self) -> str:
+        """How buckets travel, a name of plan_costs.MS_A_MIB."""
+        return way(self.transport, self.tls, self.link is None)
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,8 @@ class ShardMemory:
     objects:   Python objects of buckets, tensors and groups
     under_way: messages of all workers; 0 with shared memory
     snapshot:  the copy of its part while a checkpoint is made; without checkpoints there is none
+    tables:    rows with their optimizer's state, and the index that finds them
+    cold:      the least that the tables need with --cold-rows-dir
     """
 
     weights: int
@@ -72,11 +91,13 @@ class ShardMemory:
     objects: int
     under_way: int
     snapshot: int
+    tables: int = 0
+    cold: int = 0
 
     @property
     def training(self) -> int:
         """All of it without checkpoints."""
-        return self.weights + self.optimizer + self.staged + self.objects + self.under_way
+        return self.weights + self.optimizer + self.staged + self.objects + self.under_way + self.tables
 
     @property
     def total(self) -> int:
@@ -90,8 +111,10 @@ class Plan:
 
     worker_bytes:  that a worker sends in a step, and receives
     shard_bytes:   that the fullest shard receives in a step of every worker, and sends
-    round_seconds: that these take at the least, both ways at once; None: no link is given
-    ddp_seconds:   the same of a ring all-reduce among the workers
+    link_seconds:  that these take at the least, both ways at once; None: no link is given
+    shard_cpu:     seconds of a core that the fullest shard uses for a step of every worker
+    worker_cpu:    seconds of a core that a worker uses to send and receive
+    ddp_seconds:   the same as link_seconds of a ring all-reduce among the workers
     """
 
     shards: int
@@ -100,8 +123,15 @@ class Plan:
     memory: ShardMemory
     worker_bytes: int
     shard_bytes: int
-    round_seconds: float | None
+    link_seconds: float | None
+    shard_cpu: float
+    worker_cpu: float
     ddp_seconds: float | None
+
+    @property
+    def round_seconds(self) -> float:
+        """What a step's pushes and pulls take: as long as the busiest link, or the busiest processor."""
+        return max(self.link_seconds or 0.0, self.shard_cpu, self.worker_cpu)
 
 
 @dataclass(frozen=True)
@@ -119,12 +149,16 @@ class Advice:
     plans: the one that is recommended first, then others to compare it with, by number of shards
     rates: empty where the time of a step is not known
     mode:  that pays; why: in words
+    way:   how buckets travel
+    coordinator_cpu: the part of a core that it uses while the job trains
     """
 
     plans: tuple[Plan, ...]
     rates: tuple[ModeRate, ...]
     mode: str
     why: str
+    way: str
+    coordinator_cpu: float
 
 
 def advise(question: Question) -> Advice:
@@ -133,21 +167,24 @@ def advise(question: Question) -> Advice:
     buckets = len(bucket_layout(spec.parameters, spec.bucket_bytes).buckets)
     most = min(max(1, buckets), question.workers)
     chosen = question.shards or (most if question.link is not None else min(2, buckets))
-    others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if count <= most} - {chosen}
+    least = fewest_shards(question.tables)  # with fewer there would be more rows on one than it may have
+    others = {count for count in (1, 2, 4, 8, 16, 32, 64, most) if least <= count <= most} - {chosen}
     plans = tuple(plan(question, spec, count) for count in (chosen, *sorted(others)))
-    rates = mode_rates(question, plans[0].round_seconds or 0.0)
-    return Advice(plans, rates, *_best_mode(question, rates))
+    rates = mode_rates(question, plans[0].round_seconds)
+    load = coordinator_load(question.workers, LEASE_SECONDS)
+    return Advice(plans, rates, *_best_mode(question, rates), question.way, load)
 
 
 def job_spec(question: Question) -> JobSpec:
     """Returns the job as its workers would register it, with the size of buckets that a server would choose."""
-    name = next((name for name in ELEMENTWISE if name.lower() == question.optimizer.lower()), None)
+    name = next((name for name in KNOWN if name.lower() == question.optimizer.lower()), None)
     if name is None:
-        raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {question.optimizer!r}")
-    if question.wire not in WIRE_FORMATS:
-        raise InvalidRequest(f"expected one of {', '.join(WIRE_FORMATS)} on the wire, got {question.wire!r}")
+        raise InvalidRequest(f"expected an optimizer out of {', '.join(KNOWN)}, got {question.optimizer!r}")
+    if question.wire not in FORMATS:
+        raise InvalidRequest(f"expected one of {', '.join(FORMATS)} on the wire, got {question.wire!r}")
     group = {"momentum": question.momentum} if question.momentum else {}
-    check_hyper_parameters(name, group)
+    if question.momentum:
+        _check_momentum(name, question.momentum)
     count, rest = divmod(question.parameters, question.tensors)
     if count == 0:
         raise InvalidRequest(f"{question.parameters} parameters do not make {question.tensors} tensors")
@@ -155,9 +192,17 @@ def job_spec(question: Question) -> JobSpec:
     parameters = tuple(ParameterSpec(str(index), (size,), "float32", 0) for index, size in enumerate(shapes))
     sync, wire = Consistency(0, aggregate=True), question.wire
     spec = JobSpec("plan", parameters, name, (group,), sync, 0, question.workers, gradient_wire=wire, weight_wire=wire)
-    spec = sized(with_defaults(spec), question.link is None, DEFAULTS.buckets)
-    check_job_spec(spec, DEFAULTS)
+    spec = sized(spec, question.link is None, DEFAULTS.buckets)
+    check_extent(spec, DEFAULTS)
     return spec
+
+
+def _check_momentum(optimizer: str, momentum: float) -> None:
+    """Raises InvalidRequest unless torch's optimizer of that name takes this momentum."""
+    if optimizer not in ("SGD", "RMSprop"):
+        raise InvalidRequest(f"momentum is of SGD and RMSprop, got it for {optimizer}")
+    if not 0 <= momentum < math.inf:
+        raise InvalidRequest(f"momentum is a finite number from 0, got {momentum:g}")
 
 
 def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
@@ -167,24 +212,35 @@ def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
     loads = [sum(layout[bucket].numel for bucket in placed.buckets_of(index)) for index in range(shards)]
     fullest = max(range(shards), key=loads.__getitem__)
     room = room_for(spec, placed.buckets_of(fullest), DEFAULTS.staged_bytes)
-    under_way = BUCKETS_UNDER_WAY * spec.bucket_bytes * question.workers if question.link is not None else 0
+    tables = table_memory(question.tables, shards) if question.tables else TableMemory(0, 0, 0)
+    held = BUCKETS_UNDER_WAY[question.way.partition("+")[0]] * question.workers
     memory = ShardMemory(
         weights=room.weights,
         optimizer=room.optimizer,
         staged=room.staged,
         objects=room.objects,
-        under_way=min(under_way, BUCKETS_UNDER_WAY * room.weights * question.workers),
-        snapshot=room.weights + room.optimizer,
+        under_way=min(held * spec.bucket_bytes, held * room.weights),
+        snapshot=room.weights + room.optimizer + tables.rows,
+        tables=tables.rows + tables.index,
+        cold=tables.cold,
     )
-    codec = WIRE_FORMATS[question.wire]
+    codec = FORMATS[question.wire]
     worker_bytes, shard_bytes = codec.size(sum(loads)), codec.size(loads[fullest]) * question.workers
+    looked_up = sum(question.lookups * table.row_bytes for table in question.tables)
+    worker_bytes, shard_bytes = worker_bytes + looked_up, shard_bytes + looked_up * question.workers // shards
     times: list[float | None] = [None, None]
     if question.link is not None:
         # DDP has hooks for half types, and none for blocks.
-        in_ring = PLAIN["float32"].size(sum(loads)) if isinstance(codec, Blocks) else worker_bytes
+        in_ring = CastFormat("float32").size(sum(loads)) if isinstance(codec, BlockFormat) else worker_bytes
         ring = 2 * (question.workers - 1) / question.workers * in_ring
         times = [8 * max(worker_bytes, shard_bytes) / question.link, 8 * ring / question.link]
-    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], times[1])
+    here = len(placed.buckets_of(fullest))
+    travel = travel_seconds(question.way, shard_bytes, here * question.workers, question.workers)
+    weights = 4 * loads[fullest]
+    shard_cpu = travel + apply_seconds(spec.optimizer, room.optimizer // weights, weights)
+    worker_cpu = travel_seconds(question.way, worker_bytes, len(layout), shards)
+    cpu = shard_cpu, worker_cpu
+    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], *cpu, times[1])
 
 
 def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]:
@@ -220,33 +276,55 @@ def as_json(advice: Advice) -> dict[str, Any]:
     data = asdict(advice)
     for values, made in zip(data["plans"], advice.plans, strict=True):
         values["memory"] |= {"training": made.memory.training, "total": made.memory.total}
+        values["round_seconds"] = made.round_seconds
     return data
 
 
 def table(advice: Advice) -> str:
     """Returns the advice for a person."""
-    columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", "STAGED", "OBJECTS", "UNDER WAY", "TRAINING", "SNAPSHOT", "IN ALL")
-    rows: list[tuple[str, ...]] = [(*columns, "WORKER'S LINK", "SHARD'S LINK", "ROUND", "DDP'S")]
+    has_tables = any(made.memory.tables for made in advice.plans)
+    columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", *["TABLES"] * has_tables, "STAGED", "OBJECTS", "UNDER WAY", "TRAINING")
+    times = ("WORKER'S LINK", "SHARD'S LINK", "LINK", "SHARD'S CPU", "WORKER'S CPU", "ROUND", "DDP'S")
+    rows: list[tuple[str, ...]] = [(*columns, "SNAPSHOT", "IN ALL", *times)]
     for made in advice.plans:
         memory = made.memory
-        parts = (memory.weights, memory.optimizer, memory.staged, memory.objects, memory.under_way)
+        tables = [memory.tables] * has_tables
+        parts = (memory.weights, memory.optimizer, *tables, memory.staged, memory.objects, memory.under_way)
         sums = (memory.training, memory.snapshot, memory.total)
         sizes = map(size_text, (*parts, *sums, made.worker_bytes, made.shard_bytes))
-        rows.append((str(made.shards), *sizes, _time(made.round_seconds), _time(made.ddp_seconds)))
+        seconds = (made.link_seconds, made.shard_cpu, made.worker_cpu, made.round_seconds, made.ddp_seconds)
+        rows.append((str(made.shards), *sizes, *("-" if each is None else time_text(each) for each in seconds)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([*lines, "", *_remarks(advice)])
+
+
+def _remarks(advice: Advice) -> list[str]:
+    """Returns the lines below the table: what its columns mean here, and the mode."""
     best = advice.plans[0]
-    lines += ["", f"{best.shards} shards, {best.buckets} buckets of {size_text(best.bucket_bytes)}: the first row"]
-    lines += [f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way"]
-    lines += [f"{rate.mode}: {rate.steps_per_second:.3g} steps a second of all workers" for rate in advice.rates]
-    lines.append(f"mode {advice.mode}: {advice.why}")
-    return "\n".join(lines)
+    parts = f"{counted(best.shards, 'shard')}, {counted(best.buckets, 'bucket')} of {size_text(best.bucket_bytes)}"
+    said = [
+        f"{parts}: the first row",
+        f"memory is that of the fullest shard, beside {_IDLE}; links carry a step's bytes, each way",
+    ]
+    said.append(f"buckets travel by {advice.way}; CPU is of one core, as fast as the one that was measured")
+    limits = {
+        best.link_seconds: "the links",
+        best.shard_cpu: "shards' processors",
+        best.worker_cpu: "workers' processors",
+    }
+    said.append(f"a round is limited by {limits[best.round_seconds]}")
+    if best.memory.under_way > best.memory.training / 2:
+        said.append("more than half of the memory is under way, and grows with workers times the size of a bucket")
+    if best.memory.cold:
+        said.append(
+            f"with --cold-rows-dir the tables need at least {size_text(best.memory.cold)} of memory, and a file"
+        )
+    said.append(f"the coordinator's heartbeats take {number_text(100 * advice.coordinator_cpu)} % of a core")
+    said += [
+        f"{rate.mode}: {number_text(rate.steps_per_second)} steps a second of all workers" for rate in advice.rates
+    ]
+    return [*said, f"mode {advice.mode}: {advice.why}"]
 
 
 _IDLE = "what a server takes before its first job"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

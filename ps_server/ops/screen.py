@@ -1,4 +1,4 @@
-"""What `ps-server status --watch` shows: the table of `status`, and below it the race of each job's workers."""
+"""What `ps-server status --watch` shows: of each job what limits it and the race of its workers; then the processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any, TextIO
 
 from ps_protocol.errors import PSError
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.dates import seconds_of
+from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
-from ps_server.ops.status import mode_text, printable, table
-from ps_server.rpc import convert
+from ps_server.ops.columns import cut, wrapped
+from ps_server.ops.race import race
+from ps_server.ops.status import job_lines, mode_text, process_lines, steps_text
+from ps_server.ops.text import printable
 from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.plain import json_text, plain
 
-LANE = 24  # characters
+LEAST_RACE = 5  # lines of a job's race, in however low a window: its head, two workers, how many more, and the fastest
 TRY_AGAIN_SECONDS = 1.0
 HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -43,7 +48,7 @@ def watch(
             with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
                 for response in coordinator.watch(period):
                     seen = True
-                    draw(out, convert.plain(response))
+                    draw(out, plain(response))
             trouble = "the coordinator stops"
         except PSError as error:
             if not seen or not error.retryable:
@@ -55,7 +60,7 @@ def watch(
 
 
 def _json_line(out: TextIO, view: dict[str, Any]) -> None:
-    out.write(convert.json_text(view) + "\n")
+    out.write(json_text(view) + "\n")
     out.flush()
 
 
@@ -66,10 +71,10 @@ def _append(out: TextIO, view: dict[str, Any]) -> None:
 def _redraw(out: TextIO, view: dict[str, Any]) -> None:
     """Writes over what is there: a screen that is cleared first would flicker."""
     columns, rows = shutil.get_terminal_size()
-    lines = screen(view)
-    if len(lines) >= rows:  # the last line stays free: writing into its last column would scroll
+    lines = screen(view, columns, rows - 1)  # the last line stays free: writing into its last column would scroll
+    if len(lines) >= rows:
         lines = [*lines[: rows - 2], f"… and {len(lines) - rows + 2} more lines: make the window higher"]
-    text = "".join(f"{line[:columns]}{END_OF_LINE}\n" for line in lines)
+    text = "".join(f"{cut(line, columns)}{END_OF_LINE}\n" for line in lines)
     out.write(f"{HOME}{text}{END_OF_SCREEN}")
     out.flush()
 
@@ -79,57 +84,70 @@ def _write(out: TextIO, lines: list[str]) -> None:
     out.flush()
 
 
-def screen(view: dict[str, Any]) -> list[str]:
-    """Returns a view, as convert.plain has it, as lines for a person."""
-    lines = table(view["status"]).splitlines()
-    views = {job["job"]: job for job in view["jobs"]}
-    for job in view["status"]["jobs"]:
-        lines += ["", *_job(job, views[job["name"]])]
+def screen(view: dict[str, Any], width: int | None = None, height: int | None = None) -> list[str]:
+    """Returns a view, as plain() has it, as lines for a person: of each job the sentence that says what limits it and
+    the race, and below that the processes.
+
+    width, height: of the window, for which workers and columns are chosen; None: there is no limit
+    """
+    status, views = view["status"], {job["job"]: job for job in view["jobs"]}
+    heads = [_head(job, views[job["name"]], width) for job in status["jobs"]]
+    room = None
+    if height is not None and heads:
+        room = max(LEAST_RACE, (height - sum(map(len, heads)) - len(heads) + 1) // len(heads))
+    lines: list[str] = []
+    for head, job in zip(heads, status["jobs"], strict=True):
+        lines += [*head, *race(job, views[job["name"]], width, room), ""]
+    ended = [cut(printable(text), width) for text in _finished(view)]
+    lines += [*ended, ""] if ended else []
     silent = [shard for shard in view["shards"] if shard["silent_duration"]]
     if silent and not view["jobs"]:
-        lines += [
-            "",
-            *(f"shard {each['index']} does not answer for {each['silent_duration']:.0f} s" for each in silent),
-        ]
+        lines += [f"shard {each['index']} does not answer for {each['silent_duration']:.0f} s" for each in silent]
+        lines.append("")
+    lines += process_lines(status, width)
+    for job in status["jobs"]:
+        lines += [cut(line, width) for line in job_lines(status, job)]
     return lines
 
 
-def _job(job: dict[str, Any], view: dict[str, Any]) -> Iterator[str]:
+def _finished(view: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each of the last jobs that have ended."""
+    for job in view["finished_jobs"]:
+        ago = max(0.0, seconds_of(view["view_time"]) - seconds_of(job["end_time"]))
+        low, high = job["min_clock"], job["max_clock"]
+        parts = [
+            f"{job['job']}: {job['text']}, {duration_text(ago)} ago",
+            f"clock {low if low == high else f'{low}-{high}'}",
+            *(f"{value['name']} {value['mean']:.4g}" for value in job["values"]),
+        ]
+        if job["age_duration"] is not None:
+            parts.append(f"ran for {duration_text(job['age_duration'])}")
+        if job["last_checkpoint"] is not None:
+            parts.append(f"checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}")
+        yield " · ".join(parts)
+
+
+def _head(job: dict[str, Any], view: dict[str, Any], width: int | None) -> list[str]:
+    """Returns what a job is and does, what limits it, and how much is left."""
     parts = [job["name"], mode_text(job), view["state"]]
     # A worker's rate is known from its second report on; until then the job's is not 0, but not known either.
     known = not view["workers"] or any(does["steps_per_second"] is not None for does in view["workers"])
     parts.append(f"{view['steps_per_second']:.1f} steps/s" if known else "- steps/s")
-    if view["checkpoint_age_duration"] is not None:
-        parts.append(f"checkpoint {view['checkpoint_age_duration']:.0f} s ago")
-    yield printable(" · ".join(parts))
+    if view["age_duration"] is not None:
+        parts.append(f"running for {duration_text(view['age_duration'])}")
+    lines = wrapped([*map(printable, parts)], width)
     if view["diagnosis"]:
-        yield printable(view["diagnosis"])
-    workers = job["workers"]
-    if not workers:
-        return
-    names = sorted({value["name"] for worker in workers for value in (worker["figures"] or {}).get("values", ())})
-    hosts = [printable(worker["host"]) for worker in workers]
-    clocks = [worker["clock"] for worker in workers]
-    wide, long = max(map(len, [*hosts, "host"])), max(len(str(clock)) for clock in [*clocks, "clock"])
-    values = "".join(f"  {name:>10}" for name in names)
-    yield f" rank  {'host':<{wide}}  {'clock':>{long}}  {'slowest → fastest':<{LANE}}  steps/s{values}  now"
-    for worker, host, does in zip(workers, hosts, view["workers"], strict=True):
-        rate = "-" if does["steps_per_second"] is None else f"{does['steps_per_second']:.1f}"
-        logged = {value["name"]: value["last"] for value in (worker["figures"] or {}).get("values", ())}
-        numbers = "".join(f"  {_number(logged.get(name)):>10}" for name in names)
-        lane = _lane(worker["clock"], min(clocks), max(clocks))
-        yield (
-            f" {worker['rank']:>4}  {host:<{wide}}  {worker['clock']:>{long}}  {lane}  {rate:>7}{numbers}  "
-            f"{printable(does['activity'])}"
-        )
+        lines.append(cut(printable(view["diagnosis"]), width))
+    return lines + wrapped([*map(printable, _progress(job, view))], width)
 
 
-def _lane(clock: int, slowest: int, fastest: int) -> str:
-    """Returns where a worker is between the slowest and the fastest; all are in the middle where these are one."""
-    spread = fastest - slowest
-    place = (clock - slowest) * (LANE - 1) // spread if spread else LANE // 2
-    return "─" * place + "●" + "─" * (LANE - 1 - place)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _progress(job: dict[str, Any], view: dict[str, Any]) -> list[str]:
+    """Returns how far a job is, and what is left, as far as it is known."""
+    parts = [steps] if (steps := steps_text(job)) else []
+    if view["done_fraction"] is not None:
+        parts.append(f"{100 * view['done_fraction']:.0f} %")
+    if view["left_duration"]:
+        parts.append(f"{duration_text(view['left_duration'])} left")
+    if view["checkpoint_age_duration"] is not None:
+        parts.append(f"checkpoint {duration_text(view['checkpoint_age_duration'])} ago")
+    return parts

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ps_protocol.errors import PSError, Unreachable
 from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.quantities import counted, ranges, size_text
+from ps_runtime.quantities import counted, ranges, ranks_text, size_text
 from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
-from ps_server.rpc import convert
+from ps_server.ops.columns import lines_of
+from ps_server.ops.text import printable
 from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.plain import plain
 
 FEWER = 1.05  # as many times fewer bytes than sync moves are said; below, they are those of sync with some padding
 
 
 def fetch(server: str, access: Access = PLAINTEXT) -> dict[str, Any]:
-    """Returns the cluster's state: a GetStatusResponse as convert.plain has it. Raises Unreachable or PSError."""
+    """Returns the cluster's state: a GetStatusResponse as plain() has it. Raises Unreachable or PSError."""
     with _coordinator(server, access) as coordinator:
-        return convert.plain(coordinator.status())
+        return plain(coordinator.status())
 
 
 def end_job(server: str, job: str, access: Access = PLAINTEXT) -> None:
@@ -63,13 +65,27 @@ def waits(status: dict[str, Any], job: str) -> dict[int, list[dict[str, Any]]]:
     return ranks
 
 
-def printable(text: str) -> str:
-    """Returns a text of a peer's so that it does nothing to a terminal: escaped where it cannot be printed."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+# Columns that a narrow window goes without, the first one first.
+DROPPED = ("METRICS", "PID", "TABLES", "OPTIMIZER", "RESTARTS", "VERSION", "ADDRESS", "JOB")
 
 
-def table(status: dict[str, Any]) -> str:
-    """Returns the state as a table for a person."""
+def table(status: dict[str, Any], width: int | None = None) -> str:
+    """Returns the state as a table for a person. width: of the window, which it keeps; None: there is no limit"""
+    lines = process_lines(status, width, workers=True)
+    for job in status["jobs"]:
+        lines += job_lines(status, job)
+    if status["coordinator"]["software_version"]:  # an earlier one does not say
+        lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
+    return "\n".join(lines)
+
+
+def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """Returns lines on a job: what it is, how far, how its buckets travel, and how many bytes do."""
+    return [*map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))]
+
+
+def process_lines(status: dict[str, Any], width: int | None = None, workers: bool = False) -> list[str]:
+    """Returns a line for each process of the servers, and with `workers` for each of those."""
     columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION")
     rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "TABLES", "WAITS FOR")]
     rows.append((*_process("coordinator", 0, status["coordinator"]), *_NOTHING, "-"))
@@ -79,20 +95,13 @@ def table(status: dict[str, Any]) -> str:
             rows.append((*head, *_NOTHING, "does not answer"))
             continue
         rows += [(*head, *_shard_columns(job), "-") for job in shard["jobs"]] or [(*head, *_NOTHING, "-")]
-    for job in status["jobs"]:
+    for job in status["jobs"] if workers else ():
         waiting = waits(status, job["name"])
         for worker in job["workers"]:
             head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
             rows.append((*head, job["name"], str(worker["clock"]), *_NOTHING[2:], reason))
-    rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for job in status["jobs"]:
-        lines += map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))
-    if status["coordinator"]["software_version"]:  # an earlier one does not say
-        lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
-    return "\n".join(lines)
+    return lines_of([tuple(map(printable, row)) for row in rows], width, DROPPED)
 
 
 def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-") -> tuple[str, ...]:
@@ -104,18 +113,25 @@ _NOTHING = ("-",) * 6  # in the columns of `_shard_columns`
 
 def _shard_columns(job: dict[str, Any]) -> tuple[str, ...]:
     low, high = job["versions"]["min_version"], job["versions"]["max_version"]
-    versions = str(low) if low == high else f"{low}-{high}"
-    clocks = ",".join(f"{rank}:{clock}" for rank, clock in job["versions"]["clocks"].items()) or "-"
+    versions = _range((low, high))
+    clocks = _range(job["versions"]["clocks"].values())
     tables = size_text(sum(table["size_bytes"] for table in job["tables"])) if job["tables"] else "-"
     sizes = size_text(job["parameter_bytes"]), size_text(job["optimizer_bytes"]), tables
     return job["job"], clocks, versions, *sizes
+
+
+def _range(numbers: Collection[int]) -> str:
+    """Returns the least and the greatest; one where they are equal, and a dash where there is none."""
+    if not numbers:
+        return "-"
+    return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
 
 
 def _wait(waits: list[dict[str, Any]]) -> str:
     if not waits:
         return "-"
     ranks = sorted({rank for wait in waits for rank in wait["awaited_ranks"]})
-    awaited = f"worker {', '.join(map(str, ranks))}" if ranks else "its shard"
+    awaited = ranks_text(ranks) if ranks else "its shard"
     return f"{awaited} ({waits[0]['reason']})"
 
 
@@ -128,6 +144,16 @@ def mode_text(job: dict[str, Any]) -> str:
     return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
 
 
+def steps_text(job: dict[str, Any]) -> str:
+    """Returns how many of their steps the workers of a job have made; empty where no script says how many there are."""
+    told = [worker["figures"] for worker in job["workers"] if worker["figures"]]
+    told = [figures for figures in told if figures.get("total_step_count")]
+    if not told:
+        return ""
+    done = [figures["done_step_count"] for figures in told]
+    return f"step {_range(done)} of {max(figures['total_step_count'] for figures in told)}"
+
+
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
@@ -135,11 +161,14 @@ def _job_lines(job: dict[str, Any]) -> list[str]:
     waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
         rejoining = ", ".join(map(str, job["rejoining_ranks"]))
-        waiting = f"; was rolled back, and waits for workers {rejoining} to join again"
+        waiting = f"; waits for workers {rejoining} to join again"
+    if job["absent_ranks"]:
+        absent = ranks_text(job["absent_ranks"])
+        waiting = f"; all others have left, and it waits for {absent} to come back before it ends"
     return [
         f"job {job['name']}: {mode_text(job)}, {workers}{waiting}; "
         f"{size_text(job['parameter_bytes'])} in {counted(job['bucket_count'], 'bucket')}, "
-        f"imbalance {job['imbalance']:.2f}{_history(job)}",
+        f"imbalance {job['imbalance']:.2f}{f'; {steps}' if (steps := steps_text(job)) else ''}{_history(job)}",
         *(
             f"  loader {loader['loader']}: pass {loader['pass_number']}, {loader['committed_count']} of "
             f"{loader['sample_count']} samples committed, {loader['leased_count']} leased; "
@@ -211,8 +240,7 @@ def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
         for part in held["tables"]:
             before = total.setdefault(part["table"], dict.fromkeys(part, 0))
             total[part["table"]] = {
-                name: value if name in ("table", "consistency") else before[name] + value
-                for name, value in part.items()
+                name: value if name == "table" else before[name] + value for name, value in part.items()
             }
     return total
 
@@ -220,7 +248,7 @@ def tables(status: dict[str, Any], job: str) -> dict[str, dict[str, Any]]:
 def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     """Returns one line on each table of a job, and one on what its workers look up."""
     lines = [
-        f"  table {name}{_own_mode(table)}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
+        f"  table {name}: {counted(table['row_count'], 'row')}, {size_text(table['size_bytes'])}; "
         f"{table['admitted_row_count']} admitted, {table['expired_row_count']} expired, "
         f"{table['evicted_row_count']} evicted{_found(table)}{_in_file(table)}"
         for name, table in tables(status, job["name"]).items()
@@ -231,11 +259,6 @@ def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
         ratio = sum(each["looked_up_id_count"] for each in figures) / distinct
         lines.append(f"  an id comes {ratio:.1f} times in a lookup, on average")
     return lines
-
-
-def _own_mode(table: dict[str, Any]) -> str:
-    """Returns a table's own mode; empty if it has that of its job."""
-    return f" ({Consistency(**table['consistency'])})" if table["consistency"] else ""
 
 
 def _found(table: dict[str, Any]) -> str:

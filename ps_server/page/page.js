@@ -5,6 +5,8 @@ const PHASES = ["data", "forward", "backward", "push", "pull", "wait"];
 const KEPT = 900; // samples
 const EVENTS_KEPT = 200;
 const OLD_CHECKPOINT = 900; // seconds
+const SHOWN = 12; // workers that are shown one by one; of more, the slowest and the fastest
+const [SLOWEST, FASTEST] = [8, 2];
 const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
 
 const $ = (id) => document.getElementById(id);
@@ -12,7 +14,10 @@ const told = { process: 0, last_event: 0, next_sample: 0 };
 let times = [];
 let series = new Map(); // by job, name and rank: { job, name, rank, values }
 let events = new Map(); // by first number
-let chosen = null; // the job that is shown
+let finished = new Map(); // the jobs that have ended, by run: as the view has them, with their curves
+let wanted = wantedByAddress(); // the job that somebody has asked for; null: nobody has
+let shown = null; // the job that is shown
+let all = false; // all workers are shown, however many
 const charts = new Map(); // by title
 
 // -- elements ---------------------------------------------------------------------------------------------------------
@@ -50,6 +55,15 @@ function fill(table, heads, rows) {
   table.replaceChildren(head, holding("tbody", {}, body));
 }
 
+// `#job=NAME` in the page's address is the job to show.
+function wantedByAddress() {
+  try {
+    return decodeURIComponent(location.hash.match(/^#job=(.+)$/)?.[1] ?? "") || null;
+  } catch {
+    return null; // it is no text
+  }
+}
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 const rate = (value) => (value === null || value === undefined ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
 
@@ -66,6 +80,8 @@ function span(seconds) {
   return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+const whole = (text) => text.replaceAll(" ", "\u00a0"); // a text that is not broken into two lines
+
 function number(value) {
   if (typeof value === "string") return value; // NaN and infinities come as words
   return Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(+value.toPrecision(4));
@@ -75,7 +91,7 @@ function number(value) {
 
 function take(view) {
   if (view.process !== told.process) {
-    [times, series, events] = [[], new Map(), new Map()];
+    [times, series, events, finished] = [[], new Map(), new Map(), new Map()];
     Object.assign(told, { process: view.process, last_event: 0, next_sample: 0 });
   }
   for (const event of view.events) {
@@ -84,6 +100,8 @@ function take(view) {
   }
   events = new Map([...events.values()].sort((a, b) => a.number - b.number).slice(-EVENTS_KEPT).map((e) => [e.first_number, e]));
   takeSamples(view.history);
+  // Curves of a job that has ended come once.
+  finished = new Map((view.finished_jobs ?? []).map((job) => [job.run, { ...job, history: job.history ?? finished.get(job.run)?.history ?? null }]));
 }
 
 function takeSamples(history) {
@@ -140,51 +158,80 @@ function drawFigures(job, view, status) {
   // Rows of tables are moved, too: nothing says what float32 would be.
   const fewer = held.some((each) => each.tables.length) || moved === 0 ? 0 : (2 * job.trained_bytes * steps) / moved;
   const less = fewer > 1.05 ? `, ${fewer.toFixed(1)} times fewer than float32 sync` : "";
+  const totals = job.workers.map((worker) => worker.figures).filter((each) => each?.total_step_count);
+  const left = view.left_duration ? `, ${span(view.left_duration)} left` : "";
+  const done = totals.length ? [[`of ${Math.max(...totals.map((each) => each.total_step_count))} steps${left}`, `${Math.round(100 * view.done_fraction)} %`]] : [];
   const figures = [
-    ["clocks", clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
+    ...done,
+    [mode(job).startsWith("local") ? "rounds made" : "steps made", clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
     ["steps a second", rate(view.steps_per_second)],
+    ...(view.age_duration === null || view.age_duration === undefined ? [] : [["running for", span(view.age_duration)]]),
     ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
-    ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
-    [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
-    ["leased data", part],
+    ["weights + state", whole(`${bytes(job.parameter_bytes)} + ${bytes(state)}`)],
+    [`bytes a step${less}`, steps ? whole(`${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}`) : "–"],
+    ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
   ];
+  showFigures(figures);
+}
+
+function showFigures(figures) {
   $("figures").replaceChildren(
     ...figures.map(([name, value, kind]) => holding("div", {}, [element("b", kind ? { class: kind } : {}, value), element("span", {}, name)])),
   );
+}
+
+// -- which workers ----------------------------------------------------------------------------------------------------
+
+// The workers that are shown, in their order, and how many are left out behind the first of them. Of many, those in
+// trouble come first: silent ones, then those that are furthest behind; and the fastest last.
+function shownWorkers(job, views) {
+  const workers = [...job.workers];
+  if (all || workers.length <= SHOWN) return { workers, between: 0 };
+  const silent = (worker) => (views.get(worker.rank).activity.startsWith("silent") ? 0 : 1);
+  const awaited = (worker) => views.get(worker.rank).awaited_fraction;
+  workers.sort((a, b) => silent(a) - silent(b) || a.clock - b.clock || awaited(b) - awaited(a) || a.rank - b.rank);
+  return { workers: [...workers.slice(0, SLOWEST), ...workers.slice(-FASTEST)], between: workers.length - SLOWEST - FASTEST };
+}
+
+function drawAll(job) {
+  $("all").hidden = job.workers.length <= SHOWN;
+  $("all").textContent = all ? "show those in trouble and the fastest" : `show all ${job.workers.length} workers`;
 }
 
 // -- the race ---------------------------------------------------------------------------------------------------------
 
 function drawRace(job, views) {
   const lane = 24, left = 64, right = 20, width = Math.max(320, Math.min(1060, $("race").clientWidth || 700));
+  const { workers, between } = shownWorkers(job, views);
   const clocks = job.workers.map((worker) => worker.clock);
   // With a quorum each worker counts its own steps, and no number of them bounds how far one may be ahead.
   const bound = job.consistency.quorum === undefined || job.consistency.quorum === null ? job.consistency.max_staleness : null;
   const low = Math.min(...clocks), wall = bound === null ? null : low + bound + 1;
   const high = Math.max(...clocks, wall ?? 0, low + 4);
   const x = (clock) => left + ((clock - low) / (high - low)) * (width - left - right);
-  const y = (index) => 14 + index * lane;
-  const height = y(job.workers.length) + 14;
+  const y = (index) => 14 + (index + (between && index >= SLOWEST ? 1 : 0)) * lane;
+  const height = y(workers.length) + 14;
   const svg = drawn("svg", { width, height, role: "img", "aria-label": "the workers' clocks" });
   if (wall !== null) {
     svg.append(drawn("rect", { class: "band", x: x(low), y: 2, width: x(wall) - x(low), height: height - 22 }));
     svg.append(drawn("line", { class: "wall", x1: x(wall), x2: x(wall), y1: 2, y2: height - 20 }));
   }
-  const places = new Map(job.workers.map((worker, index) => [worker.rank, { x: x(worker.clock), y: y(index) }]));
-  job.workers.forEach((worker, index) => {
+  const places = new Map(workers.map((worker, index) => [worker.rank, { x: x(worker.clock), y: y(index) }]));
+  if (between) svg.append(drawn("text", { class: "faint", x: left, y: y(SLOWEST) - lane + 4 }, `${between} more between`));
+  workers.forEach((worker, index) => {
     svg.append(drawn("line", { class: "lane", x1: left, x2: width - right, y1: y(index), y2: y(index) }));
     svg.append(drawn("text", { x: 0, y: y(index) + 4 }, `worker ${worker.rank}`));
   });
-  job.workers.forEach((worker) => {
+  workers.forEach((worker) => {
     const from = places.get(worker.rank), view = views.get(worker.rank);
     for (const rank of view.awaited_ranks) {
       const to = places.get(rank);
       if (to && to !== from) svg.append(...arrow(from, to));
     }
   });
-  job.workers.forEach((worker) => {
+  workers.forEach((worker) => {
     const { x: cx, y: cy } = places.get(worker.rank), view = views.get(worker.rank);
     const kind = view.activity.startsWith("silent") ? " silent" : view.activity.startsWith("waits") ? " waiting" : "";
     const runner = drawn("circle", { class: `runner${kind}`, cx, cy, r: 6 });
@@ -218,8 +265,8 @@ function arrow(from, to) {
 // -- workers and shards -----------------------------------------------------------------------------------------------
 
 function split(fractions) {
-  const width = 150, height = 12;
-  const svg = drawn("svg", { width, height, role: "img" });
+  const width = 150, height = 12; // of a drawing that is as wide as its column
+  const svg = drawn("svg", { class: "split", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
   let at = 0;
   fractions.forEach((fraction, index) => {
     const part = drawn("rect", { class: PHASES[index], x: at * width, y: 0, width: fraction * width, height });
@@ -233,7 +280,8 @@ function split(fractions) {
 function drawWorkers(job, views) {
   const values = [...new Set(job.workers.flatMap((worker) => worker.figures?.values.map((value) => value.name) ?? []))].sort();
   const heads = ["rank", "host", ["clock", "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
-  const rows = job.workers.map((worker) => {
+  const { workers, between } = shownWorkers(job, views);
+  const rows = workers.map((worker) => {
     const view = views.get(worker.rank);
     const logged = new Map(worker.figures?.values.map((value) => [value.name, value.last]) ?? []);
     return [
@@ -246,6 +294,7 @@ function drawWorkers(job, views) {
       ...values.map((name) => [logged.has(name) ? number(logged.get(name)) : "–", "number"]),
     ];
   });
+  if (between) rows.splice(SLOWEST, 0, ["", [`${between} more between`, "faint"], ...heads.slice(2).map(() => "")]);
   fill($("workers"), heads, rows);
 }
 
@@ -302,8 +351,7 @@ function drawTables(job, status) {
       asked,
       asked ? `${((100 * found) / asked).toFixed(1)} %` : "–",
     ];
-    const { consistency } = of[0];
-    return [consistency ? `${name} (${mode({ consistency })})` : name, ...cells.map((cell) => [cell, "number"])];
+    return [name, ...cells.map((cell) => [cell, "number"])];
   });
   $("rows").hidden = names.length === 0;
   fill($("tables"), heads, rows);
@@ -359,8 +407,18 @@ function drawAwaited(view) {
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function drawCurves(job) {
+// The curves of a job: of one that runs from its beginning on, of one that has ended to its end.
+function curvesOf(job, view, now) {
+  if (job.history !== undefined) return { times: job.history?.times ?? [], own: job.history?.series ?? [] };
   const own = [...series.values()].filter((each) => each.job === job.name);
+  const age = view.age_duration;
+  const began = age === null || age === undefined ? 0 : now - age;
+  const first = times.findIndex((time) => time >= began);
+  const from = first < 0 ? times.length : first;
+  return { times: times.slice(from), own: own.map((each) => ({ ...each, values: each.values.slice(from) })) };
+}
+
+function drawCurves({ times, own }) {
   const wanted = new Map();
   for (const each of own.filter((each) => each.name.startsWith("value."))) {
     const name = each.name.slice("value.".length);
@@ -386,10 +444,12 @@ function drawCurves(job) {
   }
 }
 
+const bytesOf = (title) => title.startsWith("bytes a second"); // two lines, which often lie on each other: one is dashed
+
 function addChart(title, lines, data) {
   const place = holding("div", {}, [element("h2", {}, title)]);
   $("curves").append(place);
-  const short = (plot, values) => values.map((value) => (title.startsWith("bytes") ? bytes(value) : number(value)));
+  const short = (plot, values) => values.map((value) => (bytesOf(title) ? bytes(value) : number(value)));
   const hours = (plot, moments) => moments.map((moment) => new Date(1000 * moment).toLocaleTimeString("en-GB"));
   const axis = { stroke: () => color("--faint"), grid: { stroke: () => color("--grid"), width: 1 }, ticks: { stroke: () => color("--grid"), width: 1 } };
   const options = {
@@ -398,7 +458,7 @@ function addChart(title, lines, data) {
     cursor: { y: false },
     legend: { show: lines.length > 1, live: false },
     axes: [{ ...axis, space: 80, values: hours }, { ...axis, size: 62, values: short }],
-    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, points: { show: false } }))],
+    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, dash: bytesOf(title) && index ? [6, 5] : undefined, points: { show: false } }))],
   };
   charts.set(title, { plot: new uPlot(options, data, place), place, names: lines.map(([name]) => name).join("\n") });
 }
@@ -425,9 +485,9 @@ function drawProgress(job) {
   $("progress").replaceChildren(...parts);
 }
 
-function drawEvents(job) {
-  const shown = [...events.values()].filter((event) => !event.job || event.job === job?.name).reverse();
-  const clock = (time) => new Date(time).toLocaleTimeString();
+function drawEvents(name) {
+  const shown = [...events.values()].filter((event) => !event.job || event.job === name).reverse();
+  const clock = (time) => new Date(time).toLocaleTimeString("en-GB");
   const bad = new Set(["lost", "rollback", "refused", "fenced"]);
   const row = (event) => [
     [clock(event.event_time), "faint"],
@@ -439,42 +499,72 @@ function drawEvents(job) {
 
 // -- round and round --------------------------------------------------------------------------------------------------
 
+// Returns the job that is shown: one that runs, or one that has ended.
 function choose(jobs) {
-  const names = jobs.map((job) => job.name);
-  if (!names.includes(chosen)) chosen = names[0] ?? null;
+  const known = [...jobs.map((job) => [job.name, job.name, job]), ...[...finished.values()].map((job) => [job.job, `${job.job}, ended`, job])];
+  const names = known.map(([name]) => name);
+  const running = jobs.map((job) => job.name);
+  if (names.includes(wanted)) shown = wanted;
+  else if (!running.includes(shown)) shown = running[0] ?? (names.includes(shown) ? shown : (names[0] ?? null));
   $("choice").hidden = names.length < 2;
-  const options = [...$("jobs").options].map((option) => option.value);
-  if (options.join("\n") !== names.join("\n")) $("jobs").replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-  $("jobs").value = chosen ?? "";
-  return jobs.find((job) => job.name === chosen);
+  const options = [...$("jobs").options].map((option) => option.textContent);
+  if (options.join("\n") !== known.map(([, text]) => text).join("\n")) $("jobs").replaceChildren(...known.map(([name, text]) => element("option", { value: name }, text)));
+  $("jobs").value = shown ?? "";
+  return known.find(([name]) => name === shown)?.[2];
+}
+
+const OF_RUNNING = ["race-part", "workers-part", "bars-part", "shards-part", "progress-part", "rows"];
+
+function drawRunning(job, view) {
+  const of = view.jobs.find((each) => each.job === job.name);
+  const views = new Map(of.workers.map((worker) => [worker.rank, worker]));
+  drawHead(job, of);
+  drawFigures(job, of, view.status);
+  drawAll(job);
+  if (job.workers.length) drawRace(job, views);
+  else $("race").replaceChildren();
+  drawWorkers(job, views);
+  drawShards(job, view);
+  drawTables(job, view.status);
+  drawStaleness(job, view.status);
+  drawAwaited(of);
+  drawProgress(job);
+  drawCurves(curvesOf(job, of, Date.parse(view.view_time) / 1000));
+}
+
+function drawFinished(job, view) {
+  const ago = span(Math.max(0, (Date.parse(view.view_time) - Date.parse(job.end_time)) / 1000));
+  $("title").textContent = `${job.job} · ended`;
+  $("title").className = "";
+  $("diagnosis").textContent = `${job.text}, ${ago} ago`;
+  document.title = `${job.job}: ended`;
+  const { min_clock: low, max_clock: high, last_checkpoint: last } = job;
+  showFigures([
+    ["clock", low === high ? String(low) : `${low} – ${high}`],
+    ...job.values.map((value) => [`${value.name}, mean at the end`, number(value.mean)]),
+    ["ran for", job.age_duration === null ? "–" : span(job.age_duration)],
+    [last ? `clock of the last checkpoint, ${last.name}` : "last checkpoint", last ? String(last.clock) : "none"],
+  ]);
+  drawCurves(curvesOf(job));
 }
 
 function draw(view) {
   const job = choose(view.status.jobs);
+  const runs = job !== undefined && job.history === undefined;
   $("content").hidden = job === undefined;
   $("empty").hidden = job !== undefined;
-  const silent = view.shards.filter((shard) => shard.silent_duration > 0);
+  for (const part of OF_RUNNING) $(part).hidden = !runs;
   if (job === undefined) {
+    const silent = view.shards.filter((shard) => shard.silent_duration > 0);
     $("title").textContent = `ps-torch · ${view.status.shards.length} of ${plural(view.status.coordinator.shard_count, "shard")}`;
     $("diagnosis").textContent = silent.map((shard) => `shard ${shard.index} does not answer for ${span(shard.silent_duration)}`).join("; ");
     document.title = "ps-torch";
   } else {
-    const of = view.jobs.find((each) => each.job === job.name);
-    const views = new Map(of.workers.map((worker) => [worker.rank, worker]));
-    drawHead(job, of);
-    drawFigures(job, of, view.status);
-    if (job.workers.length) drawRace(job, views);
-    else $("race").replaceChildren();
-    drawWorkers(job, views);
-    drawShards(job, view);
-    drawTables(job, view.status);
-    drawStaleness(job, view.status);
-    drawAwaited(of);
-    drawProgress(job);
-    drawEvents(job);
-    drawCurves(job);
+    if (runs) drawRunning(job, view);
+    else drawFinished(job, view);
+    drawEvents(runs ? job.name : job.job);
   }
-  $("footer").textContent = `coordinator ${view.status.coordinator.address}, pid ${view.status.coordinator.pid} · as of ${new Date(view.view_time).toLocaleTimeString()}`;
+  $("footer").textContent = `coordinator ${view.status.coordinator.address}, pid ${view.status.coordinator.pid} · as of ${new Date(view.view_time).toLocaleTimeString("en-GB")}`;
 }
 
 let latest = null;
@@ -496,12 +586,17 @@ async function look() {
 }
 
 $("jobs").addEventListener("change", (event) => {
-  chosen = event.target.value;
+  wanted = event.target.value;
+  history.replaceState(null, "", `#job=${encodeURIComponent(wanted)}`); // an address that holds
   for (const { plot, place } of charts.values()) {
     plot.destroy();
     place.remove();
   }
   charts.clear();
+  if (latest !== null) draw(latest);
+});
+$("all").addEventListener("click", () => {
+  all = !all;
   if (latest !== null) draw(latest);
 });
 new ResizeObserver(redraw).observe($("curves"));

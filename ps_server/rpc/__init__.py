@@ -2,6 +2,7 @@
 
 auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
 call_limits.py      Authenticates and limits every call, and cancels slow peers
+calls_in_flight.py  How many calls each principal has in flight from each host, and all together
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator
@@ -20,6 +21,8 @@ layout_messages.py  The layout of a job's buckets as messages, for clients that 
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
 permissions.py      What each role may call: one table of every method, and principals as values
+plain.py            Messages as plain data, and as JSON
+position.py         Where a reader of views is: what it has been told already
 receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator

@@ -10,19 +10,22 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from ps_protocol.errors import Forbidden, LimitExceeded
+from ps_protocol.errors import Forbidden, Unauthenticated
+from ps_protocol.job import MAX_NAME_LENGTH
+from ps_runtime import audit
 from ps_runtime.background import guarded
 from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator, host_of
+from ps_server.rpc.calls_in_flight import HEARTBEAT, CallInFlight, CallsInFlight
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Receiving
 
@@ -35,19 +38,33 @@ CALL_THREADS = 1024
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
 STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
-HEARTBEAT = "/ps_protocol.v1.MembershipService/Heartbeat"
+# Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
+# 32 MiB. Most exchanges are as small, and a worker waits for each.
+SMALL_BYTES = 4096
+UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
+
 # Set while a method runs, for what can only be checked once its request is read.
-_CALL: ContextVar[tuple[Principal, str] | None] = ContextVar("call", default=None)
+@dataclass
+class _Running:
+    """A method that runs: for whom, and for which job, once that is known."""
+
+    caller: Principal
+    method: str
+    host: str
+    job: str = ""
+
+
+_CALL: ContextVar[_Running | None] = ContextVar("call", default=None)
 
 
 def check_job(job: str) -> None:
     """Raises Forbidden if the caller of the method that runs in this thread may not call it for that job."""
     call = _CALL.get()
     if call is not None:
-        caller, method = call
-        caller.check(method, job)
+        call.job = job
+        call.caller.check(call.method, job)
 
 
 def may_see(job: str) -> bool:
@@ -65,8 +82,7 @@ def what_the_caller_sees() -> Callable[[str], bool]:
     def sees(job: str) -> bool:
         try:
             if call is not None:
-                caller, method = call
-                caller.check(method, job)
+                call.caller.check(call.method, job)
         except Forbidden:
             return False
         return True
@@ -77,7 +93,18 @@ def what_the_caller_sees() -> Callable[[str], bool]:
 def caller_name() -> str:
     """Returns the name of the caller of the method that runs in this thread; empty outside of one."""
     call = _CALL.get()
-    return "" if call is None else call[0].name
+    return "" if call is None else call.caller.name
+
+
+def note_event(kind: str, job: str, text: str) -> None:
+    """Writes to the audit log what has happened to a job, with the caller of the method that runs in this thread."""
+    call = _CALL.get()
+    if kind == "waits":  # for another worker: nobody did anything
+        return
+    if call is None:
+        audit.note(kind, text, job=job)
+    else:
+        audit.note(kind, text, call.caller.name, call.host, job)
 
 
 def in_pool(
@@ -103,7 +130,8 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
-        ("grpc.max_concurrent_streams", min(limits.calls, STREAMS_OF_A_CONNECTION)),
+        # More are queued by the client. Not fewer where max-calls is: a heartbeat would wait behind what is refused.
+        ("grpc.max_concurrent_streams", STREAMS_OF_A_CONNECTION),
         # Calls that wait for a thread. gRPC drops some at random above 1,000, a worker's among them.
         ("grpc.server.max_pending_requests", limits.all_calls),
         ("grpc.server.max_pending_requests_hard_limit", limits.all_calls),
@@ -122,6 +150,14 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
 
 def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1000), _MOST_MILLISECONDS)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A call that was let in: its caller, and what counts it."""
+
+    caller: Principal
+    call: CallInFlight
 
 
 class CallLimits:
@@ -145,8 +181,7 @@ class CallLimits:
         self._receiving = Receiving(terms(limits, is_shard))
         self._release = release
         self._lock = threading.Lock()
-        self._in_flight: Counter[tuple[str, str]] = Counter()
-        self._all = 0  # of these, all but probes and heartbeats
+        self._in_flight = CallsInFlight(limits)
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._next = 0
         self._stopping = threading.Event()
@@ -162,70 +197,80 @@ class CallLimits:
     def statistics(self) -> dict[str, int]:
         """Returns how many calls are in flight, callers that have some, and waits for peers."""
         with self._lock:
-            return {
-                "calls": sum(self._in_flight.values()),
-                "callers": len(self._in_flight),
-                "waits": len(self._due) + self._receiving.waits(),
-            }
+            waits = len(self._due) + self._receiving.waits()
+        return {**self._in_flight.statistics(), "waits": waits}
 
-    def enter(self, method: str, context: grpc.ServicerContext) -> Principal:
-        """Counts a call in until it ends; returns its caller. Raises Unauthenticated, Forbidden, or LimitExceeded."""
+    def enter(self, method: str, context: grpc.ServicerContext) -> Admitted:
+        """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or Backlogged where there are too many."""
         host = host_of(context.peer())
         if METHODS.get(method) == EVERYONE:
             caller = Principal("anyone", frozenset())
         else:
-            caller = self._authenticator.identify(context)
-            caller.check(method)
-        origin = (caller.name, host)
+            caller = self._identify(method, context, host)
         # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
-        counts = method != HEARTBEAT and METHODS.get(method) != EVERYONE
-        with self._lock:
-            if counts and self._all >= self._limits.all_calls:
-                raise LimitExceeded(f"{self._all} calls are in flight here: max-all-calls is {self._limits.all_calls}")
-            if self._in_flight[origin] >= self._limits.calls:
-                raise LimitExceeded(
-                    f"{caller.name} has {self._limits.calls} calls in flight: that is the limit max-calls"
-                )
-            self._in_flight[origin] += 1
-            self._all += counts
+        is_listed = method != HEARTBEAT and METHODS.get(method) != EVERYONE
+        call = self._in_flight.begin(caller.name, host, method, is_listed)
+        if not context.add_callback(call.end):
+            call.end()
+        return Admitted(caller, call)
 
-        def left() -> None:
-            with self._lock:
-                self._all -= counts
-                self._in_flight[origin] -= 1
-                if not self._in_flight[origin]:
-                    del self._in_flight[origin]
-
-        if not context.add_callback(left):
-            left()
+    def _identify(self, method: str, context: grpc.ServicerContext, host: str) -> Principal:
+        """Returns the caller of a method that it may call. Raises Unauthenticated or Forbidden."""
+        try:
+            caller = self._authenticator.identify(context)
+        except Unauthenticated as error:
+            audit.note(audit.REFUSED, str(error), UNKNOWN, host)  # not by method: a stranger could name many
+            raise
+        try:
+            caller.check(method)
+        except Forbidden as error:
+            audit.note(audit.REFUSED, str(error), caller.name, host, about=method)
+            raise
         return caller
 
     @contextlib.contextmanager
-    def running(self, caller: Principal, method: str) -> Iterator[None]:
+    def running(self, caller: Principal, method: str, context: grpc.ServicerContext) -> Iterator[None]:
         """Tells `check_job` the caller and the method of this thread."""
-        token = _CALL.set((caller, method))
+        running = _Running(caller, method, host_of(context.peer()))
+        token = _CALL.set(running)
         try:
             yield
+        except Forbidden as error:
+            job = running.job[:MAX_NAME_LENGTH]
+            audit.note(audit.REFUSED, str(error), caller.name, running.host, job, method)
+            raise
         finally:
             _CALL.reset(token)
 
     def receiving(
-        self, method: str, caller: Principal, context: grpc.ServicerContext
+        self, method: str, caller: Principal, context: grpc.ServicerContext, known_bytes: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Holds a place for a request while it is received: the call is cancelled if that takes too long.
 
+        known_bytes: of the request, where they are known before it comes; a small one takes no place
+
         Raises TryLater if too many wait for a place.
         """
+        if known_bytes is not None and known_bytes <= SMALL_BYTES:
+            return self._within(self._limits.upload_seconds, context)
         peer = context.peer()
         return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
 
-    @contextlib.contextmanager
-    def sending(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the sending of an answer: cancels the call if its caller does not take it."""
+        return self._within(self._limits.stall_seconds, context)
+
+    def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+        """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
+        return self._within(self._limits.upload_seconds, context)
+
+    @contextlib.contextmanager
+    def _within(self, seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+        """Cancels a call if what is done meanwhile takes longer."""
         with self._lock:
             self._next += 1
             number = self._next
-            self._due[number] = (time.monotonic() + self._limits.stall_seconds, context)
+            self._due[number] = (time.monotonic() + seconds, context)
         try:
             yield
         finally:
@@ -238,6 +283,7 @@ class CallLimits:
 
     def _look(self) -> None:
         now = time.monotonic()
+        audit.flush()
         self._receiving.cut_off()
         if self._receiving.was_broken_off():
             self._release_at = min(self._release_at, now + _RELEASE_SECONDS)

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
 from ps_protocol.versions import check_shard_version
+from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
@@ -33,7 +34,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         self._coordinator = coordinator
         self._views = views
         self._senders = senders
-        self._pool = ThreadPoolExecutor(max(4, coordinator.shard_directory.count), "status")
+        self._pool = Pool(max(4, coordinator.shard_directory.count), "status")
         setattr(self, "WatchStatus", in_pool(self._watch_status, None, non_blocking=True))  # noqa: B010
 
     def register(self, server: grpc.Server) -> None:

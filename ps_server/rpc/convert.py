@@ -5,16 +5,16 @@ A message of a few plain fields is made and read where it is sent and served.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
-
-from ps_protocol.convert import consistency_message, data_ranges, duration, seconds, worker_figures_message
+from ps_protocol.convert import (
+    consistency_message,
+    data_ranges,
+    duration,
+    seconds,
+    timestamp,
+    worker_figures_message,
+)
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
@@ -23,7 +23,7 @@ from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import JoinRequest, JoinResult, Member, WorkerProcess
+from ps_server.core.membership import Counted, JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.core.validation import check_host, check_launch
@@ -66,12 +66,24 @@ def worker_process(request: membership_pb2.ReportWorkerEndRequest) -> WorkerProc
     return WorkerProcess(request.launch, request.host, request.pid, request.incarnation)
 
 
+def told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
+    """Returns what a worker tells of its script: its clock then, and the content."""
+    return (request.script.clock, request.script.content) if request.HasField("script") else None
+
+
 def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.ShardMap) -> membership_pb2.JoinResponse:
     """Returns a worker's place in a job."""
     member, state = result.member, None
     if result.state is not None:
         clock, content = result.state
         state = membership_pb2.WorkerState(clock=clock, content=content)
+    continued = None
+    if result.continued is not None:
+        continued = membership_pb2.ContinuedJob(
+            begin_time=timestamp(result.continued.began), live_count=result.continued.live
+        )
+        if result.continued.trained is not None:
+            continued.train_time.CopyFrom(timestamp(result.continued.trained))
     return membership_pb2.JoinResponse(
         worker=types_pb2.WorkerIdentity(
             job=job, rank=member.rank, incarnation=member.incarnation, lease_key=member.key, run=result.run
@@ -82,7 +94,25 @@ def join_response(job: str, result: JoinResult, lease: float, where: types_pb2.S
         restore_count=result.restore_count,
         worker_state=state,
         pushed_clock=member.pushed,
+        shard_pushes=_all_pushes(member.on_shards),
+        continued=continued,
     )
+
+
+def _all_pushes(on_shards: Mapping[int, Counted]) -> list[types_pb2.ShardPushes]:
+    """Returns how far a rank had pushed on each shard; nothing, if one of them does not say."""
+    if any(counted.further is None for counted in on_shards.values()):
+        return []
+    return [shard_pushes(shard, counted) for shard, counted in on_shards.items() if counted.pushed is not None]
+
+
+def shard_pushes(shard: int, counted: Counted) -> types_pb2.ShardPushes:
+    """Returns how far a rank had pushed on one shard."""
+    of_clock: dict[int, list[int]] = {}
+    for part, clock in (counted.further or {}).items():
+        of_clock.setdefault(clock, []).append(part)
+    further = [types_pb2.FurtherPush(clock=clock, parts=parts) for clock, parts in of_clock.items()]
+    return types_pb2.ShardPushes(shard=shard, pushed_clock=counted.pushed or 0, further=further)
 
 
 def gather_request(request: rounds_pb2.GatherValuesRequest) -> GatherRequest:
@@ -328,6 +358,7 @@ def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
         lost_step_count=job.lost_steps,
         redone_step_count=job.redone_steps,
         rejoining_ranks=job.rejoining,
+        absent_ranks=job.absent,
         workers=[
             _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
             for worker in job.workers
@@ -365,42 +396,3 @@ def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) ->
     if worker.since:
         status.join_time.FromMilliseconds(int(worker.since * 1e3))
     return status
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as plain data, by field name: durations in seconds, times as text, None where not set."""
-    return {
-        field.name: _plain(getattr(message, field.name))
-        if not field.has_presence or message.HasField(field.name)
-        else None
-        for field in message.DESCRIPTOR.fields
-    }
-
-
-def json_text(data: Any, indent: int | None = None) -> str:
-    """Returns plain data as JSON, in which NaN and infinities are the texts that protobuf's JSON has for them."""
-    return json.dumps(_finite(data), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Duration):
-        return seconds(value)
-    if isinstance(value, Timestamp):
-        return value.ToJsonString()
-    if isinstance(value, Message):
-        return plain(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(value[key]) for key in sorted(value)}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_plain(each) for each in value]
-    return value

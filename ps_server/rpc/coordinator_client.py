@@ -14,7 +14,7 @@ from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.retry import Peer
-from ps_server.rpc.views import Position
+from ps_server.rpc.position import Position
 
 CALL_SECONDS = 10.0
 CHECKPOINT_SECONDS = 310.0

@@ -160,6 +160,11 @@ class ConnectionCall:
         self._code = code
         raise _Aborted
 
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of the request, which are known before it is read."""
+        return self._header.size
+
     # -- the request -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Parts]:
@@ -197,7 +202,14 @@ class ConnectionCall:
         self._connection.sender.put(self._frame(Kind.LAST, Parts(answer)), self.over)
 
     def end(self) -> None:
-        """Ends the call, with the error if one was set."""
+        """Ends the call, with the error if one was set.
+
+        Where the token or certificate of the connection's ticket is known no more, the whole connection ends: its
+        worker calls by gRPC then, with what it shows now, and gets another ticket. A token that is renewed would end
+        every worker otherwise.
+        """
+        if self._code is grpc.StatusCode.UNAUTHENTICATED:
+            self._connection.abort()
         status = next((value for key, value in self._trailers if key == STATUS_KEY), None)
         frame = self._frame(Kind.END, Parts(b"")) if status is None else self._frame(Kind.ERROR, Parts(status))
         self._connection.sender.put(frame, self.over)
@@ -279,6 +291,7 @@ class Serving:
     methods:       what carries out a call, by the kind of its request
     senders:       threads that send
     limited:       returns what watches over a send: it cancels the call that it is given if that takes too long
+    skipping:      likewise over the arrival of a request that is not read
     message_bytes: that a message may have
     buffers:       memory for payloads
     """
@@ -286,6 +299,7 @@ class Serving:
     methods: Mapping[Kind, Method]
     senders: ThreadPoolExecutor
     limited: Callable[[Any], AbstractContextManager[None]]
+    skipping: Callable[[Any], AbstractContextManager[None]]
     message_bytes: int
     buffers: ReceiveBuffers
 
@@ -341,12 +355,13 @@ class DataConnection:
         return Parts(bytes(head), payload)
 
     def skip(self, count: int) -> None:
-        """Lets so many bytes go by."""
+        """Lets so many bytes go by. The connection ends if they take too long to come."""
         scratch = memoryview(bytearray(min(count, _SKIPPED_AT_ONCE)))
-        while count:
-            piece = scratch[:count]
-            self._frames.receive_into(piece)
-            count -= len(piece)
+        with self._serving.skipping(self):
+            while count:
+                piece = scratch[:count]
+                self._frames.receive_into(piece)
+                count -= len(piece)
 
     def forget(self, call: int) -> None:
         """Lets go of a call that is over."""

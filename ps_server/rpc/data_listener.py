@@ -180,7 +180,8 @@ class DataListener:
         for connection in connections:
             connection.abort()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # one that is about to start ends at once
+                thread.join()
 
 
 def _is_of(connection: socket.socket, opener: Opener) -> bool:

@@ -12,6 +12,7 @@ from ps_protocol.convert import (
     duration,
     group_updates,
     known,
+    next_optimizer,
     wire_format,
     wire_format_number,
 )
@@ -94,6 +95,7 @@ def _push(header: data_pb2.PushHeader, in_segment: bool, payload: Buffer | None)
         key=worker.lease_key,
         run=worker.run,
         weight=header.weight,
+        stage=header.stage,
     )
     check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
     if in_segment:
@@ -109,6 +111,7 @@ def _pushed_bucket(message: data_pb2.BucketPush) -> PushedBucket:
         message.finite,
         message.state,
         wire_format(message.wire_format) if message.wire_format else "",
+        next_optimizer(message.next_optimizer) if message.HasField("next_optimizer") else None,
     )
 
 
@@ -126,9 +129,11 @@ def _pull(
     in_segment: bool,
 ) -> PullCall:
     identity = worker.job, worker.rank, worker.incarnation
+    all_staged = isinstance(request, data_pb2.PullRequest) and request.all_staged
     buckets, notify, whole = tuple(request.buckets), request.notify_bytes, frozenset(request.whole_buckets)
     return PullCall(
-        *(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted, whole)
+        *(*identity, clock, buckets, worker.lease_key, in_segment, notify, worker.run, request.times_wanted, whole),
+        all_staged=all_staged,
     )
 
 
@@ -219,6 +224,7 @@ class Answers(NamedTuple):
             version=answer.version,
             state=answer.name,
             absent_slices=sorted(answer.absent),
+            stage=answer.stage,
         )
         response = data_pb2.PullStateResponse(header=self.header(answer.version), state=state)
         return message_parts(response, answer.payload)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import grpc
 
 from ps_protocol.frames import KINDS
 from ps_protocol.v1 import data_pb2
+from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.rpc import data_messages, row_messages
@@ -43,9 +43,9 @@ class DataService:
     def __init__(self, shard: Shard, answers: Answers) -> None:
         self._shard = shard
         self._answers = answers
-        self.senders = ThreadPoolExecutor(CALL_THREADS, "send")
-        self._push_pool = ThreadPoolExecutor(CALL_THREADS, "push")
-        self._pull_pool = ThreadPoolExecutor(CALL_THREADS, "pull")
+        self.senders = Pool(CALL_THREADS, "send")
+        self._push_pool = Pool(CALL_THREADS, "push")
+        self._pull_pool = Pool(CALL_THREADS, "pull")
         self._tickets = Tickets()
         self._listener: DataListener | None = None
         self._handlers = {
@@ -79,7 +79,8 @@ class DataService:
             kind: method(calls.guarded(f"/{self.NAME}/{name}", self._handlers[name])) for name, kind in KINDS.items()
         }
         buffers = ReceiveBuffers(RECEIVE_BYTES)
-        serving = Serving(methods, self.senders, calls.limits.sending, limits.message_bytes, buffers)
+        watched = calls.limits.sending, calls.limits.skipping
+        serving = Serving(methods, self.senders, *watched, limits.message_bytes, buffers)
         self._listener = DataListener(serving, self._tickets, self._admit, limits)
         self._listener.listen(where)
         return self._listener

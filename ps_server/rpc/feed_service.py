@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import grpc
@@ -14,6 +13,7 @@ from ps_protocol.convert import (
 )
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.v1 import feed_pb2
+from ps_runtime.pools import Pool
 from ps_server.core.requests import RowsWatch
 from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
 from ps_server.rpc.data_messages import Answers, parse
@@ -33,8 +33,8 @@ class FeedService:
     def __init__(self, shard: Shard, answers: Answers) -> None:
         self._shard, self._answers = shard, answers
         self._feeds: RowFeeds = shard.feeds
-        self.senders = ThreadPoolExecutor(CALL_THREADS, "feed")
-        self._pool = ThreadPoolExecutor(CALL_THREADS, "watch-rows")
+        self.senders = Pool(CALL_THREADS, "feed")
+        self._pool = Pool(CALL_THREADS, "watch-rows")
         handler = in_pool(self._watch_rows, self._pool, non_blocking=True)
         self._handlers = {"WatchRows": grpc.unary_stream_rpc_method_handler(handler)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ps_protocol.convert import consistency, consistency_message, duration, seconds
+from ps_protocol.convert import duration, seconds
 from ps_protocol.figures import PHASES, LoggedValue, WorkerFigures
 from ps_protocol.v1 import figures_pb2
 from ps_server.core.figures import RowCounts, ShardFigures, ShardJobFigures, TableFigures, check_worker_figures
@@ -22,6 +22,8 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
         looked_up=message.looked_up_id_count,
         distinct=message.distinct_id_count,
         residual_ratio=message.residual_ratio if message.HasField("residual_ratio") else None,
+        total=message.total_step_count,
+        done=message.done_step_count,
     )
     check_worker_figures(figures)
     return figures
@@ -87,8 +89,7 @@ def table_figures(message: figures_pb2.TableFigures) -> TableFigures:
         cold=message.cold_id_count,
     )
     in_file = message.file_row_count, message.file_size_bytes
-    own = consistency(message.consistency) if message.HasField("consistency") else None
-    return TableFigures(message.table, message.row_count, message.size_bytes, counts, *in_file, own)
+    return TableFigures(message.table, message.row_count, message.size_bytes, counts, *in_file)
 
 
 def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
@@ -109,5 +110,4 @@ def table_message(figures: TableFigures) -> figures_pb2.TableFigures:
         cold_id_count=counts.cold,
         file_row_count=figures.file_rows,
         file_size_bytes=figures.file_bytes,
-        consistency=None if figures.consistency is None else consistency_message(figures.consistency),
     )

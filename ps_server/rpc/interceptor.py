@@ -15,7 +15,7 @@ from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_runtime.status import code_of
 from ps_runtime.troubles import Troubles
-from ps_server.rpc.call_limits import CallLimits
+from ps_server.rpc.call_limits import Admitted, CallLimits
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.streams import set_error
 
@@ -104,8 +104,8 @@ class _Reader:
         self._parse = parse
         self._is_read = METHODS.get(method) != EVERYONE
 
-    def enter(self, context: grpc.ServicerContext) -> Principal:
-        """Counts the call in; returns its caller."""
+    def enter(self, context: grpc.ServicerContext) -> Admitted:
+        """Counts the call in."""
         return self.limits.enter(self.method, context)
 
     def read(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> Any:
@@ -122,7 +122,8 @@ class _Reader:
 
         A call that keeps them back for too long is cancelled. Raises TryLater if too many such calls are in the way.
         """
-        with self.limits.receiving(self.method, caller, context):
+        known_bytes = getattr(context, "request_bytes", None)  # a data connection says it beforehand
+        with self.limits.receiving(self.method, caller, context, known_bytes):
             return next(requests, None)
 
     def parse(self, raw: bytes) -> Any:
@@ -191,10 +192,10 @@ def _observe_unary(behaviour: Callable[..., Any], metrics: _MethodMetrics, reade
         begun = time.perf_counter()
         metrics.started.inc()
         try:
-            caller = reader.enter(context)
+            caller = reader.enter(context).caller
             request = reader.read(requests, context, caller)
             metrics.received.inc()
-            with reader.limits.running(caller, reader.method):
+            with reader.limits.running(caller, reader.method, context):
                 response = behaviour(request, context)
         except grpc.RpcError:  # the caller is gone, or was too slow
             metrics.ended("CANCELLED", begun)
@@ -232,11 +233,12 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
         if not context.add_callback(ended):
             return
         try:
-            caller = reader.enter(context)
-            request = reader.read(requests, context, caller)
+            admitted = reader.enter(context)
+            request = reader.read(requests, context, admitted.caller)
             metrics.received.inc()
-            with reader.limits.running(caller, reader.method):
+            with reader.limits.running(admitted.caller, reader.method, context):
                 behaviour(request, context, counted)
+            admitted.call.wait()
         except grpc.RpcError:  # the caller is gone, or was too slow
             return
         except Exception as error:
@@ -256,7 +258,7 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
                 yield reader.parse(raw)
 
         try:
-            yield from behaviour(timely(reader.enter(context)), context)
+            yield from behaviour(timely(reader.enter(context).caller), context)
         except PSError as error:
             set_error(context, error)
             context.abort(code_of(error), str(error))

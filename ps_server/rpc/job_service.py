@@ -9,6 +9,7 @@ import grpc
 
 from ps_protocol.convert import job_spec
 from ps_protocol.errors import NotFound
+from ps_protocol.stages import MAX_STAGES
 from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
 from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
@@ -41,6 +42,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
             bucket_bytes=job.spec.bucket_bytes,
             run=job.placed.run,
             protocol_version=VERSION,
+            stage_limit=MAX_STAGES,
             **(layout_of(job.spec) if request.layout_wanted else {}),
         )
 

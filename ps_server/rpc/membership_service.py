@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc
 
+from ps_protocol.errors import PSError
+from ps_protocol.job import MAX_SCRIPT_BYTES
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
+from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
 from ps_server.rpc import convert, figure_messages
@@ -26,7 +30,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        self._heartbeat_pool = ThreadPoolExecutor(CALL_THREADS, "heartbeat")
+        self._heartbeat_pool = Pool(CALL_THREADS, "heartbeat")
         setattr(self, "Watch", in_pool(self._watch, None, non_blocking=True))  # noqa: B010
         setattr(self, "Heartbeat", in_pool(self._heartbeat, self._heartbeat_pool))  # noqa: B010
 
@@ -55,9 +59,13 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
             else:
                 ranks, world_size, started = roster
                 response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
+                asked = job.script.asked_now()
+                if asked is not None:
+                    response.script_rank, response.script_request = asked
                 stream.put(lambda: response)
 
-        stream.on_close(self._coordinator.job(request.job).watchers.add(changed))
+        job = self._coordinator.job(request.job)
+        stream.on_close(job.watchers.add(changed))
 
     def _heartbeat(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
@@ -67,13 +75,25 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
         if figures is not None:
             job.figures.heard(worker.rank, worker.incarnation, figures)
-        return membership_pb2.HeartbeatResponse(live_count=live)
+        answer = membership_pb2.HeartbeatResponse(
+            live_count=live, script_request=job.script.asked_by_heartbeat(worker.rank)
+        )
+        if request.script_wanted:
+            told, answer.script_coming = job.script.ask(worker.rank, worker.incarnation)
+            if told is not None:
+                answer.script.clock, answer.script.content = told
+        return answer
 
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, state = request.worker, request.state
         check_job(worker.job)
-        identity = worker.rank, worker.incarnation, worker.lease_key
-        self._coordinator.job(worker.job, worker.run).save_worker_state(*identity, state.clock, state.content)
+        identity, told = (worker.rank, worker.incarnation, worker.lease_key), convert.told(request)
+        job = self._coordinator.job(worker.job, worker.run)
+        if told is not None or request.script_request:
+            job.members.check(*identity)
+            job.script.tell(worker.rank, request.script_request, told)
+        if request.HasField("state") or not request.script_request:
+            job.save_worker_state(*identity, state.clock, state.content)
         return membership_pb2.SaveWorkerStateResponse()
 
     def Leave(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -81,6 +101,17 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(worker.job)
         identity = worker.job, worker.rank, worker.incarnation
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
+        told = convert.told(request)
+        if told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
+            with suppress(PSError):  # it has lost its place, and leaves all the same
+                job = self._coordinator.job(worker.job, worker.run)
+                job.members.check(worker.rank, worker.incarnation, worker.lease_key)
+                job.script.tell(worker.rank, 0, told)
+        if request.done and request.HasField("figures"):
+            with suppress(PSError):  # the same; and what is wrong with them keeps nobody from leaving
+                job = self._coordinator.job(worker.job, worker.run)
+                job.members.check(worker.rank, worker.incarnation, worker.lease_key)
+                job.figures.done(worker.rank, figure_messages.worker_figures(request.figures))
         ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
         return membership_pb2.LeaveResponse(ended=ended)
 

@@ -51,6 +51,7 @@ def _push(request: rows_pb2.PushRowsRequest, payload: Buffer | None) -> RowsPush
         key=worker.lease_key,
         run=worker.run,
         place=request.in_segment.offset if in_segment else None,
+        assignment=request.assignment,
     )
 
 
@@ -79,7 +80,7 @@ def exchange(data: Request) -> tuple[RowsPush, RowsPull]:
     """Reads an ExchangeRowsRequest: what is pushed, and what is pulled."""
     request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
     push = _push(request.push, request.push.payload or None)
-    if push.payload or push.count != push.total:
+    if push.payload or push.count != push.total or push.kind is RowPushKind.ASSIGN:
         raise InvalidRequest(
             "an exchange pushes all rows of a step, and they are in the segment, got "
             f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import duration, job_spec_message
+from ps_protocol.errors import Deposed
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
@@ -15,9 +16,10 @@ from ps_protocol.v1.types_pb2 import WorkerIdentity
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
-from ps_server.core.commands import Counted
 from ps_server.core.data_commits import Committed
+from ps_server.core.membership import Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
@@ -29,12 +31,18 @@ class ShardClient:
     """One shard over gRPC; see coordinator.shards.ShardApi.
 
     seconds: after which a call that was not answered raises TryLater
+    charge:  of the coordinator that calls: says its term, and hears that a shard obeys a later one
     """
 
     def __init__(
-        self, index: int, address: str, access: Access = PLAINTEXT, seconds: float = DEFAULT_SERVER_CALL_SECONDS
+        self,
+        index: int,
+        address: str,
+        access: Access = PLAINTEXT,
+        seconds: float = DEFAULT_SERVER_CALL_SECONDS,
+        charge: Charge | None = None,
     ) -> None:
-        self._seconds = seconds
+        self._seconds, self._charge = seconds, charge or Charge()
         self.index = index
         self.address = address
         self._channel = open_channel(address, access)
@@ -54,7 +62,9 @@ class ShardClient:
         worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
         request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
         response = self._call(self._stub.AddWorker, request)
-        return Counted(response.frontier, response.pushed_clock if response.HasField("pushed_clock") else None)
+        pushed = response.pushed_clock if response.HasField("pushed_clock") else None
+        further = {part: each.clock for each in response.pushes.further for part in each.parts}
+        return Counted(response.frontier, pushed, further if response.HasField("pushes") else None)
 
     def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
         """Stops counting a worker as live."""
@@ -136,7 +146,11 @@ class ShardClient:
         self._channel.close()
 
     def _call(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
+        request.coordinator_term = self._charge.term
         try:
             return method(request, timeout=seconds or self._seconds)
         except grpc.RpcError as error:
-            raise error_from(error, f"shard {self.index} at {self.address}") from None
+            refused = error_from(error, f"shard {self.index} at {self.address}")
+            if isinstance(refused, Deposed):
+                self._charge.refused(refused)
+            raise refused from None

@@ -14,6 +14,7 @@ from ps_server.core.validation import check_job_spec
 from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import may_see
 from ps_server.shard.shard import Shard
+from ps_server.shard.terms import Terms
 
 AWAIT_SECONDS = 5.0
 RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
@@ -31,12 +32,14 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         self._shard = shard
         self._limits = limits
         self._process = process
+        self._terms = Terms()
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server."""
         shard_pb2_grpc.add_ShardServiceServicer_to_server(self, server)
 
     def CreateJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
@@ -44,24 +47,30 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return shard_pb2.CreateJobResponse()
 
     def DropJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         self._shard.drop_job(request.job, request.run)
         return shard_pb2.DropJobResponse()
 
     def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         worker, clock = request.worker, request.clock if request.HasField("clock") else None
         identity = worker.job, worker.rank, worker.incarnation
         counted = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
-        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed)
+        pushes = convert.shard_pushes(0, counted)
+        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         worker = request.worker
         self._shard.remove_worker(worker.job, worker.rank, worker.incarnation, worker.run)
         return shard_pb2.RemoveWorkerResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         return convert.committed_response(*self._shard.committed(request.job, request.run))
 
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         clock = request.clock if request.HasField("clock") else None
         refusal = seconds(request.refusal_duration)
         last = request.last_incarnation
@@ -71,11 +80,13 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         seconds = _within(context, AWAIT_SECONDS)
         snapshot = self._shard.await_snapshot(request.job, request.checkpoint, seconds, request.run)
         return convert.await_snapshot_response(snapshot)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
         spec = job_spec(request.spec)
         check_job_spec(spec, self._limits)
         check_coordinator_run(request.run)
@@ -85,6 +96,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         return convert.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term, is_look=True)
         statistics = self._shard.statistics_with_figures()
         figures = statistics.figures
         return shard_pb2.GetShardStatusResponse(

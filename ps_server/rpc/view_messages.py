@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from google.protobuf.timestamp_pb2 import Timestamp
+from google.protobuf.duration_pb2 import Duration
 
-from ps_protocol.convert import duration
+from ps_protocol.convert import duration, timestamp
 from ps_protocol.figures import PHASES
-from ps_protocol.v1 import cluster_pb2
+from ps_protocol.v1 import cluster_pb2, figures_pb2
 from ps_server.coordinator.events import Event
 from ps_server.rpc import convert
 from ps_server.rpc.convert import Sees
+from ps_server.view.finished import FinishedJob
 from ps_server.view.history import Samples
+from ps_server.view.making import logged_means
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
 
 
@@ -27,7 +29,7 @@ def view_response(
             shards=[convert.shard_status(shard.shard, shard.statistics, shard.silent, sees) for shard in view.shards],
             jobs=[convert.job_status(job.statistics) for job in jobs.values()],
         ),
-        view_time=_timestamp(view.time),
+        view_time=timestamp(view.time),
         lease_duration=duration(view.lease),
         jobs=[_job(name, job) for name, job in jobs.items()],
         shards=[_shard(shard, sees) for shard in view.shards],
@@ -39,7 +41,7 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
     return [
         cluster_pb2.Event(
             number=event.number,
-            event_time=_timestamp(event.time),
+            event_time=timestamp(event.time),
             kind=event.kind,
             job=event.job,
             text=event.text,
@@ -49,6 +51,31 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
         for event in events
         if not event.job or sees(event.job)
     ]
+
+
+def finished_message(finished: FinishedJob, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
+    """Returns a job that has ended. text: how, in words"""
+    job, checkpoints = finished.job, finished.end.checkpoints
+    figures = [*(finished.end.figures or job.statistics.figures).values()]
+    last = {value.name: value.last for each in figures for value in each.values}
+    message = cluster_pb2.FinishedJob(
+        job=job.statistics.name,
+        run=job.statistics.run,
+        end_time=timestamp(finished.ended),
+        text=text,
+        age_duration=_known(job.age),
+        min_clock=min(finished.steps, default=0),
+        max_clock=max(finished.steps, default=0),
+        values=[
+            figures_pb2.LoggedValue(name=name, last=last[name], mean=mean)
+            for name, mean in logged_means(figures).items()
+        ],
+        history=history_message(finished.samples) if with_history else None,
+    )
+    if checkpoints is not None and checkpoints.name is not None:
+        message.last_checkpoint.name, message.last_checkpoint.clock = checkpoints.name, checkpoints.clock
+        message.last_checkpoint.missing_ranks.extend(checkpoints.without)
+    return message
 
 
 def history_message(samples: Samples) -> cluster_pb2.History:
@@ -64,10 +91,8 @@ def history_message(samples: Samples) -> cluster_pb2.History:
     )
 
 
-def _timestamp(seconds: float) -> Timestamp:
-    message = Timestamp()
-    message.FromMilliseconds(int(seconds * 1e3))
-    return message
+def _known(seconds: float | None) -> Duration | None:
+    return None if seconds is None else duration(seconds)
 
 
 def _job(name: str, job: JobView) -> cluster_pb2.JobView:
@@ -77,6 +102,9 @@ def _job(name: str, job: JobView) -> cluster_pb2.JobView:
         diagnosis=job.diagnosis,
         workers=[_worker(worker) for worker in job.workers],
         steps_per_second=job.steps_per_second,
+        age_duration=_known(job.age),
+        done_fraction=job.done,
+        left_duration=_known(job.left),
     )
     checkpoints = job.statistics.checkpoints
     if checkpoints is not None and checkpoints.name is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ps_protocol.convert import seconds
 from ps_protocol.errors import InvalidRequest
@@ -18,26 +17,14 @@ from ps_runtime.version import version
 from ps_server.coordinator.events import EventLog
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.rpc.convert import Sees
+from ps_server.rpc.position import Position, position
 from ps_server.rpc.streams import ResponseStream
-from ps_server.rpc.view_messages import event_messages, history_message, view_response
+from ps_server.rpc.view_messages import event_messages, finished_message, history_message, view_response
+from ps_server.view.finished import FinishedJob
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
 EARLY_SECONDS = 0.25  # a view that comes so much early is taken: looks come a little more often than once a second
-
-
-@dataclass(frozen=True)
-class Position:
-    """What a caller has been told. process: by which coordinator; numbers of another one mean nothing"""
-
-    process: int = 0
-    last_event: int = 0
-    next_sample: int = 0
-
-
-def position(request: cluster_pb2.WatchStatusRequest) -> Position:
-    """Returns what the caller says that it has been told already."""
-    return Position(request.process, request.last_event, request.next_sample)
 
 
 def period(request: cluster_pb2.WatchStatusRequest) -> float:
@@ -88,8 +75,22 @@ class Views:
             samples = watch.samples(told.next_sample, [name for name in view.jobs if sees(name)])
             response.history.CopyFrom(history_message(samples))
             next_sample = samples.first + len(samples.times)
+        for job in watch.finished:
+            if sees(job.job.statistics.name):
+                curves = history and job.gone >= told.next_sample
+                response.finished_jobs.append(finished_message(job, self._how_it_ended(job), curves))
         last_event = events[-1].number if events else told.last_event
         return response, Position(watch.process, last_event, next_sample)
+
+    def _how_it_ended(self, job: FinishedJob) -> str:
+        """Returns what was noted when a job ended, in words."""
+        name = job.job.statistics.name
+        texts = [
+            event.text
+            for event in self._events.after(0)
+            if (event.kind, event.job) == ("end", name) and event.time >= (job.began or 0.0)
+        ]
+        return texts[-1] if texts else "the job has ended"
 
 
 class ViewStream:

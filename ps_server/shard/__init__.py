@@ -16,8 +16,10 @@ segments.py   Mapping a worker's segment, without trusting what it says
 row_memory.py Workers' segments for rows, and what messages name in them
 shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training
+stage_room.py Room for what optimizers keep in a later stage of a script
 table_copies.py Copying tables for checkpoints, in pieces between updates, and only what changed where that will do
 table_places.py What a shard gives to tables: memory, and a part of a disk
+terms.py      The terms of coordinators, as a shard knows them: it obeys the latest one alone
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 times.py      When pushes were staged and applied, for workers that record a timeline
 waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait

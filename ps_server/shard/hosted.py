@@ -165,6 +165,7 @@ class HostedJobs:
                 job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
             except InvalidRequest as error:
                 raise CheckpointDamaged(f"checkpoint {checkpoint}: {error}") from None
+            _warn_of_evicted(job)
             failpoint("restore-read")
             with self._lock:
                 restoring.read(0)  # unless another one took its place
@@ -251,6 +252,18 @@ class HostedJobs:
                 job = HostedJob(spec, state, run, room)
             self._made.add(job)
         return job
+
+
+def _warn_of_evicted(job: HostedJob) -> None:
+    """Says in the log which tables of a restored job have room for fewer rows than were saved."""
+    for table in job.state.tables.values():
+        rows = table.rows
+        if rows.counts.evicted:
+            log.warning(
+                "job %s: table %s has room for %d rows here, and %d were saved: those trained longest ago are "
+                "forgotten",
+                *(job.name, table.spec.rows.name, rows.capacity, len(rows) + rows.counts.evicted),
+            )
 
 
 @contextlib.contextmanager

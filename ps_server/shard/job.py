@@ -34,6 +34,7 @@ from ps_server.core.sums import Scratch
 from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.table_copies import SavedParts, TableCopying, begin_copy
 from ps_server.shard.times import PushTimes
 from ps_server.shard.waiting import READER, Pull, Waiter
@@ -231,6 +232,7 @@ class HostedJob:
         self.narrowed = Narrowed()
         self.times = PushTimes()
         self._room = room
+        self.stage_room = StageRoom(spec.name, state.checker, self.promised)
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
         self.refusals = Refusals()
@@ -328,7 +330,6 @@ class HostedJob:
                 task.check(part.index, part.rule)
             for table in self.tables.values():  # before a thread looks whether the task wants one
                 table.saved.build_on(built_on)
-                table.rule.hold(task.clock)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
             if refusal is not None and refusal.clock is None:
                 for part in self.parts.values():
@@ -349,9 +350,6 @@ class HostedJob:
                 return
             reached = rule.extent()
         task.copy(bucket.index, reached)
-        with self.lock:
-            if self.snapshot_task is task:
-                rule.hold(None)
 
     def look_at_tables(self) -> None:
         """Looks at all tables: with a worker that is gone, one may have all rows of a snapshot's clock."""
@@ -390,7 +388,8 @@ class HostedJob:
     def promised(self) -> int:
         """Returns the bytes that the job was admitted with and that are not taken yet."""
         buckets = self.state.buckets
-        left = (self._room.optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
+        optimizer = self._room.optimizer + self.stage_room.more
+        left = (optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
         return sum(max(0, size) for size in left) + self.state.tables.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:

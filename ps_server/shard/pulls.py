@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from ps_protocol.codecs import Cast, Codec, plain_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
-from ps_server.core.consistency import Admission
+from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.requests import PullCall, RowsPull, TablePull
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
@@ -92,12 +92,8 @@ class Pulls:
             principal=principal,
             times_wanted=call.times_wanted and incarnation != READER,
             whole=call.whole,
+            all_staged=call.all_staged,
         )
-
-    def ask_rows(self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str) -> None:
-        """Sends rows on the outbox as soon as their table admits it, then ends the stream. Returns at once."""
-        pull, table = self.check_rows(job, call, outbox, principal)
-        self.ask(job, pull, [table])
 
     def check_rows(
         self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
@@ -117,12 +113,16 @@ class Pulls:
             if pull.incarnation != READER:  # it may have lost its place since
                 job.state.check_worker(pull.rank, pull.incarnation)
                 job.times.follow(pull.rank, pull.times_wanted)
-            admissions = {index: job.state.admit_all(index, [(pull.rank, pull.clock)])[0] for index in indices}
+            owed = {index: job.state.owed(index) for index in indices if pull.all_staged}
+            admissions = {
+                index: _with_owed(job, index, job.state.admit_all(index, [(pull.rank, pull.clock)])[0], owed.get(index))
+                for index in indices
+            }
             waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
             times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
             over = self._under_way.take(pull.principal, len(indices), bool(waiting), pull.id_bytes, pull.copy_bytes)
             for index, admission in waiting:
-                job.parts[index].waiters[pull.number] = Waiter(pull, admission, now)
+                job.parts[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
 
@@ -261,7 +261,9 @@ class Pulls:
                 else:
                     there[number] = waiter
             pulls = [(waiter.pull.rank, waiter.pull.clock) for waiter in there.values()]
-            self._account(job, zip(there.values(), job.state.admit_all(index, pulls), strict=True), now)
+            by_mode = zip(there.values(), job.state.admit_all(index, pulls), strict=True)
+            found = [(waiter, _with_owed(job, index, admission, waiter.owed)) for waiter, admission in by_mode]
+            self._account(job, found, now)
             admitted = [
                 (waiter, self._times(job, index, waiter.pull)) for waiter in there.values() if waiter.admission.admitted
             ]
@@ -319,6 +321,11 @@ class Pulls:
             waiter.pull.outbox.tell(waiter.notice(index))
 
 
+def _with_owed(job: HostedJob, index: int, by_mode: Admission, owed: Mapping[int, int] | None) -> Admission:
+    """Returns the admission of a pull, given that of its mode. owed: what the bucket must have besides"""
+    return ALL_STAGED_APPLIED if owed and by_mode.admitted and not job.state.has(index, owed) else by_mode
+
+
 def _note_sent(job: HostedJob, bucket: HostedBucket, pull: Pull) -> None:
     """Notes, with a quorum, which version a worker gets. The caller holds the bucket's `tensors` lock."""
     if job.state.spec.consistency.quorum is None:
@@ -334,5 +341,5 @@ def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
     """Lends one kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
     with bucket.tensors:
         values, absent = bucket.weights.read_state(name)
-        version = bucket.rule.version
-    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values)), loan=None)
+        version, stage = bucket.rule.version, bucket.weights.stage.number
+    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values), stage), loan=None)

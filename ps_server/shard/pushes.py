@@ -17,7 +17,17 @@ from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import Assign, BeginRows, BucketCommand, Commit, Draft, Stage, Staged, StageRows
+from ps_server.core.commands import (
+    Assign,
+    AssignRows,
+    BeginRows,
+    BucketCommand,
+    Commit,
+    Draft,
+    Stage,
+    Staged,
+    StageRows,
+)
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush, TablePush
 from ps_server.failpoints import failpoint
 from ps_server.shard import row_memory
@@ -74,7 +84,7 @@ class Pushes:
         try:
             with job.lock:
                 job.state.check_worker(push.rank, push.incarnation, push.key)
-            command: StageRows | BeginRows
+            command: StageRows | AssignRows | BeginRows
             if isinstance(push, TablePush):
                 command = job.state.tables.checker.beginning(push)
             else:
@@ -82,7 +92,7 @@ class Pushes:
                 command = job.state.tables.checker.push(push, principal)
             failpoint("push-checked")
             with job.lock:
-                if isinstance(command, StageRows):
+                if isinstance(command, StageRows | AssignRows):
                     job.check_taken(command.rank, command.table, command.clock)
                 staged = job.state.execute(command)
         except PSError as error:
@@ -150,6 +160,8 @@ class Pushes:
                 with job.lock:
                     if isinstance(command, Stage | Draft | Assign | Commit):
                         job.check_taken(command.rank, command.bucket, command.clock)
+                    if isinstance(command, Assign) and command.assignment.next is not None:
+                        job.stage_room.make(job.buckets[command.bucket].spec, command.assignment.next)
                     staged = job.state.execute(command)
                     if staged.fresh and job.times.follows_any((call.rank,)):
                         job.times.staged(call.rank, command.bucket, call.clock, self._pulls.now())
@@ -193,6 +205,8 @@ def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
         state=bucket.state,
         wire_format=bucket.wire_format,
         weight=call.weight,
+        stage=call.stage,
+        next_optimizer=bucket.next_optimizer,
     )
 
 
@@ -209,7 +223,7 @@ def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
         return [call.payload]
     payloads, position = [], 0
     for bucket in call.buckets:
-        end = position + checker.payload_size(bucket.bucket, bucket.kind, bucket.state)
+        end = position + checker.payload_size(bucket.bucket, bucket.kind, bucket.state, call.stage)
         payloads.append(call.payload[position:end])
         position = end
     if len(call.payload) != position:

@@ -42,6 +42,8 @@ def check(job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, now: float
         raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
     pull = Pull(call.rank, call.incarnation, call.clock, outbox, 1, now, principal=principal, wanted=wanted, rows=rows)
     index = checker.first + call.table
+    # What is saved of a table has every update that is staged; a lookup has those of its mode.
+    pull.all_staged = isinstance(wanted, TablePull) and not wanted.count_only
     if not isinstance(wanted, TablePull):
         pull.id_bytes = wanted.nbytes
     elif not wanted.count_only:

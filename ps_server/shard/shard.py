@@ -31,9 +31,10 @@ from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, Counted, RemoveWorker, Staged
+from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.figures import ShardFigures
+from ps_server.core.membership import Counted
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
@@ -257,9 +258,13 @@ class Shard:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
         job = self._hosted.get(call.job, call.run, call.incarnation != READER)
         if isinstance(call, RowsPull | TablePull):
-            self._pulls.ask_rows(job, call, outbox, principal)
+            pull, table = self._pulls.check_rows(job, call, outbox, principal)
+            indices: tuple[int, ...] = (table,)
         else:
-            self._pulls.ask(job, self._pulls.check(job, call, outbox, principal), call.buckets)
+            pull, indices = self._pulls.check(job, call, outbox, principal), call.buckets
+        self._pulls.ask(job, pull, indices)
+        if pull.all_staged:  # with a quorum, an open update waits for no more now
+            self._updates.schedule(job, [index for index in indices if index in job.state.rules])
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
         """Checks rows, stages them once all of their step are here, and has them applied as soon as the rule lets it;

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ps_protocol.errors import TryLater
 from ps_runtime.background import guarded
+from ps_runtime.pools import Pool
 
 Task = Callable[[], None]
 
@@ -47,7 +48,7 @@ class ApplyThreads:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._threads = ThreadPoolExecutor(count, "apply")
+        self._threads = Pool(count, "apply")
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._running = 0
@@ -92,8 +93,8 @@ class OwnThreads(ApplyThreads):
 
     def __init__(self, count: int = 1) -> None:
         super().__init__(count)
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._readers = ThreadPoolExecutor(READERS, "restore")
+        self._writer = Pool(1, "checkpoint")
+        self._readers = Pool(READERS, "restore")
         self._stopping = threading.Event()
         self._repeating: list[threading.Thread] = []
 
@@ -112,8 +113,9 @@ class OwnThreads(ApplyThreads):
             while not self._stopping.wait(seconds):
                 guarded("notices", task)
 
-        self._repeating.append(threading.Thread(target=run, name="notices", daemon=True))
-        self._repeating[-1].start()
+        thread = threading.Thread(target=run, name="notices", daemon=True)
+        thread.start()
+        self._repeating.append(thread)
 
     def stop(self) -> None:
         """Returns when everything has been run, and ends the threads."""

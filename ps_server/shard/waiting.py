@@ -6,7 +6,7 @@ The shard hands values to an `Outbox`; how they become messages is the business 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -87,13 +87,18 @@ class PulledTable(NamedTuple):
 
 
 class PulledState(NamedTuple):
-    """One kind of optimizer state of one bucket; `absent`: positions of the slices that have none."""
+    """One kind of optimizer state of one bucket.
+
+    absent: positions of the slices that have none
+    stage:  to which the bucket has come
+    """
 
     bucket: int
     version: int
     name: str
     absent: frozenset[int]
     payload: memoryview
+    stage: int = 0
 
 
 class RoundBegin(NamedTuple):
@@ -185,7 +190,7 @@ class Pull:
     number:       tells it from all others
     with_pushes:  it came with pushes, and the worker was not told yet that they are staged
     principal:    whose it is
-    times_wanted, whole: see PullCall
+    times_wanted, whole, all_staged: see PullCall
     wanted:       what it asks for of a table; None: it asks for buckets
     rows:         where its rows are written; None: they go over the network
     id_bytes:     of the rows that it asks for; copy_bytes: of the whole table. They are kept until it has been sent
@@ -206,6 +211,7 @@ class Pull:
     principal: str = ""
     times_wanted: bool = False
     whole: frozenset[int] = frozenset()
+    all_staged: bool = False
     wanted: Ids | TablePull | None = None
     rows: torch.Tensor | None = None
     id_bytes: int = 0
@@ -233,12 +239,16 @@ class Pull:
 
 @dataclass(slots=True)
 class Waiter:
-    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far."""
+    """One bucket of a pull that is not admitted: why, since when for that reason, and how long for others so far.
+
+    owed: what has to be in the bucket besides; see UpdateRule.owed
+    """
 
     pull: Pull
     admission: Admission
     since: float
     waited: float = 0.0
+    owed: Mapping[int, int] = field(default_factory=dict)
 
     def notice(self, index: int) -> Answer:
         """Returns what its worker is told of the wait. index: of the bucket or the table"""

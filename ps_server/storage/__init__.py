@@ -11,6 +11,7 @@ disk.py         A file system: what every file in a directory is written with an
 objects.py      An object store, by fsspec
 lease.py        The lock of a directory in an object store: a lease that its holder renews
 export.py       Exports a checkpoint as plain PyTorch files
+any_type.py     Files of tensors of any element type
 row_files.py    Rows of tables in files without a name
 table_files.py  The rows of one table as files for other programs: safetensors, npy, Parquet
 tensor_file.py  Files of tensors, in the format of safetensors, as a stream

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import BucketSpec
+from ps_protocol.stages import StageSpec
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import BucketSnapshot, Snapshot, TableSnapshot
+from ps_server.core.validation import check_stage
 from ps_server.storage.manifest import WITHOUT_BASES
 from ps_server.storage.tensor_file import TensorEntry, TensorReader
 
@@ -23,6 +26,9 @@ _STATE_NAME = re.compile(r"[a-z_]{1,64}")
 # must not take them for all.
 _ROWS, _CHANGES = "rows", "changes"
 _SENT = "sent"  # in the name of what workers have of a bucket, where that is not its weights
+# In the name of a bucket's weights; the latter where another optimizer trains it than its job is registered with. An
+# earlier version, which would go on with the registered one, does not know that name.
+_WEIGHTS, _STAGED_WEIGHTS = "weights", "weights-in-stage"
 
 
 def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -35,6 +41,8 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             "clocks": {str(rank): clock for rank, clock in bucket.clocks.items()},
             "data": {str(loader): [number, spans] for loader, (number, spans) in bucket.committed.items()},
         }
+        if bucket.pushed:
+            described["pushed"] = {str(rank): clock for rank, clock in bucket.pushed.items()}
         if isinstance(bucket, TableSnapshot):
             kind = _CHANGES if bucket.changes_only else _ROWS
             tensors |= {f"{bucket.index}/{kind}/{name}": tensor for name, tensor in bucket.tensors.items()}
@@ -42,7 +50,9 @@ def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Ten
             described |= {} if bucket.seed is None else {"seed": bucket.seed}
             continue
         described["groups"] = {str(group): dict(values) for group, values in bucket.groups.items()}
-        tensors[f"{bucket.index}/weights"] = bucket.weights
+        if bucket.stage is not None:
+            described["stage"] = _stage_data(bucket.stage)
+        tensors[f"{bucket.index}/{_WEIGHTS if bucket.stage is None else _STAGED_WEIGHTS}"] = bucket.weights
         tensors |= {} if bucket.sent is None else {f"{bucket.index}/{_SENT}": bucket.sent}
         for position, state in bucket.state.items():
             tensors |= {f"{bucket.index}/{position}/{name}": tensor for name, tensor in state.items()}
@@ -71,13 +81,14 @@ def read_snapshots(
         if bucket is None:
             return None
         _check_entry(entry, bucket)
-        return to[bucket.index] if rest == ["weights"] and bucket.index in to else entry.empty()
+        is_weights = rest in ([_WEIGHTS], [_STAGED_WEIGHTS])
+        return to[bucket.index] if is_weights and bucket.index in to else entry.empty()
 
     for entry, tensor in reader.tensors(place):
         index, *rest = entry.name.split("/")
         if rest[0] in (_ROWS, _CHANGES):
             tables[int(index)][rest[1]] = tensor
-        elif rest == ["weights"]:
+        elif rest in ([_WEIGHTS], [_STAGED_WEIGHTS]):
             weights[int(index)] = tensor
         elif rest == [_SENT]:
             sent[int(index)] = tensor
@@ -85,7 +96,7 @@ def read_snapshots(
             states[int(index)].setdefault(int(rest[0]), {})[rest[1]] = tensor
     return (
         {
-            index: _snapshot(index, described[str(index)], weights[index], state, sent.get(index))
+            index: _snapshot(wanted[index], described[str(index)], weights[index], state, sent.get(index))
             for index, state in states.items()
         },
         {table: _table(table, described[str(table)], read) for table, read in tables.items()},
@@ -95,7 +106,7 @@ def read_snapshots(
 def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
     """Raises ValueError for a tensor that a bucket cannot have, before memory is taken for it."""
     _, *rest = entry.name.split("/")
-    if rest in (["weights"], [_SENT]):
+    if rest in ([_WEIGHTS], [_STAGED_WEIGHTS], [_SENT]):
         if entry.dtype != TORCH_DTYPES[bucket.dtype] or entry.shape != (bucket.numel,):
             present = f"{entry.shape} {entry.dtype}"
             raise ValueError(f"bucket {bucket.index}: expected {bucket.numel} x {bucket.dtype}, found {present}")
@@ -107,32 +118,56 @@ def _check_entry(entry: TensorEntry, bucket: BucketSpec) -> None:
         raise ValueError(f"{entry.name}: shape {entry.shape} and type {entry.dtype} fit no optimizer state")
 
 
+def _stage_data(stage: StageSpec) -> dict[str, Any]:
+    groups = {str(group): dict(values) for group, values in stage.groups.items()}
+    return {"number": stage.number, "optimizer": stage.optimizer, "members": stage.members, "groups": groups}
+
+
+def _stage(data: Any, bucket: BucketSpec) -> StageSpec | None:
+    """Returns what trains a bucket; None where a file says nothing of it. Raises ValueError for what cannot."""
+    if data is None:
+        return None
+    members = tuple(None if member is None else int(member) for member in data["members"])
+    groups = {int(group): _hyper_parameters(values) for group, values in data["groups"].items()}
+    stage = StageSpec(int(data["number"]), str(data["optimizer"]), members, groups)
+    try:
+        check_stage(stage, bucket)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from None
+    return stage
+
+
 def _snapshot(
-    index: int,
+    bucket: BucketSpec,
     described: Mapping[str, Any],
     weights: torch.Tensor,
     state: Mapping[int, Mapping[str, torch.Tensor]],
     sent: torch.Tensor | None,
 ) -> BucketSnapshot:
-    version, clocks = _reached(index, described)
+    version, clocks, pushed = _reached(bucket.index, described)
     groups = {int(group): _hyper_parameters(values) for group, values in described["groups"].items()}
-    return BucketSnapshot(index, version, clocks, weights, state, groups, _committed(described.get("data", {})), sent)
+    committed, stage = _committed(described.get("data", {})), _stage(described.get("stage"), bucket)
+    reached = bucket.index, version, clocks
+    return BucketSnapshot(*reached, weights, state, groups, committed, sent, pushed, stage)
 
 
 def _table(index: int, described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> TableSnapshot:
-    version, clocks = _reached(index, described)
+    version, clocks, pushed = _reached(index, described)
     committed, seed = _committed(described.get("data", {})), described.get("seed")
     if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
         raise ValueError(f"table {index}: a seed is a number from 0 to 2^64 - 1, got {str(seed)[:80]}")
-    return TableSnapshot(index, version, clocks, tensors, _hyper_parameters(described["values"]), committed, seed)
+    values = _hyper_parameters(described["values"])
+    return TableSnapshot(index, version, clocks, tensors, values, committed, seed, pushed)
 
 
-def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int]]:
-    """Returns the version and the clocks of a bucket or a table."""
+def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, int], dict[int, int]]:
+    """Returns the version of a bucket or a table, its clocks, and what was pushed; earlier versions wrote no such."""
     version, clocks = described["version"], {int(rank): clock for rank, clock in described["clocks"].items()}
-    if any(type(number) is not int or number < 0 for number in (version, *clocks, *clocks.values())):
+    pushed = {int(rank): clock for rank, clock in described.get("pushed", {}).items()}
+    numbers = version, *clocks, *clocks.values(), *pushed, *pushed.values()
+    if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"bucket {index}: versions and clocks are numbers from 0")
-    return version, clocks
+    return version, clocks, pushed
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:

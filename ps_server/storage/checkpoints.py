@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -39,7 +40,7 @@ from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, 
 from ps_server.core.tables import chained
 from ps_server.failpoints import failpoint
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
-from ps_server.storage.disk import pieces
+from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
 from ps_server.storage.files import Files, files_of
 from ps_server.storage.manifest import Manifest, sealed, unsealed, written_by_newer
 from ps_server.storage.own_disk import check_disk, own_path, prune
@@ -47,9 +48,14 @@ from ps_server.storage.retention import KnownNeeds, staying
 from ps_server.storage.tensor_file import TensorReader, file_chunks
 
 MANIFEST = "manifest.json"
+MAX_WORKER_BYTES = 2**30  # of one worker's state that is read, whatever the manifest says
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
+
+PASSED_OVER = "job %s: checkpoint %s cannot be used, trying the one before: %s"
+
+T = TypeVar("T")
 
 Rows = Mapping[int, list[TableSnapshot]]  # by table, its rows on each shard that were read
 
@@ -64,6 +70,28 @@ class Wanted:
     stored: StoredPart
     buckets: Sequence[BucketSpec] = ()
     is_base: bool = False
+
+
+def last_whole(
+    names: Sequence[str],
+    take: Callable[[str], T | None],
+    pass_over: Callable[[str, CheckpointDamaged], object],
+) -> T | None:
+    """Returns what `take` makes of the last checkpoint that is whole: what a restore continues from, and an export has.
+
+    names:     oldest first
+    take:      raises CheckpointDamaged where one is not whole; returns None for one that is not meant
+    pass_over: is told of each that was damaged, and why
+    """
+    for name in reversed(names):
+        try:
+            taken = take(name)
+        except CheckpointDamaged as error:
+            pass_over(name, error)
+            continue
+        if taken is not None:
+            return taken
+    return None
 
 
 def wanted(chain: Sequence[StoredPart], buckets: Sequence[BucketSpec]) -> list[Wanted]:
@@ -151,6 +179,7 @@ class CheckpointStore:
         path = self.path(job, manifest.name) / MANIFEST
         with self._writing(path):
             data = json.dumps(sealed(manifest), indent=1).encode()
+            check_readable(path, len(data), MAX_READ_BYTES)  # it would never be read again
             self._disk.replace(path, data, lambda place: failpoint(f"manifest-{place}"))
 
     def is_given_up(self, job: str, name: str) -> bool:
@@ -260,7 +289,10 @@ class CheckpointStore:
             newer = written_by_newer(data)
             if newer is not None:
                 raise VersionMismatch(f"{path} is {newer}")
-            return unsealed(data)
+            manifest = unsealed(data)
+            if manifest.name != name:
+                raise ValueError(f"is the manifest of checkpoint {manifest.name}")
+            return manifest
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _unreadable(path, error) from None
 
@@ -268,11 +300,16 @@ class CheckpointStore:
         """Returns a worker's state, checked against its checksum."""
         path = self._path_of_part(job, StoredPart(name, part))
         try:
-            state = self._disk.read(path)
+            state = self._disk.read(path, MAX_WORKER_BYTES)
         except OSError as error:
             raise _unreadable(path, error) from None
         _check_sum(path, hashlib.sha256(state).hexdigest(), part)
         return state
+
+    def check_workers(self, job: str, manifest: Manifest) -> None:
+        """Raises CheckpointDamaged if the state of a worker is not what was written."""
+        for worker in manifest.workers.values():
+            self.read_worker(job, manifest.name, worker.part)
 
     def read_files(
         self,

@@ -7,6 +7,7 @@ simulation hands in a Disk of its own, which has files in memory, and forgets wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -19,6 +20,9 @@ from ps_protocol.framing import Buffer
 
 PIECE_BYTES = 2**20  # that are written in one go
 MAX_HOLDER_BYTES = 4096
+# That a file has which is read in one go, such as a manifest: one of 10 GiB in a directory that others can write to
+# would end the process that reads it. A manifest of 100,000 parameters and 4,096 workers has about 30 MiB.
+MAX_READ_BYTES = 64 * 2**20
 
 
 class Disk:
@@ -68,6 +72,14 @@ class Disk:
         """Returns when a file was written last, in seconds since 1970."""
         return os.lstat(path).st_mtime
 
+    def term(self) -> int:
+        """Returns 0: a lock of the system ends with its process, and needs no number."""
+        return 0
+
+    def taken_over(self) -> str:
+        """Returns nothing: while this process lives, nobody takes its lock over."""
+        return ""
+
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
         """Locks a file until what it returns is called or this process ends, however it ends. `holder`: its content.
 
@@ -100,8 +112,9 @@ class Disk:
             raise
         return file
 
-    def read(self, path: Path) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
+        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
+        check_readable(path, self.size(path), most)
         with self.open(path) as file:
             return file.read()
 
@@ -178,6 +191,12 @@ def pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
         view = memoryview(chunk).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
             yield view[start : start + PIECE_BYTES]
+
+
+def check_readable(path: Path, size: int, most: int) -> None:
+    """Raises OSError where a file is too large to be read in one go."""
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", path)
 
 
 def _size_of_file(status: os.stat_result, path: Path) -> int:

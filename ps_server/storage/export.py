@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +21,72 @@ import safetensors.torch
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
+from ps_protocol.stages import first_stage
 from ps_protocol.tables import TableSpec
-from ps_protocol.tensors import TORCH_DTYPES
+from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
 from ps_server.core.tables import joined
-from ps_server.storage.checkpoints import CheckpointStore
-from ps_server.storage.files import RemotePath
+from ps_server.storage.any_type import load_any, save_any
+from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
+from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
-from ps_server.storage.table_files import Rows, check_format, save_tensors, write_rows
+from ps_server.storage.table_files import Rows, check_format, write_rows
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
+log = logging.getLogger("ps_server")
 
-def export(directory: Path, job: str, name: str | None, output: Path, tables_as: str = "safetensors") -> str:
+
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint holds: buckets' snapshots, what no optimizer steps, and by table its rows of all shards."""
+
+    manifest: Manifest
+    spec: JobSpec
+    buckets: tuple[BucketSpec, ...]
+    snapshots: dict[int, BucketSnapshot]
+    changed: dict[str, torch.Tensor]
+    rows: dict[str, Rows]
+
+
+def export(
+    directory: Path,
+    job: str,
+    name: str | None,
+    output: Path,
+    tables_as: str = "safetensors",
+    told: Callable[[str], object] = log.error,
+    fallback: bool = True,
+) -> str:
     """Writes the files; says what they hold.
 
+    name:      of the checkpoint; None: the last one that is whole, which is what a restore takes
     tables_as: the format of tables/: safetensors, parquet or npy
+    told:      of each checkpoint that was passed over, and why
+    fallback:  False: a damaged one is an error, and none before it is taken
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
     """
     check_format(tables_as)
-    if not isinstance(directory, RemotePath) and not directory.is_dir():
-        raise InvalidRequest(f"{directory} is no directory")
+    check_directory(directory)
     store = CheckpointStore(directory)
-    manifest, spec, buckets, snapshots, tables = _read(store, job, name)
-    model, optimizer, groups = _gather(spec, buckets, snapshots)
-    model |= _changed(store, job, manifest, spec)
+    found = _find(store, job, name, told, fallback)
+    manifest, tables = found.manifest, found.rows
+    spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
+    model, optimizer, groups = _gather(spec, found.buckets, snapshots)
+    model |= found.changed
+    model = _as_modules_have_them(model, spec)
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, rows in tables.items():
             write_rows(rows, output / "tables", name, tables_as)
-        save_tensors(model, output / "model.safetensors", {"format": "pt"})
-        save_tensors(optimizer, output / "optimizer.safetensors", {"format": "pt"})
+        save_any(model, output / "model.safetensors")
+        save_any(optimizer, output / "optimizer.safetensors")
         (output / "optimizer.json").write_text(
             json.dumps({"optimizer": spec.optimizer, "param_groups": groups}, indent=1)
         )
@@ -64,11 +95,17 @@ def export(directory: Path, job: str, name: str | None, output: Path, tables_as:
     return f"job {job}: checkpoint {manifest.name} at clock {manifest.clock} is in {output} ({len(model)} tensors)"
 
 
+def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns what `export` wrote of the model, as its load_state_dict takes it: also tensors of element types that the
+    format does not know, such as complex128."""
+    return load_any(directory / "model.safetensors")
+
+
 def optimizer_state_dict(directory: Path) -> dict[str, Any]:
     """Returns what `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
     groups = json.loads((directory / "optimizer.json").read_text())["param_groups"]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in safetensors.torch.load_file(directory / "optimizer.safetensors").items():
+    for key, tensor in load_any(directory / "optimizer.safetensors").items():
         index, name = key.split("/")
         state.setdefault(int(index), {})[name] = tensor
     for group in groups:
@@ -85,33 +122,83 @@ def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _read(
-    store: CheckpointStore, job: str, name: str | None
-) -> tuple[Manifest, JobSpec, tuple[BucketSpec, ...], dict[int, BucketSnapshot], dict[str, Rows]]:
-    """Returns the checkpoint of that name, or the last one that is whole. The last: by table, its rows of all shards"""
-    names = [name] if name is not None else list(reversed(store.names(job)))
-    reason = "there is none"
-    for candidate in names:
-        try:
-            manifest = store.manifest(job, candidate)
-            spec = job_spec_from_data(manifest.job)
-            buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
-            parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
-            files = store.files(job, manifest, buckets, manifest.shards if parts else ())
-            snapshots = store.read_files(job, files, rows=parts)
-            if not all(parts.values()):
-                raise CheckpointDamaged(f"checkpoint {candidate} has no rows of a table")
-            tables = [joined(each, Place()) for each in parts.values()]
-            spec = _with_seeds(spec, tables)
-            rows: dict[str, Rows] = {
-                table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
-            }
-            return manifest, spec, buckets, snapshots, rows
-        except CheckpointDamaged as error:
-            if name is not None:
-                raise
-            reason = str(error)
-    raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reason}")
+def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[str], object], fallback: bool) -> Found:
+    """Returns the checkpoint of that name, or the last one that is whole."""
+    if name is not None:
+        return _read(store, job, name)
+    reasons = ["there is none"]
+
+    def pass_over(checkpoint: str, error: CheckpointDamaged) -> None:
+        if not fallback:
+            raise error
+        reasons.append(str(error))
+        told(PASSED_OVER % (job, checkpoint, error))
+
+    found = last_whole(store.names(job), lambda checkpoint: _read(store, job, checkpoint), pass_over)
+    if found is None:
+        raise NoCheckpoints(f"no checkpoint of job {job!r} can be used: {reasons[-1]}")
+    return found
+
+
+def _read(store: CheckpointStore, job: str, name: str) -> Found:
+    """Returns what a checkpoint holds. Raises CheckpointDamaged where any file is not what was written."""
+    manifest = store.manifest(job, name)
+    spec = job_spec_from_data(manifest.job)
+    buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
+    parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
+    files = store.files(job, manifest, buckets, manifest.shards if parts else ())
+    snapshots = store.read_files(job, files, rows=parts)
+    if not all(parts.values()):
+        raise CheckpointDamaged(f"checkpoint {name} has no rows of a table")
+    store.check_workers(job, manifest)
+    changed = _changed(store, job, manifest, spec)
+    tables = [joined(each, Place()) for each in parts.values()]
+    spec = _with_seeds(spec, tables)
+    rows: dict[str, Rows] = {
+        table.rows.name: in_order(dict(each.tensors)) for table, each in zip(spec.tables, tables, strict=True)
+    }
+    return Found(manifest, spec, buckets, snapshots, changed, rows)
+
+
+def _in_last_stage(
+    spec: JobSpec, buckets: tuple[BucketSpec, ...], snapshots: dict[int, BucketSnapshot]
+) -> tuple[JobSpec, dict[int, BucketSnapshot]]:
+    """Returns a job, and its buckets, with the optimizers and the groups of the last stage that any bucket has come to.
+
+    A bucket that has not come to it, in a mode in which buckets go their own ways, counts as one that none steps.
+    """
+    stages = {bucket.index: snapshots[bucket.index].stage or first_stage(spec, bucket) for bucket in buckets}
+    last = max((stage.number for stage in stages.values()), default=0)
+    if last == 0:
+        return spec, snapshots
+    here = [(bucket, stages[bucket.index]) for bucket in buckets if stages[bucket.index].number == last]
+    number = {group: place for place, group in enumerate(sorted({g for _, stage in here for g in stage.groups}))}
+    values = {number[group]: values for _, stage in here for group, values in stage.groups.items()}
+    of = {part.parameter: stage.members[p] for bucket, stage in here for p, part in enumerate(bucket.slices)}
+    members = {parameter: number[group] for parameter, group in of.items() if group is not None}
+    found = {index: replace(each, state={}, groups={}) for index, each in snapshots.items()}
+    for bucket, _ in here:
+        own = snapshots[bucket.index]
+        found[bucket.index] = replace(own, groups={number[group]: used for group, used in own.groups.items()})
+    in_stage = replace(
+        spec,
+        parameters=tuple(replace(each, group=members.get(index)) for index, each in enumerate(spec.parameters)),
+        optimizer=", ".join(dict.fromkeys(stage.optimizer for _, stage in here if stage.groups)),
+        groups=tuple(values[place] for place in sorted(values)),
+    )
+    return in_stage, found
+
+
+def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict[str, torch.Tensor]:
+    """Returns the tensors with the element types that they have in the model, without those that its state_dict has
+    not."""
+    elements = {parameter.name: parameter.element for parameter in spec.parameters}
+    left_out = {parameter.name for parameter in spec.parameters if not parameter.is_saved}
+    return {
+        name: whole_of(tensor, elements[name]) if elements.get(name) else tensor
+        for name, tensor in model.items()
+        if name not in left_out
+    }
 
 
 def _with_seeds(spec: JobSpec, tables: list[TableSnapshot]) -> JobSpec:
@@ -167,7 +254,8 @@ def _gather(
     for key, tensor in state.items():
         parameter = spec.parameters[order[int(key.split("/")[0])]]
         if tensor.dim() == 1 and tensor.numel() == parameter.numel:
-            state[key] = tensor.reshape(parameter.shape)
+            shaped = tensor.reshape(parameter.shape)
+            state[key] = whole_of(shaped, parameter.element) if parameter.element else shaped
     for index, values in enumerate(groups):
         values["params"] = [number[i] for i in order if spec.parameters[i].group == index]
     shapes = {p.name: p.shape for p in spec.parameters}

@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from ps_server.storage.objects import Objects
 
 _REMOTE = re.compile(r"(?P<scheme>[^/]*)://(?P<rest>.*)", re.DOTALL)
@@ -56,11 +56,19 @@ class Files(Protocol):
         Raises BlockingIOError, with that text, if another process has locked it.
         """
 
+    def term(self) -> int:
+        """Returns the number of the lease that `lock` has taken, which rises with each holder; 0: a lock of the system
+        needs none, since it ends with its process."""
+
+    def taken_over(self) -> str:
+        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows. Waits for no
+        store."""
+
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
 
-    def read(self, path: Path) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
+        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
         """Writes a file, in place of one that is there. Each chunk is written before the next one is asked for."""
@@ -100,6 +108,12 @@ def place(text: str) -> Path | None:
         known = " or ".join(f"{scheme}://BUCKET/PATH" for scheme in SCHEMES)
         raise InvalidRequest(f"expected a directory, or {known} of letters, digits and . _ - = + @, got {text[:200]!r}")
     return RemotePath(text)
+
+
+def check_directory(directory: Path) -> None:
+    """Raises InvalidRequest where a directory that checkpoints are read from is not there."""
+    if not isinstance(directory, RemotePath) and not directory.is_dir():
+        raise InvalidRequest(f"{directory} is no directory")
 
 
 def files_of(directory: Path) -> Files:

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from ps_server.storage.disk import MAX_HOLDER_BYTES
+
 log = logging.getLogger("ps_server")
 
 LEASE_SECONDS = 20.0
@@ -34,8 +36,8 @@ class Store(Protocol):
     def files(self, path: Path) -> list[str]:
         """Returns the names of the files in a directory."""
 
-    def read(self, path: Path) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: Path, most: int) -> bytes:
+        """Returns the content of a file of at most so many bytes."""
 
     def create(self, path: Path, data: bytes) -> None:
         """Makes a file. Raises FileExistsError if it is there."""
@@ -95,6 +97,16 @@ class Lease:
         if self._lost:
             raise OSError(errno.ESTALE, self._lost)
 
+    @property
+    def number(self) -> int:
+        """Its number: higher than that of every holder before."""
+        return self._number
+
+    @property
+    def lost(self) -> str:
+        """Who has taken it over, as far as is known; empty: nobody. Unlike `check`, this waits for nothing."""
+        return self._lost
+
     def release(self) -> None:
         """Gives the lease back: another process gets it at once."""
         self._stop.set()
@@ -148,7 +160,7 @@ class Lease:
         if not number:
             return 0, None
         try:
-            content = json.loads(self._store.read(self._at(number)))
+            content = json.loads(self._store.read(self._at(number), MAX_HOLDER_BYTES))
         except (ValueError, RecursionError):
             content = None
         return number, content if isinstance(content, dict) else {"holder": ""}

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer
-from ps_server.storage.disk import pieces
+from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces
 from ps_server.storage.lease import LEASE_SECONDS, Lease
 
 CLAIM = ".begun"  # the object that makes a directory
@@ -112,14 +112,23 @@ class Objects:
         self._lease = lease
         return lease.release
 
+    def term(self) -> int:
+        """Returns the number of the lease, which rises with each holder; 0: none was taken."""
+        return self._lease.number if self._lease is not None else 0
+
+    def taken_over(self) -> str:
+        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows."""
+        return self._lease.lost if self._lease is not None else ""
+
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it. What it returns is closed by the caller."""
         with _told(path):
             opened = self._fs.open(_key(path), "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
         return cast(BinaryIO, _Reader(opened, path))
 
-    def read(self, path: Path) -> bytes:
-        """Returns the content of a file."""
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
+        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
+        check_readable(path, self.size(path), most)
         with _told(path):
             return bytes(self._fs.cat_file(_key(path)))
 

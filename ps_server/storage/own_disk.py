@@ -21,6 +21,7 @@ from pathlib import Path
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_server.core.snapshot import Part
 from ps_server.storage.directory_lock import lock_directory
+from ps_server.storage.disk import MAX_HOLDER_BYTES
 from ps_server.storage.files import Files, RemotePath, files_of
 
 FILE = ".disk"
@@ -43,7 +44,7 @@ def disk_name(path: Path, files: Files) -> str | None:
     Raises InvalidRequest where it cannot be read: under another name, no checkpoint's part here would be found again.
     """
     try:
-        name = json.loads(files.read(path / FILE))["disk"]
+        name = json.loads(files.read(path / FILE, MAX_HOLDER_BYTES))["disk"]
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -23,7 +23,8 @@ class JobSigns:
     live, world_size: ranks that take part, and how many are declared (0: elastic)
     started:   whether all declared workers had joined
     rolling_back: a shard lost its part of the job, and a checkpoint is being read
-    rejoining: ranks that are to come back after a rollback
+    rejoining: ranks that are to come back, after a rollback or because no worker was left
+    absent:    ranks that were silent, for which the job waits before it ends
     silent:    by shard, seconds for which it has not answered; only those that do not
     missing:   shards that have not called in
     phases:    seconds of all workers together over the last seconds, by phase
@@ -35,6 +36,7 @@ class JobSigns:
     started: bool = True
     rolling_back: bool = False
     rejoining: Sequence[int] = ()
+    absent: Sequence[int] = ()
     silent: Mapping[int, float] = field(default_factory=dict)
     missing: Sequence[int] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +55,9 @@ def state(signs: JobSigns) -> str:
     if signs.rolling_back:
         return "is being rolled back to its last checkpoint"
     if signs.rejoining:
-        return f"rolled back, waits for {ranks_text(signs.rejoining)}"
+        return f"waits for {ranks_text(signs.rejoining)} to join again"
+    if signs.absent and not signs.live:
+        return f"all others have left, waits for {ranks_text(signs.absent)} to come back"
     if not signs.started:
         return f"waits for {signs.world_size - len(signs.live)} more of {signs.world_size} workers"
     if not signs.live:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ps_protocol.figures import PHASES, WorkerFigures
 from ps_runtime.quantities import ranks_text
+from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.figures import ShardJobFigures
 from ps_server.core.membership import Member
@@ -132,13 +133,31 @@ class ViewMaker:
             started=job.started,
             rolling_back=job.rolling_back,
             rejoining=job.rejoining,
+            absent=job.absent,
             silent=silent,
             missing=[index for index in range(sources.shard_count) if index not in sources.shards],
             phases=_sum_phases(span for span in spans.values() if span is not None),
             awaited=awaited,
         )
         total = sum(worker.steps_per_second or 0.0 for worker in workers)
-        return JobView(current, state(signs), diagnosis(signs), workers, total)
+        age = max(0.0, sources.time - began_at(job.run)) if job.run else None
+        return JobView(current, state(signs), diagnosis(signs), workers, total, age, *_progress(current, workers))
+
+
+def _progress(job: JobStatistics, views: Sequence[WorkerView]) -> tuple[float | None, float | None]:
+    """Returns the part of their steps that the workers have made, of those whose scripts say how many there are, and
+    the seconds that the last of them will be done in: None where that is not known."""
+    done, left = [], []
+    for worker, view in zip(job.workers, views, strict=True):
+        figures = job.figures.get((worker.rank, worker.incarnation))
+        if figures is None or not figures.total:
+            continue
+        steps = max(0, figures.total - figures.done)
+        done.append(1 - steps / figures.total)
+        rate = view.steps_per_second
+        left.append(0.0 if not steps else steps / rate if rate else None)
+    known = [seconds for seconds in left if seconds is not None]
+    return (sum(done) / len(done) if done else None), (max(known) if known and len(known) == len(left) else None)
 
 
 def _work(span: Span[ShardJobFigures]) -> ShardWork:
@@ -230,17 +249,17 @@ def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Na
     waits = [worker.fractions["wait"] for worker in job.workers if worker.fractions]
     if waits:
         yield ("wait_fraction", None), sum(waits) / len(waits)
-    for name, mean in _values(job).items():
+    for name, mean in logged_means(job.statistics.figures.values()).items():
         yield (f"value.{name}", None), mean
     for worker in job.workers[:RANKS_SAMPLED]:
         if worker.steps_per_second is not None:
             yield ("steps_per_second", worker.rank), worker.steps_per_second
 
 
-def _values(job: JobView) -> dict[str, float]:
+def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
     """Returns the mean over the workers of what they log; NaN where the last value of each is not finite."""
     logged: dict[str, list[float]] = {}
-    for figures in job.statistics.figures.values():
+    for figures in told:
         for value in figures.values:
             logged.setdefault(value.name, []).append(value.mean if math.isfinite(value.last) else math.nan)
     finite = {name: [mean for mean in means if math.isfinite(mean)] for name, means in logged.items()}

@@ -34,6 +34,9 @@ class JobView:
 
     statistics: with the clocks that its shards know, where they know them: heartbeats say older ones
     state, diagnosis: what it is doing, and what limits it, in words
+    age:   seconds for which its run has gone on; None: not known
+    done:  the part of their steps that its workers have made; None: no script says how many there are
+    left:  seconds that the worker which needs longest for the others takes, at its rate now; None: not known
     """
 
     statistics: JobStatistics
@@ -41,6 +44,9 @@ class JobView:
     diagnosis: str
     workers: tuple[WorkerView, ...]
     steps_per_second: float
+    age: float | None = None
+    done: float | None = None
+    left: float | None = None
 
 
 @dataclass(frozen=True)

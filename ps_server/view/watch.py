@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 from ps_protocol.errors import LimitExceeded, PSError
 from ps_runtime.background import Background
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
+from ps_server.view.finished import End, FinishedJob, FinishedJobs
 from ps_server.view.history import History, Samples
 from ps_server.view.making import Answer, Sources, ViewMaker, samples
 from ps_server.view.view import View
@@ -41,6 +43,8 @@ class Watch:
         self._clock = clock or Clock()
         self._lock = threading.Lock()  # of all below
         self._maker, self._history = ViewMaker(), History()
+        self._finished = FinishedJobs()
+        self._jobs: Mapping[str, CoordinatedJob] = {}  # by run, at the last look
         self._answers: dict[int, Answer] = {}
         self._ask_at: dict[int, float] = {}
         self._silent: set[int] = set()
@@ -71,8 +75,12 @@ class Watch:
                 self._background.apart("view", str(index), partial(self._ask, shard))
         view = self._make()
         self._note_shards(view)
+        jobs = {job.placed.run: job for job in self._coordinator.jobs().values()}
         with self._lock:
             self._view = view
+            before, self._jobs = self._jobs, jobs
+            number = self._history.next
+            self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_end, before))
             self._history.add(view.time, samples(view))
             readers = list(self._readers)
         for reader in readers:
@@ -87,6 +95,12 @@ class Watch:
         """Returns the samples of jobs from a number on, or from the first that is kept."""
         with self._lock:
             return self._history.after(after, jobs)
+
+    @property
+    def finished(self) -> tuple[FinishedJob, ...]:
+        """The last few jobs that have ended, the latest first."""
+        with self._lock:
+            return self._finished.kept
 
     def add(self, reader: Reader) -> Callable[[], None]:
         """Tells a reader the view now and each one that comes. Returns how to stop that.
@@ -166,3 +180,11 @@ class Watch:
         for index in sorted(self._silent - silent):
             self._coordinator.events.note("shard", "", f"shard {index} answers again")
         self._silent = silent
+
+
+def _end(jobs: Mapping[str, CoordinatedJob], run: str) -> End:
+    """Returns what is known of a run that has ended: its last checkpoint, and what its workers said as they left."""
+    job = jobs.get(run)
+    if job is None:
+        return End()
+    return End(job.checkpoints.statistics() if job.checkpoints is not None else None, job.figures.of_done())

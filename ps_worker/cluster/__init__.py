@@ -19,7 +19,10 @@ landing.py        A pull under way: which buckets are still to come, and where t
 clocks.py         Reads the clock of a shard, for a timeline
 coordinator.py    Calls to the coordinator
 membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
+heartbeat_process.py Heartbeats while C code keeps the GIL: the process beside the worker that sends them
+heartbeat_child.py What that process runs: the standard library alone
 reports.py        What launchers ask of a coordinator: they report processes that have ended
+script.py         What a worker tells of its script, for workers that join late
 rounds.py         A worker's part in the job's rounds, in which all live workers exchange a value
 convert.py        Turns the worker's values into protobuf messages, and back
 threads.py        Threads that work for a session and never keep a script from ending

@@ -277,6 +277,11 @@ class ShardCalls:
             if landing.is_done:
                 return
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return [] if self._link is None else self._link.threads
+
     def close(self) -> None:
         """Closes the connections; calls in flight end."""
         self.closing.set()

@@ -8,9 +8,11 @@ owner makes the next one (participation.py).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +21,10 @@ from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_protocol.row_ids import Ids
+from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
+from ps_tables.contributions import RowValues
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
@@ -29,6 +33,7 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_memory import share_rows
 from ps_worker.cluster.rows import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory
+from ps_worker.cluster.threads import JOIN_SECONDS
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
@@ -60,10 +65,11 @@ class Connection:
     """A worker in one place of its job, connected to every shard, with its model in memory that they share if they can.
 
     For the training thread. But `draft` is called by autograd's thread, while the training thread waits in backward;
-    `cut`, `close`, `place` and `clock` are for any thread.
+    `cut`, `close`, `place`, `clock` and `finished` are for any thread.
 
-    place: the worker as the servers know it, and where it began
-    clock: of the last step that was sent or finished
+    place:    the worker as the servers know it, and where it began
+    clock:    of the last step that was sent or finished
+    finished: of the last step that is over: one that is not is pushed again from the next place, should this be lost
 
     Raises NotShared if memory is to be shared and cannot be, PSError if shards do not answer; nothing is open then.
     """
@@ -74,7 +80,7 @@ class Connection:
         self.place = place
         self._timeline = timeline
         timeline.connect()
-        self.clock = place.clock
+        self.clock = self.finished = place.clock
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
@@ -185,6 +191,18 @@ class Connection:
         transport = self._network[self._shard_of[assignment.bucket.index]]
         self._under_way.append(transport.assign(clock, assignment))
 
+    def assign_rows(self, clock: int, table: int, rows: RowValues, begun: int | None) -> None:
+        """Sends rows of a table that the script has set, which take effect with the step of that clock.
+
+        begun: as in `push_pull`
+        """
+        had = None if begun is None else partial(self._has_had, begun)
+        self._under_way += self._rows.assign(clock, table, rows, had)
+
+    def forget_assigned_rows(self) -> None:
+        """Has the next step take no rows along that `assign_rows` has sent: some were refused."""
+        self._rows.forget_assigned()
+
     def pull_state(self, land: Callable[[StateChunk], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
         for index, buckets in self._buckets.items():
@@ -200,13 +218,17 @@ class Connection:
         """Fetches all rows of a table at this clock, from each shard those that it has; or only their number."""
         return self._note(self._rows.pull_table(self.clock, table, count_only))
 
-    def pull(self, frozen: bool = False) -> list[Future[PullResult]]:
-        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones."""
+    def pull(self, frozen: bool = False, all_staged: bool = False) -> list[Future[PullResult]]:
+        """Asks every shard for the weights at this clock: those that an optimizer steps, or the `frozen` ones.
+
+        all_staged: with every update, of any worker, that is staged when the call comes to the shard
+        """
         pulls = []
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if bucket.frozen == frozen]
             if wanted:
-                pulls.append((self._network if frozen else self._transports)[index].pull(self.clock, wanted))
+                ways = self._network if frozen else self._transports
+                pulls.append(ways[index].pull(self.clock, wanted, all_staged))
         return self._note(pulls)
 
     def push_pull(
@@ -217,6 +239,7 @@ class Connection:
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,
+        begun: int | None = None,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
@@ -225,6 +248,8 @@ class Connection:
         rows:         pushes of every table; ranges: the leased data that they used
         ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
         is_part:      more fragments of the step follow: its clock is not this worker's yet
+        begun:        the clock for which the step was pushed first, from a place that is lost; shards get skips of what
+                      they have had of it
 
         Returns the pushes, the pulls, and those of the pulls that commit drafts: when such a pull has landed, its
         drafts count.
@@ -235,9 +260,12 @@ class Connection:
         clock = self.clock + 1
         self.clock = clock - is_part
         trains = any(not bucket.frozen for buckets in self._buckets.values() for bucket in buckets)
-        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains)
+        had = None if begun is None else partial(self._has_had, begun)
+        sent = self._rows.step(clock, rows, ranges, ahead, ends=bool(rows) and not trains, had=had)
         self._last.left = [*(future for future in self._last.left if not future.done()), *sent.ahead]
         pushed = sent.pushed
+        if begun is not None:
+            pushes = [_skip(push) if self.has_had(push.bucket, begun) else push for push in pushes]
         steps: list[ShardStep] = []
         # The pulls are asked for first: the shards hold them until their own pushes are in and the mode admits them.
         for index, transport in self._transports.items():
@@ -252,6 +280,18 @@ class Connection:
         self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
         return pushed, pulled, [step.pull for step in steps if step.commits]
+
+    def end_step(self) -> None:
+        """Notes that the step that was sent last is over: it is not pushed again."""
+        self.finished = self.clock
+
+    def has_had(self, bucket: BucketSpec, clock: int) -> bool:
+        """Whether a bucket had had what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(self._shard_of[bucket.index], bucket.index, clock)
+
+    def _has_had(self, clock: int, shard: int, table: int) -> bool:
+        """Whether a table had had on one shard what this worker pushes for a clock, when it took this place."""
+        return self.place.has_had(shard, len(self._shard_of) + table, clock)
 
     def push_apart(self, pushes: Sequence[BucketPush]) -> list[Future[PushResult]]:
         """Sends empty pushes, over the network whatever the transport, and asks for no weights."""
@@ -312,6 +352,14 @@ class Connection:
             transport.close()
         self._pushers.close()
         self._rows.close()
+        join_within(self._threads(), JOIN_SECONDS)
+
+    def _threads(self) -> Iterator[threading.Thread]:
+        yield from (*self._pushers.threads, *self._rows.threads)
+        for calls in self._calls.values():
+            yield from calls.threads
+        for transport in {*self._network.values(), *self._transports.values()}:
+            yield from transport.threads
 
     def end(self) -> None:
         """Closes; when it returns, nothing lands in the model or is read from it any more."""
@@ -319,3 +367,8 @@ class Connection:
         self.drop_drafts()
         wait([*self._under_way, *self._last.left])
         self._under_way, self._last.left = [], []
+
+
+def _skip(push: BucketPush) -> BucketPush:
+    """Returns a push that leaves its bucket as it is."""
+    return replace(push, empty=True, absent=())

@@ -13,7 +13,9 @@ from ps_protocol.convert import (
     data_range_messages,
     duration,
     group_update_messages,
+    next_optimizer_message,
     seconds,
+    since_1970,
     wire_format,
     wire_format_number,
 )
@@ -26,11 +28,14 @@ from ps_worker.cluster.options import JobOptions
 from ps_worker.values import (
     Assignment,
     BucketPush,
+    Continued,
+    HeartbeatAnswer,
     JoinResult,
     PulledBucket,
     RoundNews,
     SavedState,
     ShardMap,
+    ShardPushed,
     ShardTimes,
     StateChunk,
 )
@@ -43,6 +48,11 @@ def identity(worker: Identity) -> types_pb2.WorkerIdentity:
     return types_pb2.WorkerIdentity(
         job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
     )
+
+
+def heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -> membership_pb2.HeartbeatRequest:
+    """Says that a worker lives, and how many steps it has finished. script_wanted: as in CoordinatorClient.heartbeat"""
+    return membership_pb2.HeartbeatRequest(worker=identity(worker), clock=clock, script_wanted=script_wanted)
 
 
 def open_request(worker: Identity) -> bytes:
@@ -73,18 +83,22 @@ def initial_push(worker: Identity, bucket: int, payload: memoryview) -> Parts:
 
 def assignment(worker: Identity, clock: int, assignment: Assignment) -> Parts:
     """Writes what takes effect with the step of this clock; 0: with the initial values."""
-    state = assignment.state
+    state, following = assignment.state, assignment.next
+    kind = data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE
     push = data_pb2.BucketPush(
         bucket=assignment.bucket.index,
-        kind=data_pb2.PUSH_KIND_ASSIGN if state is None else data_pb2.PUSH_KIND_ASSIGN_STATE,
+        kind=kind if following is None else data_pb2.PUSH_KIND_NEXT_OPTIMIZER,
         absent_slices=assignment.absent,
         state=state or "",
+        next_optimizer=None if following is None else next_optimizer_message(following),
     )
-    return _setting(worker, clock, push, assignment.payload)
+    return _setting(worker, clock, push, assignment.payload, assignment.stage)
 
 
-def _setting(worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None) -> Parts:
-    header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push])
+def _setting(
+    worker: Identity, clock: int, push: data_pb2.BucketPush, payload: memoryview | None, stage: int = 0
+) -> Parts:
+    header = data_pb2.PushHeader(worker=identity(worker), clock=clock, buckets=[push], stage=stage)
     return message_parts(data_pb2.PushRequest(header=header), payload)
 
 
@@ -154,6 +168,7 @@ def _push_header(
         groups=group_update_messages(groups),
         ranges=data_range_messages(pushes[0].ranges if pushes else ()),
         weight=pushes[0].weight if pushes else 0.0,
+        stage=pushes[0].stage if pushes else 0,
     )
 
 
@@ -167,12 +182,14 @@ def pull_request(
     notify_bytes: int | None = None,
     times: bool = False,
     whole: Sequence[int] = (),
+    all_staged: bool = False,
 ) -> bytes:
     """Asks a shard for buckets at a clock: as payloads, or, with `notify_bytes`, into the segment.
 
     notify_bytes: to be told of them whenever they make so many bytes; 0: when all are there
     times:        each is to bring its times; with no bucket, the answer is the shard's clock
     whole:        those of which this worker has not the version before
+    all_staged:   with every update that is staged when it comes
     """
     return data_pb2.PullRequest(
         worker=identity(worker),
@@ -182,6 +199,7 @@ def pull_request(
         notify_bytes=notify_bytes,
         times_wanted=times,
         whole_buckets=whole,
+        all_staged=all_staged,
     ).SerializeToString()
 
 
@@ -195,7 +213,7 @@ def state_chunk(fields: bytes, payload: memoryview | None) -> StateChunk:
     """Reads one message of the optimizer state of buckets, from its fields and its payload."""
     state = data_pb2.PullStateResponse.FromString(fields).state
     content = payload if payload is not None else _NOTHING
-    return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content)
+    return StateChunk(state.bucket, state.state, frozenset(state.absent_slices), content, state.stage)
 
 
 def pulled(
@@ -306,7 +324,29 @@ def join_result(response: membership_pb2.JoinResponse) -> JoinResult:
         response.restore_count,
         SavedState(state.clock, state.content) if response.HasField("worker_state") else None,
         response.pushed_clock if response.HasField("pushed_clock") else None,
+        {each.shard: _pushed(each) for each in response.shard_pushes},
+        _continued(response.continued) if response.HasField("continued") else None,
     )
+
+
+def _continued(job: membership_pb2.ContinuedJob) -> Continued:
+    trained = since_1970(job.train_time) if job.HasField("train_time") else None
+    return Continued(since_1970(job.begin_time), trained, job.live_count)
+
+
+def worker_state(state: SavedState | None) -> membership_pb2.WorkerState | None:
+    """Returns a worker's own state, or what its script has set."""
+    return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
+
+
+def heartbeat_answer(response: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
+    """Reads what the coordinator answers to a sign of life."""
+    script = SavedState(response.script.clock, response.script.content) if response.HasField("script") else None
+    return HeartbeatAnswer(response.script_request, script, response.script_coming)
+
+
+def _pushed(pushes: types_pb2.ShardPushes) -> ShardPushed:
+    return ShardPushed(pushes.pushed_clock, {part: each.clock for each in pushes.further for part in each.parts})
 
 
 def lease_request(worker: Identity, ask: LeaseRequest) -> leases_pb2.LeaseDataRequest:

@@ -31,7 +31,7 @@ from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
 from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import JoinResult, Registration, Roster, RoundNews, SavedState
+from ps_worker.values import HeartbeatAnswer, JoinResult, Registration, Roster, RoundNews, SavedState
 
 log = logging.getLogger("ps_worker")
 
@@ -52,7 +52,8 @@ class Watch:
     def __iter__(self) -> Iterator[Roster]:
         with contextlib.suppress(grpc.RpcError):
             for response in self._call or ():
-                yield Roster(tuple(response.ranks), response.world_size, response.started)
+                asked = (response.script_rank, response.script_request) if response.script_request else None
+                yield Roster(tuple(response.ranks), response.world_size, response.started, asked)
 
     def stop(self) -> None:
         """Ends the call; from any thread, and more than once."""
@@ -96,7 +97,8 @@ class CoordinatorClient:
         )
         response = self._call(self._jobs.RegisterJob, request)
         check_server_version(response.protocol_version)
-        return Registration(convert.shard_map(response.shard_map), response.bucket_bytes, response.run)
+        shards = convert.shard_map(response.shard_map)
+        return Registration(shards, response.bucket_bytes, response.run, response.stage_limit)
 
     def join(
         self, options: JobOptions, run: str, metrics_address: str, before: JoinResult | None, clock: int
@@ -125,21 +127,35 @@ class CoordinatorClient:
 
         return convert.join_result(Retry(self._peer, self._timeout, self.closing).call(ask))
 
-    def heartbeat(self, worker: Identity, clock: int, timeout: float) -> None:
-        """Renews the lease; one attempt. It carries what the worker has measured."""
-        request = membership_pb2.HeartbeatRequest(worker=convert.identity(worker), clock=clock)
+    def heartbeat(self, worker: Identity, clock: int, timeout: float, script_wanted: bool = False) -> HeartbeatAnswer:
+        """Renews the lease; one attempt. It carries what the worker has measured.
+
+        script_wanted: asks for what the job's script has set
+        """
+        request = convert.heartbeat(worker, clock, script_wanted)
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
-            self._members.Heartbeat(request, timeout=timeout)
+            answer = self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
+        return convert.heartbeat_answer(answer)
 
     def save_state(self, worker: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
         request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(worker), state=saved)
         self._call(self._members.SaveWorkerState, request)
+
+    def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
+        """Answers the coordinator's request for what this worker's script has set; one attempt: it asks again."""
+        message = membership_pb2.SaveWorkerStateRequest(
+            worker=convert.identity(worker), script=convert.worker_state(script), script_request=request
+        )
+        try:
+            self._members.SaveWorkerState(message, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from(error, str(self._peer)) from None
 
     def lease(self, worker: Identity, ask: LeaseRequest) -> BatchLease:
         """Leases batches of a loader's data."""
@@ -173,21 +189,32 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 retry.failed(error)
 
-    def leave(self, worker: Identity, state: SavedState | None = None, done: bool = False) -> None:
+    def leave(
+        self,
+        worker: Identity,
+        state: SavedState | None = None,
+        done: bool = False,
+        script: SavedState | None = None,
+    ) -> None:
         """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway.
 
-        done: the script has come to its end
+        done:   the script has come to its end
+        script: what it has set that is the job's
         One more, without the state, where that is too large for a message or arrives too slowly.
         """
-        request = membership_pb2.LeaveRequest(worker=convert.identity(worker), done=done)
+        request = membership_pb2.LeaveRequest(
+            worker=convert.identity(worker), done=done, script=convert.worker_state(script)
+        )
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content
+        if self._figures is not None:
+            request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
             self._members.Leave(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             if state is not None and error.code() in _TOO_LARGE:
                 log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
-                self.leave(worker, done=done)
+                self.leave(worker, done=done, script=script)
 
     def watch(self, job: str) -> Watch:
         """Watches the roster: as it is now, and after every change."""

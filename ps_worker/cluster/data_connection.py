@@ -107,7 +107,10 @@ class Call:
 
 
 class DataConnection:
-    """An open connection. Methods may be called from any thread."""
+    """An open connection. Methods may be called from any thread.
+
+    thread: the one that receives; it ends soon after `close`
+    """
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
@@ -117,8 +120,8 @@ class DataConnection:
         self._ended: DataCallError | None = None
         self._scratch = bytearray()
         frames.watch(_LOOK_SECONDS, self._look)
-        self._thread = threading.Thread(target=self._receive, name="data", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._receive, name="data", daemon=True)
+        self.thread.start()
 
     @property
     def is_open(self) -> bool:

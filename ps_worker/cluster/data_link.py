@@ -45,6 +45,7 @@ class DataLink:
         self._lock = threading.Lock()
         self._data: DataConnection | None = None
         self._is_opening = False
+        self._opener: threading.Thread | None = None
         self._pause = AGAIN_SECONDS
         self._next = time.monotonic() + self._pause
 
@@ -57,7 +58,8 @@ class DataLink:
         with self._lock:
             if not self._is_opening and not self._closing.is_set() and time.monotonic() >= self._next:
                 self._is_opening = True
-                threading.Thread(target=self._open_again, name="data-open", daemon=True).start()
+                self._opener = threading.Thread(target=self._open_again, name="data-open", daemon=True)
+                self._opener.start()
         return None
 
     def open(self) -> None:
@@ -80,6 +82,12 @@ class DataLink:
         self._data = data
         if self._closing.is_set():
             data.close()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        receives = None if self._data is None else self._data.thread
+        return [thread for thread in (receives, self._opener) if thread is not None]
 
     def close(self) -> None:
         """Ends the connection. When its calls have failed, nothing lands any more."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
-from ps_protocol.row_ids import by_shard, mix
+from ps_protocol.row_ids import by_shard, mix, shards_of
 from ps_protocol.tables import Beginning, JobTable
 from ps_protocol.v1 import rows_pb2
 from ps_tables.beginning import encoded, row_columns, row_size
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.tables.given import Given
 from ps_worker.tables.server_rows import FirstRows, ServerTables
 
 MESSAGE_BYTES = 4 * 2**20
@@ -85,6 +87,10 @@ class ShardPart:
 def parts_of(table: FirstRows, job: JobTable, shards: int) -> list[ShardPart]:
     """Returns what each shard gets. Where the rows' optimizer is another one than the job's, they have no state."""
     tensors, spec = table.rows, job.rows
+    if table.given is not None:  # as many as there are: they are sent by `begin_given`
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        beginnings = _given_beginnings(table.given, table.seed, shards)
+        return [ShardPart(beginning, {}, {}, nothing, nothing) for beginning in beginnings]
     columns = row_columns(job.optimizer, job.values, spec.dim, True)
     with_state = columns.keys() <= tensors.keys()
     columns = columns if with_state else row_columns(job.optimizer, job.values, spec.dim, False)
@@ -121,15 +127,20 @@ def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart
     ask:   only asks whether there is room
     """
     for message in _messages(worker, table, part, ask):
-        response = rows_pb2.PushTableResponse.FromString(calls.unary("PushTable", message))
-        if response.begun:
-            return response.seed
+        begun, seed = _send(calls, message)
+        if begun:
+            return seed
     return None
 
 
-def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[Parts]:
-    begins = part.beginning
-    request = rows_pb2.PushTableRequest(
+def _send(calls: ShardCalls, message: Parts) -> tuple[bool, int]:
+    """Sends a message; returns whether the table had begun before, and its seed then."""
+    response = rows_pb2.PushTableResponse.FromString(calls.unary("PushTable", message))
+    return response.begun, response.seed
+
+
+def _request(worker: Identity, table: int, begins: Beginning) -> rows_pb2.PushTableRequest:
+    return rows_pb2.PushTableRequest(
         worker=convert.identity(worker),
         table=table,
         beginning=rows_pb2.TableBeginning(
@@ -139,9 +150,13 @@ def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Itera
             waiting_count=begins.waiting,
             with_state=begins.with_state,
         ),
-        last=not ask and not begins.total,
     )
+
+
+def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[Parts]:
+    begins, request = part.beginning, _request(worker, table, part.beginning)
     if ask or not begins.total:
+        request.last = not ask
         yield message_parts(request)
         return
     columns: Mapping[str, int]
@@ -154,3 +169,56 @@ def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Itera
             request.last = request.first + len(some) == begins.total
             yield message_parts(request, payload)
             request.first += len(some)
+
+
+# -- vectors that a script has given -----------------------------------------------------------------------------------
+
+
+def begin_given(
+    calls: Sequence[ShardCalls],
+    worker: Identity,
+    table: int,
+    first: FirstRows,
+    submit: Callable[[Callable[[], None]], Future[None]],
+) -> None:
+    """Sends vectors that a script has given to all shards, piece by piece: one piece of them is in memory, and its
+    messages. A shard that had begun the table before takes none. Raises PSError.
+
+    submit: has something done in another thread
+    """
+    given, shards = first.given, len(calls)
+    assert given is not None
+    beginnings = _given_beginnings(given, first.seed, shards)
+    requests = [_request(worker, table, beginning) for beginning in beginnings]
+    waiting = {shard for shard in range(shards) if beginnings[shard].rows}
+
+    def send(shard: int, payload: bytes | None, count: int) -> None:
+        request = requests[shard]
+        request.row_count, request.last = count, request.first + count == beginnings[shard].rows
+        begun, _ = _send(calls[shard], message_parts(request, payload))
+        request.first += count
+        if begun:
+            waiting.discard(shard)
+
+    for shard in set(range(shards)) - waiting:
+        send(shard, None, 0)
+    for piece in given.pieces():
+        sent = []
+        for shard, which in enumerate(by_shard(piece.ids, shards)):
+            ids = piece.ids[which]
+            if shard in waiting and len(ids):
+                values = piece.values[which if isinstance(which, slice) else torch.from_numpy(which)]
+                last = torch.ones(len(ids), dtype=torch.int64, device="cpu")
+                tensors = {"ids": torch.from_numpy(ids), "last": last, "weights": values}
+                payload = encoded(tensors, {"weights": values.shape[1]})
+                sent.append(submit(partial(send, shard, payload, len(ids))))
+        for each in sent:
+            each.result()
+        if not waiting:
+            return
+
+
+def _given_beginnings(given: Given, seed: int, shards: int) -> list[Beginning]:
+    """Returns what each shard gets of given vectors. They count as the first update, and have no state."""
+    counts = np.bincount(shards_of(given.ids(), shards), minlength=shards)
+    return [Beginning(1, seed, count) for count in counts.tolist()]

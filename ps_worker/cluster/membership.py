@@ -7,19 +7,37 @@ at its next step, or when its calls fail. A worker whose rank another process ha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, UnknownWorker
-from ps_runtime.background import guarded
+from ps_protocol.errors import (
+    Fenced,
+    FinishedWithout,
+    JobFinished,
+    LimitExceeded,
+    NotFound,
+    PSError,
+    Unauthenticated,
+    UnknownWorker,
+)
+from ps_runtime.background import guarded, join_within
+from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
+from ps_worker.cluster import convert
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import JoinResult, Roster, SavedState
+from ps_worker.cluster.script import ScriptTelling
+from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
+from ps_worker.values import Continued, JoinResult, Roster, SavedState
 
 log = logging.getLogger("ps_worker")
+
+E = TypeVar("E", bound=BaseException)
 
 HEARTBEATS_PER_LEASE = 4
 NOTICE_SECONDS = 2.0
@@ -55,8 +73,10 @@ class Membership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
     metrics_address: where this worker serves /metrics, for the servers' side
-    finished:        says how many steps the training thread has finished in a place
+    reached:         says how far the training thread is in a place: the clock of the last step that it has sent
+    finished:        the same without a step that is pushed again from the next place, should this one be lost
     moved:           called in the heartbeat's thread with each new place; with None when there will be none
+    script:          what this worker tells of its script
     """
 
     def __init__(
@@ -64,12 +84,15 @@ class Membership:
         coordinator: CoordinatorClient,
         options: JobOptions,
         metrics_address: str,
+        reached: Callable[[JoinResult], int],
         finished: Callable[[JoinResult], int],
         moved: Callable[[JoinResult | None], None],
+        script: ScriptTelling,
     ) -> None:
         self._coordinator = coordinator
         self._options = options
         self._metrics_address = metrics_address
+        self._reached = reached
         self._finished = finished
         self._moved = moved
         self.place: JoinResult | None = None
@@ -77,19 +100,27 @@ class Membership:
         self._roster_of: JoinResult | None = None  # the place in which the roster was asked for
         self._error: PSError | None = None
         self._joining = False
+        self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
         self._watching: Watch | None = None
         self._changed = threading.Condition()
         self._doubt = Doubt()
-        self._beating: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._script = script
+        script.send = self._tell
+        self._telling = DaemonPool(1, "script")
 
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
         place = self._ask(run, None)
+        if place.continued is not None:
+            _tell_of_continuing(place, place.continued)
         with self._changed:
             self.place = place
-        self._beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
-        self._beating.start()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
+        watching = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._threads = [beating, watching]
+        for thread in self._threads:
+            thread.start()
         return place
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:
@@ -101,10 +132,14 @@ class Membership:
         self._doubt.raise_it()
         with self._changed:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
-        if self._beating is not None and self._beating is not threading.current_thread():
-            self._beating.join(CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
+        join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self.place.identity, state, done)
+            self._coordinator.leave(self.place.identity, state, done, self._script.last())
+        self._telling.close()
+
+    def join_threads(self) -> None:
+        """Waits for the threads, once the coordinator's connection is closed: calls that are under way end with it."""
+        join_within(self._threads, JOIN_SECONDS)
 
     # -- the training thread -----------------------------------------------------------------------------------------
 
@@ -141,7 +176,7 @@ class Membership:
                 # While it joins it waits as long as the coordinator says that it gets on: that has a time of its own.
                 is_late = time.monotonic() >= until and not self._joining
                 if cause is not None and (self._coordinator.closing.is_set() or is_late):
-                    raise cause
+                    raise _as_member(cause)
                 # A shard does not count this worker, or does not know its job, and the coordinator does: one of them
                 # missed something, or the job is being rolled back. That may take long, and a worker that joins waits.
                 if isinstance(cause, NotFound | UnknownWorker) and time.monotonic() >= disowned:
@@ -200,30 +235,54 @@ class Membership:
 
     def _beat(self, lease: float) -> None:
         pause, closing = lease / HEARTBEATS_PER_LEASE, self._coordinator.closing
-        while not closing.is_set() and self._error is None:
-            self._doubt.wait(pause)
-            if not closing.is_set():
-                guarded("heartbeat", lambda: self._beat_once(pause))
+        process = HeartbeatProcess(self._options, pause)
+        try:
+            while not closing.is_set() and self._error is None:
+                guarded("heartbeat", lambda: process.turn(self._message()))
+                self._doubt.wait(pause)
+                if not closing.is_set():
+                    guarded("heartbeat", lambda: self._beat_once(pause))
+        finally:
+            process.close()
+
+    def _message(self) -> bytes:
+        """Returns the heartbeat of now, without what the worker has measured."""
+        place = self.place
+        assert place is not None
+        return convert.heartbeat(place.identity, self._reached(place)).SerializeToString()
 
     def _beat_once(self, timeout: float) -> None:
         place = self.place
         assert place is not None
         try:
             try:
-                self._coordinator.heartbeat(place.identity, self._finished(place), timeout)
+                answer = self._coordinator.heartbeat(place.identity, self._reached(place), timeout)
+                self._script.want(answer.script_request)
                 if self._doubt.disowned is place:
                     self._join_again(place)
             except Fenced:
                 raise
             except UnknownWorker:
                 self._join_again(place)
+        except Unauthenticated as error:
+            if self._is_unknown or self._coordinator.closing.is_set():
+                self._lost_for_good(place, error)
+            self._is_unknown = True  # a token that was renewed a moment ago is read anew for the next heartbeat
         except PSError as error:
             if error.retryable or self._coordinator.closing.is_set():
                 return  # the coordinator may come back; training does not need it
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            self._moved(None)
+            self._lost_for_good(place, error)
+        else:
+            self._is_unknown = False
+
+    def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
+        """Notes the error that takes this worker off the job, if it is of the place that it is in."""
+        with self._changed:
+            if self.place is not place:
+                return  # a late answer about the place before: it says nothing about the one taken since
+            self._error = _as_member(error)
+            self._changed.notify_all()
+        self._moved(None)
 
     def _join_again(self, lost: JoinResult) -> None:
         """Takes a place anew. Raises Fenced if the rank is another process's by now."""
@@ -242,6 +301,17 @@ class Membership:
             watching.stop()  # the roster is asked for anew: what was known before says nothing about now
         self._moved(place)
 
+    def _tell(self, request: int, script: SavedState | None) -> None:
+        """Tells the coordinator what the script has set, beside all else."""
+        place = self.place
+        assert place is not None
+
+        def tell() -> None:
+            with contextlib.suppress(PSError):  # the coordinator asks again
+                self._coordinator.tell_script(place.identity, request, script)
+
+        self._telling.submit(tell)
+
     def _watch(self) -> None:
         while not self._coordinator.closing.is_set():
             place = self.place
@@ -259,4 +329,22 @@ class Membership:
                 with self._changed:
                     self.roster, self._roster_of = roster, place
                     self._changed.notify_all()
+                if roster.asked is not None and place is not None and roster.asked[0] == place.identity.rank:
+                    self._script.want(roster.asked[1])
         watching.stop()
+
+
+def _as_member(error: E) -> E | FinishedWithout:
+    """Returns what an error means to a worker that has taken part. Servers of earlier releases tell it of its finished
+    job as they tell a process that comes late, which has nothing to do."""
+    return FinishedWithout(str(error)) if isinstance(error, JobFinished) else error
+
+
+def _tell_of_continuing(place: JoinResult, continued: Continued) -> None:
+    """Says that a launch goes on with weights that others have trained; in small type where these train them now."""
+    job = place.identity.job
+    log.log(
+        logging.INFO if continued.live else logging.WARNING,
+        "continues job %r at clock %d: %s. To begin anew: another name (--job), or `ps-server end --job %s` before",
+        *(job, place.clock, described(continued.began, continued.trained), job),
+    )

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import PSError, Unauthenticated
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
@@ -138,7 +138,7 @@ class NetworkTransport:
                 try:
                     self._calls.try_once("Push", message)
                 except PSError as error:
-                    if not error.retryable:
+                    if not error.retryable and not isinstance(error, Unauthenticated):  # which may have a newer token
                         raise
                     if draft.wait():
                         self._calls.unary("Push", message)
@@ -162,12 +162,17 @@ class NetworkTransport:
         pull = self._pull(clock, buckets, committed, self._timeline.step)
         return ShardStep(drafts, pull, bool(committed), rest)
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
-        """Fetches buckets in one stream."""
-        return self._pull(clock, buckets, (), UNRECORDED)
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
+        """Fetches buckets in one stream. all_staged: with every update that is staged on the shard"""
+        return self._pull(clock, buckets, (), UNRECORDED, all_staged)
 
     def _pull(
-        self, clock: int, buckets: Sequence[BucketSpec], commit: Sequence[BucketPush], step: StepTimes
+        self,
+        clock: int,
+        buckets: Sequence[BucketSpec],
+        commit: Sequence[BucketPush],
+        step: StepTimes,
+        all_staged: bool = False,
     ) -> Future[PullResult]:
         """Fetches buckets in one stream. `commit`: pushes that count first, which makes the pull an exchange."""
 
@@ -178,10 +183,12 @@ class NetworkTransport:
 
         def request(missing: list[int]) -> bytes:
             step.sent(push.bucket.index for push in commit if push.empty)
-            whole = [index for index in missing if not self._flat.has_before(index, clock)]
+            whole = [index for index in missing if all_staged or not self._flat.has_before(index, clock)]
             if commit:
                 return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded, whole)
-            return convert.pull_request(self._worker, clock, missing, times=step.recorded, whole=whole)
+            return convert.pull_request(
+                self._worker, clock, missing, times=step.recorded, whole=whole, all_staged=all_staged
+            )
 
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
             return convert.pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
@@ -205,6 +212,11 @@ class NetworkTransport:
             self._calls.stream("PullState", request, lambda *message: land(convert.state_chunk(*message)))
 
         return self._puller.submit(fetch)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its thread, which ends soon after `close`."""
+        return self._puller.threads
 
     def close(self) -> None:
         """Ends the thread and the connection; the pool belongs to all shards."""

@@ -25,6 +25,8 @@ class JobOptions:
                       it, data connections to the others, gRPC where there are none
     shared_directory: where shards on this host take that memory over
     access:           certificates and token that servers are called with
+    busy_seconds:     so long a worker counts as live whose heartbeat thread has no turn, because C code keeps the GIL;
+                      0: no longer than its lease
     launch:           what started this worker, and whether it takes over from another launch
     """
 
@@ -39,6 +41,7 @@ class JobOptions:
     shared_directory: Path
     access: Access = PLAINTEXT
     launch: LaunchId = UNKNOWN
+    busy_seconds: float = 0.0
 
     @property
     def memory_place(self) -> str:

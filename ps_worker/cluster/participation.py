@@ -13,6 +13,7 @@ rejoin     The old connection ends, and another is made from the next place, or,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -26,15 +27,20 @@ from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
 from ps_worker.cluster.membership import CLOSED_EARLY, Membership
 from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.script import ScriptTelling
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import JoinResult, SavedState, ShardMap
+from ps_worker.values import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 
 log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
+
+# A worker that comes late waits at most so long for another one to tell what its script has set: that one may evaluate.
+SCRIPT_SECONDS = 2.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 # The jobs, and launches of them, in which sessions of this process have taken part: the next session begins such a job
 # anew. Not by server: one that was started again may have another address.
@@ -48,13 +54,14 @@ class PlaceLost(Exception):
 class Participation:
     """Owns the current connection. It is made without calling any server.
 
-    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_finished` and calls `_moved`;
-    any thread may call `close`, which also ends a `join` or `connect` that waits.
+    Methods are for the training thread, and raise PSError. The heartbeat's thread asks `_reached` and `_finished`, and
+    calls `_moved`; any thread may call `close`, which also ends a `join` or `connect` that waits.
 
     metrics_address: where this worker serves /metrics, for the servers' side; empty if it cannot be reached there
     started:         called when all declared workers have joined
     figures:         what this worker has measured, for those that watch the job; None: nothing
     timeline:        what of its steps is recorded; None: nothing
+    script:          tells the coordinator what this worker's script has set
     """
 
     def __init__(
@@ -68,11 +75,14 @@ class Participation:
         assert options.server is not None
         self.options = options
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
-        self.members = Membership(self.coordinator, options, metrics_address, self._finished, self._moved)
+        self.script = ScriptTelling()
+        moves = self._reached, self._finished, self._moved, self.script
+        self.members = Membership(self.coordinator, options, metrics_address, *moves)
         self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
         self._started = started
+        self.stage_limit = 0  # how many stages the job may come to: from `join` on
         self._shard_map = ShardMap({}, ())
         self._connection: Connection | None = None  # None only until the first one is made
         self._begun = False
@@ -92,7 +102,7 @@ class Participation:
             registered = self.coordinator.register(spec, launch, self.options.memory_place)
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
-            self._shard_map = registered.shard_map
+            self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
             agreed = replace(spec, bucket_bytes=registered.bucket_bytes)
             validate(agreed)  # the server may have answered anything
             try:
@@ -250,6 +260,29 @@ class Participation:
             self._raise_as_lost(error)
             raise
 
+    def ask_script(self) -> SavedState | None:
+        """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has.
+
+        Raises PlaceLost where this worker's place is lost.
+        """
+        until, pause = time.monotonic() + SCRIPT_SECONDS, FIRST_PAUSE_SECONDS
+        answer: HeartbeatAnswer | None = None
+        while answer is None or answer.script_coming:
+            try:
+                clock = self.connection.clock
+                answer = self.call(
+                    lambda identity: self.coordinator.heartbeat(identity, clock, SCRIPT_SECONDS, script_wanted=True)  # noqa: B023
+                )
+            except PSError as error:
+                if not error.retryable:
+                    raise
+            if time.monotonic() >= until:
+                break
+            if answer is None or answer.script_coming:
+                self.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return None if answer is None else answer.script
+
     def _raise_as_lost(self, error: BaseException) -> None:
         if self.members.has_lost(self.connection.place, error):
             self._lost = error
@@ -267,9 +300,13 @@ class Participation:
         """Whether this worker has left."""
         return self.coordinator.closing.is_set()
 
-    def _finished(self, place: JoinResult) -> int:
+    def _reached(self, place: JoinResult) -> int:
         connection = self._connection
         return connection.clock if connection is not None and connection.place is place else place.clock
+
+    def _finished(self, place: JoinResult) -> int:
+        connection = self._connection
+        return connection.finished if connection is not None and connection.place is place else place.clock
 
     def _moved(self, place: JoinResult | None) -> None:
         """Ends what is under way in the old place; the training thread may be in the new one already."""
@@ -286,6 +323,7 @@ class Participation:
         if not self.is_closed:
             self.members.close(state, done)
             self.coordinator.close()
+            self.members.join_threads()
         if self._connection is not None:
             self._connection.close()
 

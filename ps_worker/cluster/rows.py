@@ -7,6 +7,7 @@ of a few MiB, over data connections where there are some, otherwise by gRPC.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,13 +26,14 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.row_memory import aligned, pulled_bytes, pushed_bytes
+from ps_protocol.tables import assigned_bytes
 from ps_protocol.tensors import bytes_of
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_table, parts_of
+from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
@@ -85,7 +87,10 @@ class RowTransport:
         self._calls, self._worker, self._spec, self._shared = calls, worker, spec, shared
         self._gradients, self._weights = row_codec(spec.gradient_wire), row_codec(spec.weight_wire)
         self._waits = Troubles(log, None)
+        self._assignments = 0  # made so far
+        self._assigned: dict[tuple[int, int, int], int] = {}  # by clock, table and shard, the number of what is there
         self._pool = DaemonPool(len(calls) if spec.tables else 0, "rows")
+        self._reader: DaemonPool | None = None  # of vectors that a script has given
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -95,13 +100,24 @@ class RowTransport:
 
         ask: only asks whether there is room
         """
-        return [
-            self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
-            for number, table in enumerate(tables)
-            for calls, part in zip(
-                self._calls.values(), parts_of(table, self._spec.tables[number], len(self._calls)), strict=True
-            )
-        ]
+        futures: list[Future[int | None]] = []
+        for number, table in enumerate(tables):
+            if table.given is not None and not ask:
+                futures.append(self._begin_given(number, table))
+                continue
+            parts = parts_of(table, self._spec.tables[number], len(self._calls))
+            futures += [
+                self._pool.submit(partial(begin_table, calls, self._worker, number, part, ask))
+                for calls, part in zip(self._calls.values(), parts, strict=True)
+            ]
+        return futures
+
+    def _begin_given(self, number: int, table: FirstRows) -> Future[int | None]:
+        """Sends vectors that a script has given, from a thread of its own, which reads them: see begin_given."""
+        if self._reader is None:
+            self._reader = DaemonPool(1, "given rows")
+        calls = list(self._calls.values())
+        return self._reader.submit(partial(begin_given, calls, self._worker, number, table, self._pool.submit))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -112,6 +128,7 @@ class RowTransport:
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead],
         ends: bool,
+        had: Callable[[int, int], bool] | None = None,
     ) -> RowStep:
         """Pushes a step of all tables, and asks for rows at its clock.
 
@@ -119,31 +136,21 @@ class RowTransport:
         all pushes, and wait for nothing else.
 
         ranges: the leased data that the step used
-        ends:   the job has no buckets to pull: a pull of the first table under its mode ends the step, maybe one of no
-                rows
+        ends:   the job has no buckets to pull: a pull of the first table ends the step, maybe one of no rows
+        had:    whether a shard has had its part of the step of a table: it gets a skip
         """
-        parts = [part for push in pushes for part in self._parts(push)]
-        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
-        wanted = {(asked.table, asked.shard): asked for asked in every}
+        parts = [part for push in pushes for part in self._parts(push, had)]
+        wanted = self._wanted(ahead)
         of_ahead = set(wanted)
-        of_mode = next((n for n, table in enumerate(self._spec.tables) if not self._spec.is_loose(table)), 0)
         for shard in self._calls if ends else ():
-            dim = self._spec.tables[of_mode].rows.dim
-            wanted.setdefault((of_mode, shard), _Asked(of_mode, shard, np.empty(0, np.int64), dim))
-        room = self._room(
-            [
-                *(
-                    (shard, pushed_bytes(len(rows), rows.gradients.shape[1]))
-                    for _, shard, rows in parts
-                    if rows is not None
-                ),
-                *((asked.shard, asked.size) for asked in wanted.values()),
-            ]
-        )
+            wanted.setdefault((0, shard), _Asked(0, shard, np.empty(0, np.int64), self._spec.tables[0].rows.dim))
+        room = self._room([*_pushed_sizes(parts), *((asked.shard, asked.size) for asked in wanted.values())])
         pushed: list[Future[PushResult]] = []
         pulled: dict[tuple[int, int], Future[PullResult]] = {}
+        assigned, self._assigned = self._assigned, {}
         for push, shard, rows in parts:
             request, place = self._push_request(push, rows, clock, ranges), self._place_on(shard, room)
+            request.assignment = assigned.get((clock, push.table, shard), 0)
             asked = wanted.get((push.table, shard))
             if rows is not None and len(rows) and place is None:
                 wire = self._gradients.name
@@ -161,8 +168,42 @@ class RowTransport:
                 pulled[key] = self._pull(clock, asked, self._place_on(asked.shard, room))
         for each in ahead:
             each.pulls = [pull for (table, _), pull in pulled.items() if table == each.table]
-        ended = [pull for (table, _), pull in pulled.items() if table == of_mode] if ends else []
+        ended = [pull for (table, _), pull in pulled.items() if table == 0] if ends else []
         return RowStep(pushed, ended, [pulled[key] for key in of_ahead])
+
+    def _wanted(self, ahead: Sequence[RowsAhead]) -> dict[tuple[int, int], _Asked]:
+        """Returns the rows that are asked for with a step, by table and shard."""
+        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
+        return {(asked.table, asked.shard): asked for asked in every}
+
+    def assign(
+        self, clock: int, table: int, rows: RowValues, had: Callable[[int, int], bool] | None
+    ) -> list[Future[PushResult]]:
+        """Sends rows that the script has set, which take effect with the step of this clock. had: as in `step`"""
+        request = rows_pb2.PushRowsRequest(
+            worker=convert.identity(self._worker), table=table, clock=clock, kind=rows_pb2.ROW_PUSH_KIND_ASSIGN
+        )
+        self._assignments += 1
+        request.assignment = self._assignments
+        most = max(1, MESSAGE_BYTES // assigned_bytes(rows.values.shape[1], 1))
+        sent: list[Future[PushResult]] = []
+        for shard, which in zip(self._calls, by_shard(rows.ids, len(self._calls)), strict=True):
+            ids = rows.ids[which]
+            if not len(ids) or (had is not None and had(shard, table)):
+                continue
+            values = rows.values[which if isinstance(which, slice) else torch.from_numpy(which)]
+            request.total_row_count = len(ids)
+            self._assigned[clock, table, shard] = self._assignments
+            for first in range(0, len(ids), most):
+                part = slice(first, first + most)
+                request.first_row, request.row_count = first, len(ids[part])
+                payload = b"".join((ids[part].astype("<i8").data, bytes_of(values[part].contiguous().view(-1))))
+                sent.append(self._push(shard, message_parts(request, payload), len(payload), "float32"))
+        return sent
+
+    def forget_assigned(self) -> None:
+        """Has the next step name none of what `assign` has sent: shards drop it then."""
+        self._assigned = {}
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
         """Pushes a step that leaves all tables out."""
@@ -199,11 +240,16 @@ class RowTransport:
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def _parts(self, push: RowsPush) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
+    def _parts(
+        self, push: RowsPush, had: Callable[[int, int], bool] | None
+    ) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
         """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
         for shard in self._calls:
+            if had is not None and had(shard, push.table):
+                yield RowsPush(push.table, values=push.values), shard, None
+                continue
             yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
     def _room(self, sizes: Iterable[tuple[int, int]]) -> Room | None:
@@ -334,9 +380,23 @@ class RowTransport:
         self._waits.over("rows")
         return TablePart(b"".join(pieces), last.row_count, last.seed)
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return [*self._pool.threads, *(self._reader.threads if self._reader is not None else ())]
+
     def close(self) -> None:
         """Ends the threads; the connections belong to others."""
         self._pool.close()
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _pushed_sizes(parts: Iterable[tuple[RowsPush, int, RowGradients | None]]) -> Iterator[tuple[int, int]]:
+    """Yields the shard of each part that has rows, and their bytes in shared memory."""
+    for _, shard, rows in parts:
+        if rows is not None:
+            yield shard, pushed_bytes(len(rows), rows.gradients.shape[1])
 
 
 def _land(out: torch.Tensor, which: Which, first: int, rows: torch.Tensor) -> None:

@@ -229,13 +229,17 @@ class SharedTransport:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
-        """Fetches buckets in one stream."""
-        return self._pull(clock, buckets, UNRECORDED)
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
+        """Fetches buckets in one stream. all_staged: with every update that is staged on the shard"""
+        return self._pull(clock, buckets, UNRECORDED, all_staged)
 
-    def _pull(self, clock: int, buckets: Sequence[BucketSpec], step: StepTimes) -> Future[PullResult]:
+    def _pull(
+        self, clock: int, buckets: Sequence[BucketSpec], step: StepTimes, all_staged: bool = False
+    ) -> Future[PullResult]:
         def request(missing: list[int]) -> bytes:
-            return convert.pull_request(self._worker, clock, missing, self._notify_bytes, step.recorded)
+            return convert.pull_request(
+                self._worker, clock, missing, self._notify_bytes, step.recorded, all_staged=all_staged
+            )
 
         plan = PullPlan(request, lambda fields, payload: convert.shared_pulled(fields), self._landing(step))
         return self._calls.pull("Pull", plan, clock, buckets, self._puller)
@@ -253,6 +257,11 @@ class SharedTransport:
             return bucket.nbytes
 
         return land
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        return [thread for pool in (self._puller, self._pusher, self._copier) for thread in pool.threads]
 
     def close(self) -> None:
         """Ends the threads and the connection."""

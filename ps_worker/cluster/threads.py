@@ -1,7 +1,8 @@
 """Threads that work for a session and never keep a script from ending.
 
 concurrent.futures waits for its threads before the interpreter runs exit handlers; a thread inside a pull would then
-wait for other workers without ever learning that the session is over.
+wait for other workers without ever learning that the session is over. These are daemon threads, so whoever closes them
+waits for their end: see ps_runtime.background.join_within.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ps_runtime.background import join_within
+
 T = TypeVar("T")
+
+JOIN_SECONDS = 2.0  # threads that were told to end are waited for so long: they end in milliseconds
 
 
 class Closed(Exception):
@@ -20,15 +25,19 @@ class Closed(Exception):
 
 
 class DaemonPool:
-    """Runs calls in the order of their submission on a fixed number of daemon threads."""
+    """Runs calls in the order of their submission on a fixed number of daemon threads.
+
+    threads: its threads, which end soon after `close`
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._count = count
         self._closed = False
         self._lock = threading.Lock()
-        for _ in range(count):
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        for thread in self.threads:
+            thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs a call in its turn; returns the future of its result, which fails at once when the pool is closed."""
@@ -46,6 +55,10 @@ class DaemonPool:
             self._closed = True
             for _ in range(self._count):
                 self._calls.put(None)
+
+    def join(self) -> None:
+        """Waits for the threads, after `close`, for JOIN_SECONDS at most."""
+        join_within(self.threads, JOIN_SECONDS)
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -61,8 +61,8 @@ class Transport(Protocol):
     def push(self, push: BucketPush) -> Future[PushResult]:
         """Sends a bucket. Done when the shard has staged it."""
 
-    def pull(self, clock: int, buckets: Sequence[BucketSpec]) -> Future[PullResult]:
-        """Fetches buckets. Done when all have landed."""
+    def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
+        """Fetches buckets. Done when all have landed. all_staged: with every update that is staged on the shard"""
 
     def exchange(
         self,
@@ -75,6 +75,10 @@ class Transport(Protocol):
 
         drafted: by bucket, the drafts of the step; they count
         """
+
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """Its threads, which end soon after `close`."""
 
     def close(self) -> None:
         """Ends the threads and the connection."""

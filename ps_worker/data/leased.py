@@ -17,14 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
-from ps_worker.data.loaders import PreparedLoader, rebuilt
+from ps_worker.data.loaders import POSITION_METHODS, PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.metrics import StepTimer
 
+NO_POSITION = (
+    "a loader of an elastic job has no state_dict: its batches are leased to whoever comes for them, and which are "
+    "used is in the servers' checkpoints (docs/save-and-resume.md). A script's own file is for the end of a pass; in a "
+    "job with a world size it has the position in the data, too"
+)
 MOST_AHEAD = 64
 # A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
 SHORT_SECONDS, LONG_SECONDS = 0.25, 1.0
@@ -112,10 +117,13 @@ class StepData:
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 
-    def rollback(self) -> None:
-        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew."""
+    def rollback(self, keep_using: bool = False) -> None:
+        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew.
+
+        keep_using: but those of the step at hand, which is pushed again
+        """
         self.rollbacks += 1
-        self._using, self._taken = None, []
+        self._using, self._taken = self._using if keep_using else None, []
         for account in self.accounts.values():
             account.clear()
 
@@ -314,6 +322,8 @@ class LeasedLoader:
         return self._leases.share()
 
     def __getattr__(self, name: str) -> Any:
+        if name in POSITION_METHODS:  # the script's own loader may have them, and knows nothing of what is leased
+            raise AttributeError(NO_POSITION)
         return getattr(self.__dict__["_loader"], name)
 
 
@@ -336,5 +346,5 @@ def loader_spec(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
         size=len(loader.dataset),  # type: ignore[arg-type]
         batch_size=loader.batch_size or 1,
         drop_last=bool(loader.drop_last),
-        seed=seed if type(loader.sampler) is RandomSampler else None,
+        seed=seed if shuffles(loader.sampler) else None,
     )

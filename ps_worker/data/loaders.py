@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -14,7 +14,20 @@ from ps_worker.metrics import StepTimer
 
 log = logging.getLogger("ps_worker")
 
+POSITION_METHODS = ("state_dict", "load_state_dict")
+NO_POSITION = (
+    "a loader that prepare has not divided has no state_dict: this loader divides its data itself, and knows its "
+    "position alone. Save what its dataset or sampler has, or hand over torchdata's StatefulDataLoader"
+)
+LOADED_BEFORE = (
+    "the loader has a state that was loaded, and prepare divides its data anew: load it into the loader that prepare "
+    "returns, with a state that such a loader gave"
+)
+
 Share = Callable[[], tuple[int, int]]  # (index, how many shares)
+
+# Where torchdata's StatefulDataLoader has samplers of its own. It is not imported: the name will do.
+_TORCHDATA_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
 # A dataset with one of these knows how many workers there are; the last is that of Hugging Face's datasets.
 _PARTS = ("world_size", "num_replicas", "_distributed")
@@ -51,15 +64,23 @@ class ShareSampler(Sampler[int]):
         self._seed = seed
         self.epoch = 0
         self._fixed: tuple[int, int] | None = None
-        self._skip = 0
+        self._skip = self._over = 0
 
-    def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0) -> None:
-        """Makes the next epoch this one, with this share, beginning after so many samples."""
-        self.epoch, self._fixed, self._skip = epoch, share, skip
+    def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0, over: int = 0) -> None:
+        """Makes the next epoch this one, with this share, beginning after `skip` of its samples.
+
+        over: so many samples of the epoch are over, whoever had them: the rest is divided
+        """
+        self.epoch, self._fixed, self._skip, self._over = epoch, share, skip, over
 
     def __len__(self) -> int:
         _, count = self._fixed or self.share()
-        return self._size // count if self._drop_last else -(-self._size // count)
+        return self.length(count)
+
+    def length(self, count: int, over: int = 0) -> int:
+        """Returns the samples of one share of so many, of an epoch of which so many samples are over."""
+        left = max(0, self._size - over)
+        return left // count if self._drop_last else -(-left // count)
 
     def __iter__(self) -> Iterator[int]:
         index, count = self._fixed or self.share()
@@ -69,11 +90,53 @@ class ShareSampler(Sampler[int]):
         else:
             order = list(range(self._size))
         self.epoch += 1
-        length = (self._size // count if self._drop_last else -(-self._size // count)) * count
-        while 0 < len(order) < length:
-            order += order[: length - len(order)]
-        skip, self._skip, self._fixed = self._skip, 0, None
-        return iter(order[index:length:count][skip:])
+        length, rest = self.length(count, self._over) * count, order[self._over :]
+        while 0 < len(rest) < length:
+            rest += order[: length - len(rest)]
+        skip, self._skip, self._over, self._fixed = self._skip, 0, 0, None
+        return iter(rest[index:length:count][skip:])
+
+    # -- for a script's own file -------------------------------------------------------------------------------------
+
+    def position(self, epoch: int, over: int) -> dict[str, Any]:
+        """Returns the position in the data of all workers, for any number of workers to go on from.
+
+        epoch: that is under way, or comes next
+        over:  how many samples of it are over
+        """
+        order = self._seed + epoch if self._shuffle else None
+        return {"order": order, "samples": min(over, self._size), "size": self._size}
+
+    def read_position(self, state: Any) -> tuple[int, int]:
+        """Returns the epoch, and how many samples of it are over, from what `position` gave. Raises InvalidRequest for
+        anything else, and for the position in other data."""
+        check_position(state, ("order", "samples", "size"), "that prepare has divided", self._size)
+        order, over, size = state["order"], state["samples"], state["size"]
+        if (order is not None) != self._shuffle:
+            has, wants = ("no shuffle", "shuffles") if order is None else ("a shuffle", "does not shuffle")
+            raise InvalidRequest(f"the state is of a loader with {has}, and this one {wants}")
+        if not all(isinstance(each, int) for each in (order or 0, over)) or not 0 <= over <= size:
+            raise InvalidRequest(f"expected whole numbers, 0 to {size} samples, got order={order!r}, samples={over!r}")
+        return (0 if order is None else order - self._seed), over
+
+
+class Position(Protocol):
+    """Where a script is in the data of a loader, for its own file. A loop that it has left early is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it, behind the batches that the script has had."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the next loop begin there. Raises InvalidRequest for what is none, and while a loop is under way."""
+
+
+def check_position(state: Any, names: tuple[str, ...], whose: str, size: int | None) -> None:
+    """Raises InvalidRequest for what is no position in data of that size. whose: state it is expected to be"""
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        got = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else type(state).__name__
+        raise InvalidRequest(f"expected the state_dict of a loader {whose}, with {', '.join(names)}, got {got}")
+    if state["size"] != size:
+        raise InvalidRequest(f"the state is of a loader of {state['size']} samples, and this one has {size}")
 
 
 class PreparedLoader:
@@ -110,7 +173,58 @@ class PreparedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name in POSITION_METHODS:
+            raise AttributeError(NO_POSITION)
         return getattr(self.__dict__["_loader"], name)
+
+
+class PositionedLoader(PreparedLoader):
+    """A prepared loader that knows the script's position in the data.
+
+    A class of its own: frameworks save the state of whatever has the two methods.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        timer: StepTimer,
+        begin: Callable[[], Iterator[Any]],
+        position: Position,
+    ) -> None:
+        super().__init__(loader, device, timer, begin)
+        self._position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, behind the batches that the script has had: numbers, and in single two tensors.
+
+        Of a loader that was divided, it is that of all workers, if they have had as many batches as this one: any
+        number of workers goes on from there. A loader that is used as it is (torchdata's StatefulDataLoader) has its
+        own.
+        """
+        return dict(self._position.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next loop go on from there: what `state_dict` gave. Each worker loads it, behind `prepare`.
+
+        Raises InvalidRequest for the position in other data, and while a loop is under way.
+        """
+        self._position.load_state_dict(state)
+
+
+def prepared_loader(
+    loader: DataLoader[Any],
+    device: torch.device,
+    timer: StepTimer,
+    begin: Callable[[], Iterator[Any]],
+    position: Position | None = None,
+) -> PreparedLoader:
+    """Returns a prepared loader. position: of the script in the data; None: the loader's own, if it has one"""
+    if position is None and all(hasattr(loader, name) for name in POSITION_METHODS):
+        position = cast(Position, loader)
+    if position is None:
+        return PreparedLoader(loader, device, timer, begin)
+    return PositionedLoader(loader, device, timer, begin, position)
 
 
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
@@ -132,9 +246,11 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader
             )
         return loader
     refuse_undividable(loader)
+    if getattr(loader, "next_iter_state", None) is not None:  # torchdata's
+        raise InvalidRequest(LOADED_BEFORE)
     loader = with_plain_batches(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
-    sampler = ShareSampler(size, share, type(loader.sampler) is RandomSampler, bool(loader.drop_last), seed)
+    sampler = ShareSampler(size, share, shuffles(loader.sampler), bool(loader.drop_last), seed)
     return rebuilt(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
 
 
@@ -145,14 +261,25 @@ def refuse_undividable(loader: DataLoader[Any]) -> None:
     loader = with_plain_batches(loader)
     sampler, batches = loader.sampler, loader.batch_sampler
     plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        shuffles(sampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined, arg-type]
     )
-    if not plain or (batches is not None and type(batches) is not BatchSampler):
+    if not plain or (batches is not None and not _is(batches, BatchSampler)):
         name = type(sampler).__name__ if not plain else type(batches).__name__
         raise Unsupported(
             f"the loader's {name} cannot be divided among workers; use shuffle=True or False, or divide the data by "
             "session.rank and session.world_size and do not hand this loader to prepare"
         )
+
+
+def shuffles(sampler: object) -> bool:
+    """Whether a sampler is that of shuffle=True, of torch's DataLoader or torchdata's StatefulDataLoader."""
+    return _is(sampler, RandomSampler)
+
+
+def _is(sampler: object, cls: type) -> bool:
+    """Whether a sampler is of a class of torch, and of no subclass, or of torchdata's class of the same name."""
+    kind = type(sampler)
+    return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__ == _TORCHDATA_SAMPLERS)
 
 
 def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
@@ -167,8 +294,9 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
 def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Returns the same loader; one with a BatchSampler as if it had been made with that one's sampler and size."""
     batches = loader.batch_sampler
-    if loader.batch_size is not None or type(batches) is not BatchSampler:
+    if loader.batch_size is not None or not _is(batches, BatchSampler):
         return loader
+    assert isinstance(batches, BatchSampler)
     return rebuilt(loader, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
 
 

@@ -1,8 +1,8 @@
 """The flat buffers that a model lies in: one contiguous tensor for the weights and one for the gradients of each space.
 
-As in DDP and FSDP, `param.data` and `param.grad` become views into these tensors, in the order of the job's layout,
-and buckets are slices of them. With a segment shared with the shards, and no conversion on the way, these tensors lie
-in the segment itself.
+`param.data` and `param.grad` come to lie in these tensors, in the order of the job's layout, and buckets are slices of
+them. Each is a tensor with a storage of its own there (storage.py). With a segment shared with the shards, and no
+conversion on the way, these tensors lie in the segment itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import DTYPE_NAMES, TORCH_DTYPES
+from ps_protocol.tensors import TORCH_DTYPES, whole_of
 
 
 class FlatBuffers:
@@ -47,7 +47,6 @@ class FlatBuffers:
         self._own: dict[str, torch.Tensor] = {}  # by space, the model's weights: those below, or beside the base
         self._weights: dict[str, torch.Tensor] = {}  # by space
         self._gradients: dict[str, torch.Tensor] = {}
-        self._made_at: list[int] = []  # the addresses of both
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return not _is_same(tensor.device, self.device)
@@ -57,14 +56,15 @@ class FlatBuffers:
         first, before, self.segment = not self.weight_views, self.segment, segment
         if not first and (self.device.type == "cuda" or (before is None and segment is None)):
             return False
-        spaces = {bucket.space: bucket.dtype for bucket in self.layout.buckets if not bucket.frozen}
+        # Not those of the buckets: a parameter without elements lies in none.
+        trained = [self.spec.parameters[index] for index in self.trained]
+        spaces = {space_of(parameter): parameter.dtype for parameter in trained}
         weights, gradients = (segment.weights, segment.gradients) if segment else ({}, {})
         self._weights = {space: self._space(space, dtype, weights) for space, dtype in spaces.items()}
         self._gradients = {space: self._space(space, dtype, gradients) for space, dtype in spaces.items()}
         is_separate = self.spec.has_separate_base
         beside = {space: self._space(space, dtype, {}) for space, dtype in spaces.items() if is_separate}
         self._own = beside or self._weights
-        self._made_at = self._addresses()
         for index in self.trained:
             space = space_of(self.spec.parameters[index])
             self.weight_views[index] = self._view(self._own[space], index)
@@ -80,10 +80,7 @@ class FlatBuffers:
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         parameter, offset = self.spec.parameters[index], self.layout.offsets[index]
-        return flat[offset : offset + parameter.numel].view(parameter.shape)
-
-    def _addresses(self) -> list[int]:
-        return [flat.data_ptr() for flat in (*self._weights.values(), *self._gradients.values())]
+        return whole_of(flat[offset : offset + parameter.numel].view(parameter.shape), parameter.element)
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
@@ -107,6 +104,10 @@ class FlatBuffers:
     def gradients(self, bucket: BucketSpec) -> torch.Tensor:
         """Returns a bucket's gradients: (numel,)."""
         return self._gradients[bucket.space][bucket.start : bucket.start + bucket.numel]
+
+    def all_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of all buckets, by space."""
+        return dict(self._gradients)
 
     def copy_weights(self, back: bool) -> None:
         """Copies all weights to where the gradients are, or back from there."""
@@ -135,19 +136,15 @@ class FlatBuffers:
         """Whether the weights that shards write into the segment are the buffers' own."""
         return self.segment is not None and _are_same(self._weights, self.segment.weights)
 
-    @property
-    def were_moved(self) -> bool:
-        """Whether other code has put the buffers elsewhere, as `share_memory()` does."""
-        return self._addresses() != self._made_at
-
     def check_form(self, index: int) -> None:
         """Raises InvalidRequest if a parameter has another type, shape or device than at `prepare`."""
         tensor, parameter, device = self.trained[index], self.spec.parameters[index], self._devices[index]
-        if DTYPE_NAMES.get(tensor.dtype) != parameter.dtype or tuple(tensor.shape) != parameter.shape:
+        element = parameter.element or parameter.dtype
+        shape = parameter.shape[:-1] if parameter.element else parameter.shape
+        if str(tensor.dtype) != f"torch.{element}" or tuple(tensor.shape) != shape:
             raise InvalidRequest(
-                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as "
-                f"{parameter.dtype} {parameter.shape}: convert the model before prepare, or back before "
-                "optimizer.step()"
+                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as {element} "
+                f"{shape}: convert the model before prepare, or back before optimizer.step()"
             )
         if not _is_same(tensor.device, device):
             raise InvalidRequest(

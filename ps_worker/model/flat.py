@@ -1,14 +1,14 @@
 """A model as flat buffers, so that pushing packs nothing and a pull lands in place.
 
 buffers     the memory: slices of these tensors are buckets (buffers.py)
-weights     the parameters as views into them, and which of them a script has changed (weights.py)
+weights     the parameters as parts of them, and which of them a script has changed (weights.py)
 gradients   likewise; which are ready, changed, not finite (gradients.py). In local:H the base lies there (base.py)
 here        turns a bucket into bytes on its way out, and bytes into a bucket, for the ways to a shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of, element_name, flat_parts, parts_of, whole_of
 from ps_worker.model.base import Base
 from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
@@ -117,6 +117,16 @@ class FlatModel:
             if bucket.index in self._left:  # otherwise it lies in the segment, and has lost nothing
                 self.residuals.count(self._left[bucket.index])
 
+    def held_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the memory in which gradients lie, or differences: `move` may take others."""
+        return self._buffers.all_gradients()
+
+    def hold_gradients(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Has gradients be what lies in memory that was theirs before a `move`."""
+        for space, gradients in self._buffers.all_gradients().items():
+            if gradients.data_ptr() != held[space].data_ptr():
+                gradients.copy_(held[space])
+
     def share_gradient(self, bucket: BucketSpec) -> None:
         """Puts a bucket's gradient into the segment, unless it is made there."""
         assert self._buffers.segment is not None
@@ -150,7 +160,7 @@ class FlatModel:
             return self.assigned(bucket)
         flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
         for part in bucket.slices:
-            whole = self._tensors[part.parameter].detach().reshape(-1)
+            whole = flat_parts(self._tensors[part.parameter])
             flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
         return bytes_of(flat)
 
@@ -164,7 +174,7 @@ class FlatModel:
 
     def changed_weights(self) -> set[int]:
         """Returns the parameters that the script has changed, and notes that their buckets are not what came. Raises
-        InvalidRequest or Unsupported, as `Weights.changed`.
+        InvalidRequest, as `Weights.changed`.
         """
         changed = self.weights.changed()
         if changed and self._versions:
@@ -172,6 +182,17 @@ class FlatModel:
                 if any(part.parameter in changed for part in bucket.slices):
                     self._versions.pop(bucket.index, None)
         return changed
+
+    def copies(self, parameters: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Returns copies of parameters' weights as they are, all in the buffers."""
+        return {index: self._buffers.weight_views[index].clone() for index in parameters}
+
+    def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Has parameters what they had when `copies` were made."""
+        for index, copy in copies.items():
+            self._buffers.weight_views[index].copy_(copy)
+        if copies:
+            self.weights.landed()
 
     def has_before(self, index: int, clock: int) -> bool:
         """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was
@@ -257,7 +278,7 @@ class FlatModel:
         for part in bucket.slices:
             tensor, pulled = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
             with torch.no_grad():
-                whole = tensor.contiguous().view(-1)  # the tensor's own memory, unless it is channels_last, say
-                whole[part.start : part.start + part.length] = pulled.to(tensor.device)
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole.view(tensor.shape))
+                parts = parts_of(tensor)  # over the tensor's own memory, unless it is channels_last, say
+                parts.view(-1)[part.start : part.start + part.length] = pulled.to(tensor.device)
+                if parts.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole_of(parts, element_name(tensor.dtype)))

@@ -1,7 +1,7 @@
-"""The gradients of a model as views into flat buffers: which are there, which were changed, which are not finite.
+"""The gradients of a model as parts of flat buffers: which are there, which were changed, which are not finite.
 
-Autograd makes each gradient in memory of its own; as soon as it is there it moves into the buffers, and `.grad` becomes
-a view. A script may change gradients after backward (clip, scale, drop): `marks` tells that, by whatever code.
+Autograd makes each gradient in memory of its own; as soon as it is there it moves into the buffers, and `.grad` lies
+there. A script may change gradients after backward (clip, scale, drop): `marks` tells that, by whatever code.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.storage import counting_with
 from ps_worker.model.tracked import unwatch_gradient, watched_gradient
 
 
@@ -33,6 +34,7 @@ class Gradients:
         self._finite: dict[int, bool] = {}  # by parameter, of those checked in this step
         self._touches = 0  # how often a script has asked for some gradient's `.data`
         self._hooks: list[RemovableHandle] = []
+        self._own: dict[int, torch.Tensor] = {}  # by parameter, its view with a storage of its own
 
     def watch(self) -> None:
         """Has each gradient moved into the buffers as soon as backward has finished it."""
@@ -59,6 +61,7 @@ class Gradients:
 
     def move_in(self, before: dict[int, torch.Tensor]) -> None:
         """Moves the gradients that lay in earlier buffers into new ones. before: the views of then."""
+        self._own.clear()
         for index, view in before.items():
             tensor = self._buffers.trained[index]
             if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
@@ -94,7 +97,8 @@ class Gradients:
         views = self._buffers.gradient_views
         unseen = {index: views[index] for index in present if not seen.get(index, False)}
         if self._on_gpu and unseen:
-            totals = torch.stack([view.sum(dtype=torch.float32) for view in unseen.values()])
+            real = [torch.view_as_real(view) if view.is_complex() else view for view in unseen.values()]
+            totals = torch.stack([view.sum(dtype=torch.float32) for view in real])
             if bool(torch.isfinite(totals).all()):  # waits for the GPU once, not once for each
                 return None
         return next((self._buffers.spec.parameters[i].name for i, view in unseen.items() if not is_finite(view)), None)
@@ -128,7 +132,10 @@ class Gradients:
 
     def _shown(self, index: int) -> torch.Tensor:
         """Returns a gradient as a script gets it from `.grad`."""
-        return watched_gradient(self._buffers.gradient_views[index], self._touched)
+        view, own = self._buffers.gradient_views[index], self._own.get(index)
+        if own is None or own.data_ptr() != view.data_ptr():  # share_memory() moves a storage
+            own = self._own[index] = counting_with(view)
+        return watched_gradient(own, self._touched)
 
     def _touched(self, _: torch.Tensor | None) -> None:
         self._touches += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +14,11 @@ from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
-from ps_protocol.tensors import DTYPE_NAMES
+from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
+from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
+from ps_worker.tables.stepping import check, group_of, optimizer_of
 from ps_worker.values import PrepareOptions
 
 
@@ -38,20 +40,18 @@ def describe(
     """
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
-        _refuse_lazy(model)
-        _refuse_wrapped(model)
+        refuse_lazy(model)
+        refuse_wrapped(model)
+        refuse_sync_batch_norm(model)
         if options.local is None:
-            _refuse_sparse(model)
+            refuse_sparse(model)
     tables = named_tables(models)
     if tables and options.local is not None:
         raise Unsupported(
             f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
             "async, or make it a torch.nn.Embedding"
         )
-    groups = _groups(models, optimizers)
-    for table in tables.values():  # a handle: the rows are in no bucket
-        groups.pop(id(table.weight), None)
-    parameters, tensors = _parameters(models, groups, {id(table.weight) for table in tables.values()})
+    parameters, tensors = _parameters(models, optimizers)
     of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
     spec = JobSpec(
         name=name,
@@ -70,7 +70,7 @@ def describe(
         weight_wire=options.weight_wire,
         more_optimizers=tuple(classes[1:]),
         group_optimizers=tuple(of_group) if len(classes) > 1 else (),
-        tables=described_tables(tables, optimizers, consistency),
+        tables=described_tables(tables, optimizers),
         local=options.local,
     )
     validate(spec)
@@ -78,28 +78,72 @@ def describe(
 
 
 def _parameters(
-    models: Sequence[nn.Module], groups: dict[int, tuple[int, int]], known: set[int]
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
-    """Returns all tensors of the models, each once, described and themselves.
-
-    groups: see `_groups`
-    known:  ids of tensors that are not asked for
-    """
+    """Returns all tensors of the models, each once, described and themselves."""
+    groups = _groups(models, optimizers)
+    known = {id(table.weight) for table in named_tables(models).values()}  # handles: the rows are in no bucket
+    for handle in known:
+        groups.pop(handle, None)
+    not_saved = {id(buffer) for model in models for buffer in _not_persistent(model)}
     parameters: list[ParameterSpec] = []
     tensors: list[torch.Tensor] = []
     for key, tensor in _named(models):
         if id(tensor) in known:
             continue
         known.add(id(tensor))
-        _refuse_dtype(key, tensor)
         group, optimizer = groups.pop(id(tensor), (None, 0))
-        parameters.append(ParameterSpec(key, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], group, optimizer))
-        tensors.append(tensor)
-    if groups:
-        raise InvalidRequest(
-            f"the optimizers hold {len(groups)} parameters of no model that was handed to prepare; hand all models over"
-        )
+        if group is not None and not is_trained(key, tensor):
+            group, optimizer = None, 0
+        for name, part in parts_that_travel(key, tensor):
+            shape, dtype, element = element_spec(part, group is not None)
+            is_saved = id(tensor) not in not_saved
+            parameters.append(ParameterSpec(name, shape, dtype, group, optimizer, element, is_saved))
+            tensors.append(part)
+    _refuse_unknown(len(groups))
     return tuple(parameters), tensors
+
+
+def _refuse_unknown(count: int) -> None:
+    """Raises InvalidRequest where optimizers have parameters that no model has. count: of them"""
+    if count:
+        raise InvalidRequest(
+            f"the optimizers hold {count} parameters of no model that was handed to prepare; hand all models over. Put "
+            "a parameter of its own, such as the weight of a loss, into a module, and hand that over, too: class "
+            "Loss(nn.Module), with self.weight = nn.Parameter(...) in its __init__"
+        )
+
+
+def check_next(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], rows_of: Mapping[str, str]
+) -> None:
+    """Raises what `describe` would for optimizers that are to step prepared models from now on.
+
+    rows_of: by the name of a table, the optimizer that its job steps its rows with
+    """
+    for optimizer in optimizers:
+        optimizer_name(optimizer)
+    check_known(models, optimizers)
+    tables = named_tables(models)
+    check(list(tables.values()), optimizers)
+    for name, table in tables.items():
+        owner = next((each for each in optimizers if group_of(each, table.weight) is not None), None)
+        cls = rows_of[name] if owner is None else optimizer_of(table, owner)[0]
+        if cls != rows_of[name]:
+            raise Unsupported(
+                f"the rows of table {name!r} are stepped by {rows_of[name]} as long as the job runs, and {cls} has its "
+                f"weight now: leave it out, or give it a {rows_of[name]} of its own"
+            )
+
+
+def check_known(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises InvalidRequest for optimizers with parameters in common, or of no model; Unsupported for parameters that
+    would train in a type that servers cannot step."""
+    groups = _groups(models, optimizers)
+    for key, tensor in _named(models):
+        if groups.pop(id(tensor), None) is not None:
+            is_trained(key, tensor)
+    _refuse_unknown(len(groups))
 
 
 def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,6 +151,13 @@ def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for number, model in enumerate(models):
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             yield f"{number}.{key}" if len(models) > 1 else key, tensor
+
+
+def _not_persistent(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers.get(name)) is not None:
+                yield buffer
 
 
 def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, tuple[int, int]]:
@@ -129,45 +180,20 @@ def _groups(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimi
 
 def refused_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Returns the messages of the errors that `describe` would raise for models and their optimizers: a dry run."""
-
-    def dtypes(model: nn.Module) -> None:
-        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            _refuse_dtype(key, tensor)
-
+    whole = [partial(check, model) for model in models for check in (refuse_lazy, refuse_wrapped)]
     checks: list[Callable[[], object]] = [partial(optimizer_name, optimizer) for optimizer in optimizers]
-    checks += [
-        partial(check, model) for model in models for check in (_refuse_lazy, _refuse_wrapped, _refuse_sparse, dtypes)
-    ]
-    refused = []
-    for check in checks:
+    checks += [partial(check, model) for model in models for check in (refuse_sync_batch_norm, refuse_sparse)]
+    missing = _all_said(whole)
+    # The tensors of such a model are not there to be described.
+    return missing + _all_said(checks if missing else [*checks, partial(_parameters, models, optimizers)])
+
+
+def _all_said(checks: Sequence[Callable[[], object]]) -> list[str]:
+    """Returns the messages of the errors that checks raise."""
+    said = []
+    for refuse in checks:
         try:
-            check()
+            refuse()
         except (InvalidRequest, Unsupported) as error:
-            refused.append(str(error))
-    return refused
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            owner = model.get_submodule(key.rpartition(".")[0])
-            raise InvalidRequest(
-                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
-            )
-
-
-def _refuse_dtype(key: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise Unsupported(f"{key} has dtype {tensor.dtype}; known are {', '.join(DTYPE_NAMES.values())}")
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for key, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise Unsupported("the model is wrapped in DistributedDataParallel; hand the plain model to prepare")
+            said.append(str(error))
+    return said

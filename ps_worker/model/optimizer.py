@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,10 @@ class _StateOnShards(defaultdict[torch.Tensor, Any]):
         self._begin_anew = begin_anew
         self._has_told = False
 
+    def __bool__(self) -> bool:
+        """Returns True: torch.distributed.checkpoint would make a step where an optimizer has no state yet."""
+        return True
+
     def __missing__(self, key: torch.Tensor) -> Any:
         raise Unsupported(_WHERE)
 
@@ -96,6 +101,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._servers = servers
         self._index = index
         self.__dict__["state"] = _StateOnShards(lambda: servers.load(index, {}))
+        self.__class__ = _named_after(type(wrapped))  # type: ignore[arg-type]  # classes are hashable
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns how a copy is made: groups alone, without the session; its class is this one, which can be found."""
+        return _bare, (), self.__getstate__()
 
     @property
     def state(self) -> Any:
@@ -112,8 +122,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Ends this worker's step: when it returns, gradients are staged and weights are as the mode promises.
 
         Raises NonFiniteGradient for an infinity or a NaN (see `non_finite` of `prepare`), InvalidRequest for a model
-        that was moved to another type or device, Unsupported for one whose memory was moved as a whole
-        (`share_memory()`), Fenced for a worker that was replaced, Unreachable for servers that do not answer.
+        that was moved to another type or device, Fenced for a worker that was replaced, Unreachable for servers that
+        do not answer.
         """
         loss = None
         if closure is not None:
@@ -163,6 +173,16 @@ class ServerOptimizer(torch.optim.Optimizer):
         InvalidRequest for those that an optimizer has already.
         """
         self._servers.add_group(self._index, param_group)
+
+
+def _bare() -> ServerOptimizer:
+    return ServerOptimizer.__new__(ServerOptimizer)
+
+
+@cache
+def _named_after(kind: type[torch.optim.Optimizer]) -> type[ServerOptimizer]:
+    """Returns a class with the name of the script's own: loggers name learning rates by it, profilers steps."""
+    return type(kind.__name__, (ServerOptimizer,), {"__module__": kind.__module__, "__doc__": ServerOptimizer.__doc__})
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -10,8 +10,9 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
-from ps_protocol.optimizers import is_scalar_state, required_state
-from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from
+from ps_protocol.optimizer_state import is_scalar_state, required_state
+from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
+from ps_worker.model.stages import Stage
 from ps_worker.values import Assignment, StateChunk
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -34,10 +35,12 @@ def check_states(spec: JobSpec, states: States) -> None:
         assert parameter.group is not None
         name = spec.optimizer_of(parameter.group)
         for key, value in state.items():
-            if not is_scalar_state(name, key) and tuple(value.shape) != parameter.shape:
+            shape = tuple(_real(value).shape)
+            if not is_scalar_state(name, key) and shape != parameter.shape:
+                of_parts = ", the last one of real and imaginary parts" if parameter.element else ""
                 raise InvalidRequest(
-                    f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, "
-                    f"got {tuple(value.shape)}"
+                    f"the optimizer state {key!r} of {parameter.name}: expected shape {parameter.shape}, got "
+                    f"{shape}{of_parts}"
                 )
         missing = required_state(name, spec.groups[parameter.group]) - state.keys()
         if state and missing:
@@ -46,19 +49,29 @@ def check_states(spec: JobSpec, states: States) -> None:
             )
 
 
+def _real(state: torch.Tensor) -> torch.Tensor:
+    """Returns state as it is on the shards: of a complex parameter the real and the imaginary parts."""
+    return torch.view_as_real(state.detach().resolve_conj()) if state.is_complex() else state.detach()
+
+
 def states_before(
     spec: JobSpec, tensors: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> States:
     """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-    states = {
-        indices[id(parameter)]: tensors_of(state)
+    states = {indices[id(parameter)]: state for parameter, state in states_of(optimizers).items()}
+    check_states(spec, states)
+    return states
+
+
+def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the state of optimizers that have taken steps already, by parameter."""
+    return {
+        parameter: tensors_of(state)
         for optimizer in optimizers
         if _has_stepped(optimizer)
         for parameter, state in optimizer.state.items()
     }
-    check_states(spec, states)
-    return states
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -95,23 +108,37 @@ def _payload(spec: JobSpec, bucket: BucketSpec, name: str, present: Mapping[int,
     flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])
     for position, value in present.items():
         part = bucket.slices[position]
-        whole = value.detach().reshape(-1)
+        whole = _real(value).reshape(-1)
         flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length].cpu()
     return bytes_of(flat)
 
 
 class StateCollector:
-    """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice."""
+    """Collects the chunks that shards send. `land` may be called from several threads, and for the same chunk twice.
 
-    def __init__(self, spec: JobSpec, layout: Layout) -> None:
-        self._spec = spec
+    A bucket that has not come to the stage yet has the state of the one before: that of an optimizer that has begun
+    later is left out.
+    """
+
+    def __init__(self, stage: Stage, layout: Layout) -> None:
+        self._stage = stage
+        self._spec = stage.spec
         self._layout = layout
         self._lock = threading.Lock()
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     def land(self, chunk: StateChunk) -> None:
-        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's."""
+        """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's, or the job has
+        come to a later stage than this script."""
         bucket = self._layout.buckets[chunk.bucket]
+        if chunk.stage > self._stage.number:
+            raise InvalidRequest(
+                f"the job has come to its stage {chunk.stage}, and this script to stage {self._stage.number}: its "
+                "optimizers have no state there. Ask for it when this script has handed the later ones to prepare, too"
+            )
+        parts = [(position, part) for position, part in enumerate(bucket.slices) if self._has(part.parameter, chunk)]
+        if not parts:
+            return
         scalar = is_scalar_state(self._spec.optimizers[bucket.optimizer], chunk.state)
         values = tensor_from(chunk.payload, "float32" if scalar else bucket.dtype)
         expected = len(bucket.slices) if scalar else bucket.numel
@@ -119,7 +146,7 @@ class StateCollector:
             raise InvalidRequest(
                 f"state {chunk.state!r} of bucket {chunk.bucket}: expected {expected} numbers, got {values.numel()}"
             )
-        for position, part in enumerate(bucket.slices):
+        for position, part in parts:
             if position in chunk.absent:
                 continue
             if scalar:
@@ -130,13 +157,18 @@ class StateCollector:
                     value = values[position].clone()
                     state[chunk.state] = value if before is None else torch.maximum(before, value)
             else:
-                whole = self._whole(part.parameter, chunk.state).view(-1)
+                whole = _real(self._whole(part.parameter, chunk.state)).view(-1)
                 whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
+
+    def _has(self, parameter: int, chunk: StateChunk) -> bool:
+        """Whether what a chunk has of a parameter is of the optimizer that steps it now."""
+        return self._stage.since.get(parameter, chunk.stage + 1) <= chunk.stage
 
     def _whole(self, index: int, name: str) -> torch.Tensor:
         parameter = self._spec.parameters[index]
         with self._lock:
             state = self.states.setdefault(index, {})
             if name not in state:
-                state[name] = torch.zeros(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype])
+                parts = torch.zeros(parameter.shape, dtype=TORCH_DTYPES[parameter.dtype])
+                state[name] = whole_of(parts, parameter.element)
             return state[name]

@@ -22,14 +22,20 @@ LONGEST_WATCH_STEPS = 4096
 class Overlap:
     """The gradients of one optimizer in one step.
 
-    buckets: those that the optimizer steps
-    wanted:  True lets buckets leave early in every step, False in none, None after some steps without a surprise
+    buckets:    those of its parameters. One that has others too never leaves early: its draft would have them
+    wanted:     True lets buckets leave early in every step, False in none, None after some steps without a surprise
+    parameters: that the optimizer steps; None: all in these buckets
     """
 
-    def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None) -> None:
+    def __init__(self, buckets: Sequence[BucketSpec], wanted: bool | None, parameters: Set[int] | None = None) -> None:
         self.spaces = {bucket.space for bucket in buckets}
         self._buckets = {bucket.index: bucket for bucket in buckets}
-        self._members = {b.index: {part.parameter for part in b.slices} for b in buckets}
+        everything = {b.index: {part.parameter for part in b.slices} for b in buckets}
+        self._members = {
+            index: members if parameters is None else members.intersection(parameters)
+            for index, members in everything.items()
+        }
+        self._shared = {index for index, members in everything.items() if members != self._members[index]}
         self._of: dict[int, list[int]] = {}  # by parameter, the buckets it lies in
         for index, members in self._members.items():
             for parameter in members:
@@ -75,7 +81,8 @@ class Overlap:
         full = []
         for index in self._of.get(parameter, ()):
             self._missing[index] -= 1
-            if self._missing[index] == 0 and self.active and not self._repeated:
+            is_full = self._missing[index] == 0 and index not in self._shared
+            if is_full and self.active and not self._repeated:
                 full.append(self._buckets[index])
         return full
 

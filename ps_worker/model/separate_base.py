@@ -67,7 +67,7 @@ class SeparateBase(Base):
     def own(self) -> dict[int, torch.Tensor]:
         """Returns a copy of the weights as they are, on the host, by parameter, each in its shape.
 
-        Raises InvalidRequest or Unsupported, as `Weights.gather`.
+        Raises InvalidRequest, as `Weights.gather`.
         """
         self._weights.gather()
         return {index: view.to("cpu", copy=True) for index, view in self._buffers.weight_views.items()}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,11 +23,12 @@ from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
-from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters
+from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, optimizer_name
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
+from ps_worker.model.stages import Stage, next_stage, stage_of_job
 from ps_worker.tables.server_rows import RowsPush, ServerTables
 from ps_worker.timeline.profiler import PUSH, named
 from ps_worker.timeline.recording import Timeline
@@ -53,6 +55,11 @@ class EndedStep:
     drafts_hold: bool
     rows: Sequence[RowsPush]
     weight: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no gradient."""
+        return self.optimizer is None and all(push.rows is None for push in self.rows)
 
 
 class StepMaker:
@@ -82,20 +89,43 @@ class StepMaker:
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
         self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
         self._spec = spec
-        self._overlaps = [
-            Overlap([bucket for bucket in self._trained if bucket.optimizer == index], overlap)
-            for index in range(len(optimizers))
-        ]
-        self._groups = LiveGroups(optimizers)
+        self._wanted_overlap = overlap
+        self._overlaps: dict[int, Overlap] = {}  # by the optimizer's number
+        # By bucket and optimizer that has any of its slices, the positions of those that it has not.
+        self._others: dict[tuple[int, int | None], list[int]] = {}
+        self._layout = layout
+        self._indices = {id(tensor): i for i, tensor in enumerate(tensors) if spec.parameters[i].group is not None}
+        self.enter(stage_of_job(spec, layout, [optimizer for _, optimizer in optimizers]))
         self._metrics = metrics
         self._draft = draft
         self._timeline = timeline
         self._draft_room = 0.0  # bytes that may still leave as drafts in this step
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+        """Returns the stage in which these optimizers step, by their numbers, of which some are new. Raises as
+        `next_stage`; nothing has changed yet."""
+        return next_stage(self.stage, self._layout, self._indices, optimizers, new)
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage. No step is under way."""
+        self.stage, self._groups = stage, LiveGroups(stage)
+        self._overlaps, self._others = {}, {}
+        for number in stage.optimizers:
+            own = stage.parameters_of(number)
+            buckets = [each for each in self._trained if any(part.parameter in own for part in each.slices)]
+            self._overlaps[number] = Overlap(buckets, self._wanted_overlap, own)
+            for bucket in buckets:
+                others = [position for position, part in enumerate(bucket.slices) if part.parameter not in own]
+                self._others[bucket.index, number] = others
+
+    def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes hyper-parameters from these groups from here on: of a job that trains some of an optimizer's."""
+        self._groups.read_from(groups)
+
     def parameters_of(self, optimizer: int) -> Set[int]:
         """Returns the parameters that one optimizer steps, by index in the job."""
-        return self._overlaps[optimizer].parameters
+        return self.stage.parameters_of(optimizer)
 
     def allow_drafts(self, rank: int, ranks: Sequence[int]) -> None:
         """Lets buckets of the next step leave during backward, as many as the shards have room for.
@@ -113,13 +143,13 @@ class StepMaker:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets gradients only add up inside; nothing leaves before the next backward outside, or the step."""
-        before = [overlap.paused for overlap in self._overlaps]
-        for overlap in self._overlaps:
+        before = [(overlap, overlap.paused) for overlap in self._overlaps.values()]
+        for overlap, _ in before:
             overlap.paused = True
         try:
             yield
         finally:
-            for overlap, paused in zip(self._overlaps, before, strict=True):
+            for overlap, paused in before:
                 overlap.paused = paused
 
     def end(self, optimizer: int) -> EndedStep:
@@ -145,7 +175,7 @@ class StepMaker:
         """Forgets the step at hand: the next backward begins a new one."""
         self.tables.take()
         self.tables.sent()
-        for overlap in self._overlaps:
+        for overlap in self._overlaps.values():
             overlap.abandon()
 
     def pushes(self, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> list[BucketPush]:
@@ -153,24 +183,28 @@ class StepMaker:
         return [self._push(bucket, step, clock, ranges) for bucket in self._trained]
 
     def _push(self, bucket: BucketSpec, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> BucketPush:
-        skip = bucket.optimizer != step.optimizer
-        absent = [] if skip else [p for p, slice_ in enumerate(bucket.slices) if slice_.parameter in step.absent]
-        groups = {self._spec.parameters[slice_.parameter].group for slice_ in bucket.slices}
+        others = self._others.get((bucket.index, step.optimizer))
+        skip, absent = others is None, set(others or ())
+        if not skip and step.absent:
+            absent.update(p for p, part in enumerate(bucket.slices) if part.parameter in step.absent)
         return BucketPush(
             bucket=bucket,
             clock=clock,
-            absent=absent,
+            absent=sorted(absent),
             empty=skip or len(absent) == len(bucket.slices),
-            groups={group: step.groups[group] for group in groups if group is not None},
+            groups={group: step.groups[group] for group in self.stage.buckets[bucket.index].groups},
             ranges=ranges,
             weight=step.weight,
+            stage=self.stage.number,
         )
 
     def _gradient_ready(self, parameter: int) -> None:
         """Has the buckets leave that are full with this gradient, if they may. Runs on autograd's thread."""
         self._metrics.timer.gradient()
         self._timeline.step.gradient(parameter)
-        overlap = self._overlaps[self._spec.parameters[parameter].optimizer]
+        overlap = self._overlaps.get(self.stage.owner.get(parameter, -1))
+        if overlap is None:  # no optimizer of this stage has it
+            return
         for bucket in overlap.ready(parameter, self.model.gradients.marks(overlap.spaces)):
             if self._draft_room > 0 and not self.model.gradients.saw_not_finite(bucket):
                 with named(PUSH):
@@ -190,10 +224,18 @@ class StepMaker:
 class LiveGroups:
     """The hyper-parameters of the script's optimizers, which schedulers change."""
 
-    def __init__(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
-        """optimizers: each with its name. Groups that are added to one later do not belong to this."""
-        self._optimizers = [(name, optimizer, len(optimizer.param_groups)) for name, optimizer in optimizers]
+    def __init__(self, stage: Stage) -> None:
+        """Groups that are added to an optimizer later do not belong to this."""
+        self._optimizers = [
+            (optimizer_name(each), each, sum(number == index for number, _ in stage.groups))
+            for index, each in stage.optimizers.items()
+        ]
         self._checked: list[HyperParameters] = []
+        self._live: Sequence[dict[str, Any]] | None = None  # in place of the optimizers' own
+
+    def read_from(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes values from these groups, in place of the optimizers' own."""
+        self._live = groups
 
     def read(self) -> list[HyperParameters]:
         """Returns those of each group now. Raises InvalidRequest for values that the shards would refuse."""
@@ -206,6 +248,8 @@ class LiveGroups:
         named = [
             (name, group) for name, optimizer, count in self._optimizers for group in optimizer.param_groups[:count]
         ]
+        if self._live is not None:
+            named = [(name, group) for (name, _), group in zip(named, self._live, strict=True)]
         groups = [hyper_parameters(name, group) for name, group in named]
         if groups != self._checked:
             for (name, _), values in zip(named, groups, strict=True):

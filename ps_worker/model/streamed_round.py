@@ -85,11 +85,23 @@ class StreamedRound(LocalRound):
         """
         buckets, step = self.buckets(fragment, fragment), self.end_empty()
         if self._is_pushed():
-            step = EndedStep(0, set(), self._now(), False, self.tables.left_out())
+            step = self.whole()
             self._base.leave(buckets)
         elif self.left_out:
             self._base.go_back()
         return self._pushes(buckets, step, clock)
+
+    def leave_rest(self) -> bool:
+        """Makes the differences of the fragments that the round has not pushed; returns whether they may be pushed.
+        Raises as `leave`."""
+        if not self._is_pushed():
+            return False
+        self._base.leave(self.buckets(self.pushed, self.fragments.count - 1))
+        return True
+
+    def whole(self) -> EndedStep:
+        """Returns the round as one step of all fragments, whose differences are made."""
+        return EndedStep(0, set(), self._now(), False, self.tables.left_out())
 
     def left(self) -> None:
         """Notes that the next fragment is on its way."""

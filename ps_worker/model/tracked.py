@@ -4,8 +4,8 @@ torch counts in-place changes of a tensor (`_version`), but not those by way of 
 weights and clip gradients. So for as long as a session trains a parameter, its class is a subclass that notifies the
 session whenever a script reads `.data`; so is that of the gradients in `.grad`.
 
-The subclass has a second use: a parameter is a view into a flat buffer, and what is copied or saved of it must be a
-plain tensor of its own size.
+The subclass has a second use: what is copied or saved of a parameter must be a plain tensor, which another process can
+load without this package.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _Watched:
 
 
 class _WatchedParameter(_Watched):
-    """Mixed into a parameter's class: copies are plain parameters, and a saved one is as large as itself."""
+    """Mixed into a parameter's class: copies are plain parameters, and what is saved is one."""
 
     def detach(self) -> torch.Tensor:
-        """As torch's; where the result is saved, as by `torch.save(model.state_dict())`, it is saved alone."""
+        """As torch's; what is saved of the result, as by `torch.save(model.state_dict())`, is plain."""
         return _slice(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -70,7 +70,7 @@ class _WatchedParameter(_Watched):
 
 
 class _Slice(torch.Tensor):
-    """A view into a flat buffer that is copied and saved without the rest of the buffer."""
+    """A parameter's values as `detach` and `state_dict` give them out: copied and saved as plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

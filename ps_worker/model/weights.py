@@ -1,10 +1,11 @@
-"""The weights of a model as views into flat buffers, and which of them a script has changed.
+"""The weights of a model as parts of flat buffers, and which of them a script has changed.
 
 A script may change parameters itself, and may put them elsewhere (`model.to(...)`, `p.data = ...`): `changed` finds
 that before each step, and brings them back.
 
-Two kinds of parameters keep memory of their own, and are copied to and from the buffers in their logical order: those
-that are not contiguous (channels_last), and those on another device than most (a model spread over several).
+Three kinds of parameters keep memory of their own, and are copied to and from the buffers in their logical order: those
+that are not contiguous (channels_last), those on another device than most (a model spread over several), and those that
+the script shares with other processes after `prepare` (`share_memory()`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_protocol.errors import Unsupported
 from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.storage import with_own_storage
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
 
 
@@ -55,9 +56,11 @@ class Weights:
         return lambda given_out: self._touches.touched(index, tensor, given_out)
 
     def move_in(self) -> None:
-        """Moves all parameters into new buffers."""
+        """Moves all parameters into new buffers; at first also those in memory that processes share: each worker that
+        a script has started with one model (`mp.spawn`) trains its own."""
+        is_first = not self._marks
         for index in self._buffers.trained:
-            self._take_in(index)
+            self._take_in(index, even_shared=is_first)
         self.mark()
 
     def mark(self) -> None:
@@ -72,10 +75,8 @@ class Weights:
     def changed(self) -> set[int]:
         """Returns the parameters whose values the script has changed since weights last landed, all in the buffers.
 
-        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now; Unsupported if the
-        model's memory was moved as a whole (`share_memory()`).
+        Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
         """
-        self._check_place()
         before, now, trained = self._marks, self._marks_now(), self._buffers.trained
         if now == before and not self._touches.before:
             return set()
@@ -91,20 +92,12 @@ class Weights:
         return changed
 
     def gather(self) -> None:
-        """Brings all parameters' values into the buffers. Raises InvalidRequest or Unsupported, as `changed`."""
-        self._check_place()
+        """Brings all parameters' values into the buffers. Raises InvalidRequest, as `changed`."""
         for index in self._buffers.trained:
             self._buffers.check_form(index)
         for index, tensor in self._buffers.trained.items():
             if index in self._apart or tensor.data_ptr() != self._buffers.weight_views[index].data_ptr():
                 self._take_in(index)
-
-    def _check_place(self) -> None:
-        if self._buffers.segment is not None and self._buffers.were_moved:
-            raise Unsupported(
-                "the model's memory was moved as a whole (share_memory()), away from the memory that the shards write: "
-                "do that before prepare, or use transport grpc"
-            )
 
     def landed(self) -> None:
         """Copies new weights to the parameters with memory of their own. Changes by the script count from here on."""
@@ -112,14 +105,16 @@ class Weights:
             values(self._buffers.trained[index]).copy_(self._buffers.weight_views[index])
         self._touches.landed(self._buffers.trained)
 
-    def _take_in(self, index: int) -> None:
-        """Copies a parameter's values into the buffers, and moves it there if it can be a view."""
+    def _take_in(self, index: int, even_shared: bool = False) -> None:
+        """Copies a parameter's values into the buffers, and moves it there if it can lie there."""
         tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
         own = values(tensor)
         view.copy_(own)
-        if own.is_contiguous() and index not in self._buffers.elsewhere:
+        is_shared = own.device.type == "cpu" and own.is_shared() and not even_shared
+        if own.is_contiguous() and index not in self._buffers.elsewhere and not is_shared:
             self._apart.discard(index)
-            set_values(tensor, view)
+            if own.data_ptr() != view.data_ptr() or own.untyped_storage().nbytes() != own.nbytes:
+                set_values(tensor, with_own_storage(view))
         else:
             self._apart.add(index)
 

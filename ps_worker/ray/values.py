@@ -29,7 +29,7 @@ class Certificates:
     ca: bytes
     cert: bytes
     key: bytes = field(repr=False)
-    roles: bytes = b""
+    roles: bytes = field(default=b"", repr=False)  # it may hold tokens
 
     @classmethod
     def read(cls, directory: Path, holder: str) -> Certificates:

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ps_protocol.errors import Unsupported
+from ps_protocol.tensors import element_name, parts_of, whole_of
 
 # What `read_document` and `value_of` raise for bytes that were not written here.
 UNREADABLE = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
@@ -52,9 +55,7 @@ def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") ->
     if isinstance(value, float):
         return {"f": float(value).hex()}
     if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return {"t": name}
+        return _tensor(value, tensors, where)
     for tag, kind in (("l", list), ("u", tuple), ("s", set)):
         if type(value) is kind:
             return {tag: [plain(item, tensors, where) for item in value]}
@@ -66,6 +67,27 @@ def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") ->
     if isinstance(value, int | str):
         return plain(int(value) if isinstance(value, int) else str(value), tensors, where)
     raise Unsupported(f"{where} holds a {type(value).__name__}, which cannot be saved")
+
+
+def _tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if is_traceable_wrapper_subclass(value):
+        raise Unsupported(f"{where} holds a {type(value).__name__}, which consists of other tensors: send these")
+    name, own = str(len(tensors)), value.detach().to("cpu", copy=True).contiguous()
+    if _is_written(own.dtype):
+        tensors[name] = own
+        return {"t": name}
+    tensors[name] = parts_of(own)
+    return {"b": [name, element_name(own.dtype)]}
+
+
+@functools.cache
+def _is_written(dtype: torch.dtype) -> bool:
+    """Whether the version of safetensors that is here knows an element type. Others are written as bytes."""
+    try:
+        load(save({"t": torch.empty((), dtype=dtype)}))  # what it writes, it need not read
+    except (KeyError, SafetensorError):
+        return False
+    return True
 
 
 def copied(value: Any, where: str = "state") -> Any:
@@ -85,6 +107,9 @@ def value_of(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) 
         return float.fromhex(inside)
     if tag == "t":
         return tensor(inside)
+    if tag == "b":
+        name, element = inside
+        return whole_of(tensor(name), str(element))
     if tag in ("l", "u", "s"):
         kind = {"l": list, "u": tuple, "s": set}[tag]
         return kind(value_of(item, tensor, depth + 1) for item in inside)

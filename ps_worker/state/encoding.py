@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class LoaderState:
 
     begun: passes begun
     going: whether the last of them is under way, with `taken` batches out of it, from `start`
+    shift: pass k is the data's pass k + shift: the script has gone on from a file of its own
+    over:  so many samples of the pass under way, or of the next one, were over for all workers before it began
     """
 
     begun: int
@@ -84,6 +86,8 @@ class LoaderState:
     taken: int
     start: PassStart | None
     generator: torch.Tensor | None
+    shift: int = 0
+    over: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,13 @@ class Settings:
 
     stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
     groups:   the hyper-parameters of each of the optimizer's groups
+    stage:    of the script, whose optimizers these are
     """
 
     random: RandomState
     stateful: list[Any]
     groups: list[dict[str, Any]]
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ class WorkerState:
     per_step: batches taken for one step
     own:      of the model
     inner:    the state of optimizers that step on the worker (inner.py); None where there is none, or it is too large
+    at_step:  without a loader: the settings when the script began its next step, which is behind what it does between
+              two steps; None: not known
     """
 
     clock: int
@@ -139,6 +147,7 @@ class WorkerState:
     per_step: int
     own: OwnTensors = field(default_factory=OwnTensors)
     inner: list[dict[int, dict[str, Any]]] | None = None
+    at_step: Settings | None = None
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -153,16 +162,25 @@ def encode(state: WorkerState) -> bytes:
         "random": _random(settings.random, tensors),
         "stateful": plain(settings.stateful, tensors, "state"),
         "groups": plain(settings.groups, tensors, "groups"),
+        "stage": settings.stage,
         "loaders": [_loader(loader, tensors) for loader in state.script.loaders],
+        "positions": [[loader.shift, loader.over] for loader in state.script.loaders],
         "feeding": state.feeding,
         "per_step": state.per_step,
         "held": sorted(state.own.frozen),
         "residual": None if state.own.residual is None else sorted(state.own.residual),
         "inner": plain(state.inner, tensors, "the optimizer's state"),
+        "at_step": None if state.at_step is None else _settings(state.at_step, tensors),
+        "stage_at_step": 0 if state.at_step is None else state.at_step.stage,
     }
     frozen = {f"{FROZEN}{index}": tensor.detach().to("cpu").contiguous() for index, tensor in state.own.frozen.items()}
     residual = {f"{RESIDUAL}{index}": error for index, error in (state.own.residual or {}).items()}
     return write_document(document, tensors | frozen | residual, FORMAT)
+
+
+def _settings(settings: Settings, tensors: dict[str, torch.Tensor]) -> Any:
+    stateful, groups = plain(settings.stateful, tensors, "state"), plain(settings.groups, tensors, "groups")
+    return [_random(settings.random, tensors), stateful, groups]
 
 
 def _random(state: RandomState, tensors: dict[str, torch.Tensor]) -> Any:
@@ -188,12 +206,10 @@ def decode(data: bytes) -> WorkerState:
         return WorkerState(
             clock=_whole(document["clock"]),
             script=ScriptState(
-                Settings(
-                    _random_of(decoded(document["random"])),
-                    list(decoded(document["stateful"])),
-                    _groups_of(decoded(document["groups"])),
+                _settings_of(
+                    (document["random"], document["stateful"], document["groups"]), decoded, document.get("stage", 0)
                 ),
-                [_loader_of(loader, decoded) for loader in document["loaders"]],
+                _loaders_of(document["loaders"], document.get("positions"), decoded),
             ),
             feeding=None if document["feeding"] is None else _whole(document["feeding"]),
             per_step=_whole(document["per_step"]),
@@ -202,9 +218,19 @@ def decode(data: bytes) -> WorkerState:
                 _residual_of(document.get("residual", []), tensor),
             ),
             inner=_inner_of(decoded(document.get("inner"))),  # earlier versions have none
+            at_step=_at_step_of(document.get("at_step"), decoded, document.get("stage_at_step", 0)),  # nor this
         )
     except UNREADABLE as error:
         raise InvalidRequest(f"what the servers keep of this worker's state cannot be read: {error}") from None
+
+
+def _settings_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings:
+    random, stateful, groups = value
+    return Settings(_random_of(decoded(random)), list(decoded(stateful)), _groups_of(decoded(groups)), _whole(stage))
+
+
+def _at_step_of(value: Any, decoded: Callable[[Any], Any], stage: Any) -> Settings | None:
+    return None if value is None else _settings_of(value, decoded, stage)
 
 
 def _residual_of(indices: Any, tensor: Callable[[str], torch.Tensor]) -> Residual | None:
@@ -258,6 +284,15 @@ def _random_of(value: Any) -> RandomState:
         )
     random.Random(0).setstate(python)  # raises for what is none of Python's
     return RandomState(cpu, None if gpu is None else _tensor(gpu), python, numpy)
+
+
+def _loaders_of(values: list[Any], positions: Any, decoded: Callable[[Any], Any]) -> list[LoaderState]:
+    """positions: none in states of earlier versions"""
+    loaders = [_loader_of(value, decoded) for value in values]
+    if positions is None:
+        return loaders
+    pairs = zip(loaders, positions, strict=True)
+    return [replace(loader, shift=int(shift), over=_whole(over)) for loader, (shift, over) in pairs]
 
 
 def _loader_of(value: Any, decoded: Callable[[Any], Any]) -> LoaderState:

@@ -66,6 +66,11 @@ class InnerStates:
         self._kept: dict[int, InnerState] = {}  # by round
         self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
 
+    def enter(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Has these optimizers step from here on. What was kept is of those before."""
+        self._optimizers = optimizers
+        self._kept.clear()
+
     def captured(self, clock: int) -> InnerState | None:
         """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
         try:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from ps_protocol.errors import Unsupported
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.loaders import ShareSampler, epoch_sampler
 from ps_worker.data.look_ahead import LookAhead
 from ps_worker.state.encoding import LoaderState, PassStart, RandomState, ScriptState
@@ -88,9 +88,13 @@ class LoaderPosition:
         self._script = 0  # loops that the script has begun; more than `begun` while a loop makes up for earlier passes
         self._begun = 0
         self._taken = 0
+        # Where the script has loaded a position from its own file: pass k is the k-th but for `_shift`, and so many
+        # samples of the pass under way, or of the next one, are over.
+        self._shift = self._over = 0
         self._start: PassStart | None = None
         self._loop: object = None  # the last one; None: the script has left it
         self._since = 0  # steps that were made before it, or before the script left it
+        self._left_over = 0  # `_over` of the pass that the script has left
         self._began: dict[int, PassBegin] = {}  # by pass
         self._broken_off: dict[int, int] = {}  # by pass, after how many batches the script left its loop
         self._target: LoaderState | None = None
@@ -98,13 +102,22 @@ class LoaderPosition:
 
     def state(self) -> LoaderState:
         """Returns where it is, now."""
-        return LoaderState(self._begun, self.going, self._taken, self._start, self._passes.generator_state())
+        return self._state(self.going)
 
     def state_within(self) -> LoaderState:
         """Returns where it is for a script that is cut short: a loop that was left by that is still under way."""
         left = self._loop is None and self._start is not None and self._since == self._hooks.steps
-        within = self.going or left
-        return LoaderState(self._begun, within, self._taken, self._start, self._passes.generator_state())
+        return self._state(self.going or left)
+
+    def _state(self, going: bool) -> LoaderState:
+        generator = self._passes.generator_state()
+        over = self._over if going == self.going else self._left_over
+        return LoaderState(self._begun, going, self._taken, self._start, generator, self._shift, over)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the position in the data is that of all workers."""
+        return self._passes.is_divided
 
     def follow(self, state: LoaderState) -> None:
         """Goes to where it was when another loader does: at once, or when its own loop asks for the next batch.
@@ -119,7 +132,21 @@ class LoaderPosition:
             )
         else:
             self._begun = self._script = state.begun
+            self._shift, self._over = state.shift, state.over
             self._passes.set_generator(state.generator)
+
+    # -- for a file of the script's own ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the script's position in the data: see Position."""
+        return self._passes.position(self._hooks.target(self.index) or self._target or self.state())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the next pass begin there. Where the worker goes on from a checkpoint of the servers, that one counts."""
+        if self.going:
+            raise InvalidRequest("a loop over this loader is under way: load its state before the loop begins")
+        epoch, self._over = self._passes.read_position(state)
+        self._shift = epoch - self._begun
 
     # -- one loop of the script --------------------------------------------------------------------------------------
 
@@ -145,7 +172,8 @@ class LoaderPosition:
 
     def _begin_loop(self) -> Iterator[Any] | None:
         self._script += 1
-        self.going = False  # a loop that the script left behind does not count
+        if self.going:  # a loop that the script left behind does not count
+            self.going, self._over = False, 0
         self._hooks.loop_begins(self.index)
         target = self._hooks.target(self.index) or self._target
         if target is None:
@@ -178,13 +206,17 @@ class LoaderPosition:
         return self._begun < self._script and self._broken_off.get(self._begun) == self._taken
 
     def _end_pass(self) -> Iterator[Any] | None:
-        self.going = False
+        self.going, self._over = False, 0
+        return self._following()
+
+    def _following(self) -> Iterator[Any] | None:
         return self._cross() if self._begun < self._script else None
 
     def _leave(self) -> None:
         """Ends a loop that the script leaves early."""
         is_asked = self.is_asked_after_step
         self.going, self._loop, self._since = False, None, self._hooks.steps
+        self._left_over, self._over = self._over, 0
         if is_asked:
             self._hooks.capture(self.index)
         self._broken_off[self._begun] = self._taken
@@ -222,9 +254,10 @@ class LoaderPosition:
         assert target is not None
         self._target = None
         self._begun, self.going, self._taken, self._start = target.begun, target.going, 0, target.start
+        self._shift, self._over = target.shift, target.over
         if not target.going:
             self._passes.set_generator(target.generator)
-            return self._end_pass()
+            return self._following()
         assert target.start is not None
         now = RandomState.now(self._hooks.device)
         target.start.random.restore(self._hooks.device)
@@ -238,7 +271,7 @@ class LoaderPosition:
     def _open(self, start: PassStart, over: int) -> Iterator[Any]:
         """Opens the pass `begun` behind the batches that are over, and those to be left out as far as it has them."""
         skip = over + self._leave_out
-        iterator, self._taken = self._passes.open(self._begun, start, skip)
+        iterator, self._taken = self._passes.open(self._begun - 1 + self._shift, start, skip, self._over)
         self._leave_out = skip - self._taken
         return iterator
 
@@ -259,21 +292,47 @@ class RepeatablePasses:
         share = None if self._sampler is None else self._sampler.share()
         return PassStart(RandomState.now(device), self.generator_state(), share, self.epoch)
 
-    def open(self, number: int, start: PassStart, skip: int) -> tuple[Iterator[Any], int]:
+    def open(self, epoch: int, start: PassStart, skip: int, over: int = 0) -> tuple[Iterator[Any], int]:
         """Returns the batches of a pass but for its first `skip`, and how many it has left out: it may have fewer.
 
-        number: of the pass, from 1
+        epoch: of the sampler, from 0
+        over:  of the samples, which are over for all workers
         """
         skipped = 0
         if self._sampler is not None:
-            self._sampler.begin(number - 1, start.share)
+            self._sampler.begin(epoch, start.share, 0, over)
             if self._loader.num_workers == 0:  # nothing is loaded that is not wanted
-                skipped = min(skip, len(self._loader))
-                self._sampler.begin(number - 1, start.share, skipped * (self._loader.batch_size or 1))
+                skipped = min(skip, self._batches(start, over))
+                self._sampler.begin(epoch, start.share, skipped * (self._loader.batch_size or 1), over)
         iterator = iter(self._loader)
         while skipped < skip and next(iterator, _END) is not _END:
             skipped += 1
         return self._look_ahead(iterator), skipped
+
+    def _batches(self, start: PassStart, over: int) -> int:
+        assert self._sampler is not None
+        assert start.share is not None
+        samples, each = self._sampler.length(start.share[1], over), self._loader.batch_size or 1
+        return samples // each if self._loader.drop_last else -(-samples // each)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the position in the data is that of all workers."""
+        return self._sampler is not None
+
+    def position(self, state: LoaderState) -> dict[str, Any]:
+        """Returns the position in the data of all workers, of a loader that was divided."""
+        assert self._sampler is not None
+        if not state.going or state.start is None or state.start.share is None:
+            return self._sampler.position(state.shift + state.begun, state.over)
+        count = state.start.share[1]
+        own = min(state.taken * (self._loader.batch_size or 1), self._sampler.length(count, state.over))
+        return self._sampler.position(state.shift + state.begun - 1, state.over + own * count)
+
+    def read_position(self, state: Any) -> tuple[int, int]:
+        """Returns the epoch, and how many samples of it are over. Raises InvalidRequest as the sampler."""
+        assert self._sampler is not None
+        return self._sampler.read_position(state)
 
     @property
     def epoch(self) -> int | None:

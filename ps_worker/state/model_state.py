@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ps_protocol.tensors import element_name, parts_of, whole_of
 from ps_worker.state.encoding import OwnTensors, Residual
 
 log = logging.getLogger("ps_worker")
@@ -107,17 +108,19 @@ class FrozenTensor:
             return True
         if self._first is None:
             return self._tensor._version != self._version
-        return not torch.equal(self._tensor, self._first)
+        # As its parts: torch compares no float8, for one.
+        return not torch.equal(parts_of(self._tensor), parts_of(self._first))
 
     def copy(self) -> torch.Tensor:
-        """Returns its value now, on the host."""
-        return self._tensor.detach().to("cpu", copy=True)
+        """Returns its value now, on the host: the parts of its elements, as the job has them."""
+        return parts_of(self._tensor).to("cpu", copy=True)
 
     def takes(self, value: torch.Tensor) -> bool:
         """Whether a value fits."""
-        return value.shape == self._tensor.shape and value.dtype == self._tensor.dtype
+        parts = parts_of(self._tensor)
+        return value.shape == parts.shape and value.dtype == parts.dtype
 
     def put(self, value: torch.Tensor) -> None:
         """Sets its value."""
         with torch.no_grad():
-            self._tensor.copy_(value)
+            self._tensor.copy_(whole_of(value.contiguous(), element_name(self._tensor.dtype)))

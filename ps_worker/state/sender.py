@@ -43,6 +43,10 @@ class StateSender:
         self._closing.set()
         self._pool.close()
 
+    def join(self) -> None:
+        """Waits for the thread, once the coordinator's connection is closed: a call that is under way ends with it."""
+        self._pool.join()
+
     def _send(self, clock: int, state: bytes, restored: int) -> None:
         while not self._closing.is_set():
             place = self._members.place

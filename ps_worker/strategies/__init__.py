@@ -4,6 +4,7 @@ added.py             Parameters that an optimizer is given after `prepare`: `opt
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
+job_stages.py        The stages of one job: other optimizers step its parameters from then on
 job_training.py      The training of models in one job: the step loop
 local.py             Local steps: the mode `local:H`, with the script's own optimizers and a push each round
 parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it
@@ -12,4 +13,5 @@ sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
 streamed.py          Local steps whose model is pushed fragment by fragment: the mode `local:H/F`
 strategy.py          A strategy is one way to train; this is all that a session asks of it
+unfinished.py        A step that has ended on this worker, until it counts, also where its place is lost
 """

@@ -8,7 +8,7 @@ Everything that is neither weights nor optimizer state stays with the first job.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,16 +18,38 @@ from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
+from ps_worker.model.elements import is_trained
 from ps_worker.model.optimizer import ParameterStates, RemoteOptimizers, optimizer_like
+from ps_worker.model.stages import Stage
 
 log = logging.getLogger("ps_worker")
 
 
+class AddedStages(Protocol):
+    """Which optimizers step the parameters of a job beside the first: see job_stages.py."""
+
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+        """Returns the stage in which these optimizers step, of which some are new; nothing has changed yet."""
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage."""
+
+    def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes hyper-parameters from these groups, in place of those that it began with."""
+
+
 class AddedJob(RemoteOptimizers, Protocol):
-    """A job beside the first, with one optimizer: number 0."""
+    """A job beside the first. It begins with one optimizer: number 0."""
+
+    @property
+    def stages(self) -> AddedStages:
+        """Which optimizers step it."""
 
     def empty_step(self) -> None:
         """Makes a step without a gradient."""
+
+    def refresh(self) -> None:
+        """Has the model the weights with every update that is staged."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients only add up."""
@@ -40,11 +62,14 @@ class AddedJob(RemoteOptimizers, Protocol):
 Begin = Callable[[int, nn.Module, torch.optim.Optimizer], AddedJob]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Added:
-    """A group that was added to the optimizer of that number, and the job that trains it."""
+    """Parameters that were added, and the job that trains them.
 
-    optimizer: int
+    numbers: of the optimizers that step them, by number in the script; each with its number in the job
+    """
+
+    numbers: dict[int, int]
     parameters: list[nn.Parameter]
     job: AddedJob
 
@@ -65,7 +90,7 @@ class AddedGroups:
     ) -> None:
         self._spec = spec
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-        self._optimizers = optimizers
+        self._optimizers = {number: own for number, (_, own) in enumerate(optimizers)}
         self._begin = begin
         self._groups: list[_Added] = []
 
@@ -75,28 +100,80 @@ class AddedGroups:
         Blocks, in a job with a world size, until all workers have called it. Raises the errors of `checked_group`, of
         joining a job, and of torch's own add_param_group; the optimizer is unchanged then.
         """
-        taken = {self._indices[id(parameter)] for added in self._groups for parameter in added.parameters}
-        parameters = checked_group(group, self._spec, self._indices, taken)
-        name, own = self._optimizers[optimizer]
+        parameters = checked_group(group, self._spec, self._indices, self._taken())
+        own = self._optimizers[optimizer]
         own.add_param_group({**group, "params": parameters})
-        module, alike = holder(self._spec, self._indices, parameters), optimizer_like(own, own.param_groups[-1:])
-        number = len(self._groups) + 1
         try:
-            job = self._begin(number, module, alike)
+            self._begin_job(optimizer, parameters, optimizer_like(own, own.param_groups[-1:]))
         except BaseException:
             own.param_groups.pop()
             raise
-        self._groups.append(_Added(optimizer, parameters, job))
-        log.info("%d parameters are added to %s: job %s", len(parameters), name, added_name(self._spec.name, number))
         return [self._indices[id(parameter)] for parameter in parameters]
 
-    def _of(self, optimizer: int) -> list[_Added]:
-        return [added for added in self._groups if added.optimizer == optimizer]
+    def _taken(self) -> set[int]:
+        return {self._indices[id(parameter)] for added in self._groups for parameter in added.parameters}
+
+    def _begin_job(self, optimizer: int, parameters: list[nn.Parameter], alike: torch.optim.Optimizer) -> AddedJob:
+        number = len(self._groups) + 1
+        job = self._begin(number, holder(self._spec, self._indices, parameters), alike)
+        self._groups.append(_Added({optimizer: 0}, parameters, job))
+        name = type(alike).__name__
+        log.info("%d parameters are added to %s: job %s", len(parameters), name, added_name(self._spec.name, number))
+        return job
+
+    # -- the next stage of the script --------------------------------------------------------------------------------
+
+    def begin_stage(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> list[int]:
+        """Has these optimizers step from now on, of which some are new, what was added before; and begins to train
+        what these have of frozen parameters. Returns the latter, by index in the first job.
+
+        Raises as `next_stage`, before anything has changed, and as `add`.
+        """
+        following = []
+        for added in self._groups:
+            own = {number: each for number, each in optimizers.items() if _has_any(each, added.parameters)}
+            if own.keys() != added.numbers.keys():
+                following.append((added, own.keys(), added.job.stages.following(own, new)))
+        fresh = {number: self._frozen_of(optimizers[number]) for number in new}
+        for number, parameters in fresh.items():
+            if parameters:
+                self._begin_stage_of(number, optimizers[number], parameters)
+        for added, numbers, stage in following:
+            added.job.stages.enter(stage)
+            added.numbers = {number: number for number in numbers}
+        self._optimizers = dict(optimizers)
+        return [self._indices[id(parameter)] for parameters in fresh.values() for parameter in parameters]
+
+    def _frozen_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Returns the parameters of an optimizer that no job trains yet, and that servers can step."""
+        taken, found = self._taken(), []
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            index = self._indices.get(id(parameter))
+            if index is None or index in taken or self._spec.parameters[index].group is not None:
+                continue
+            if is_trained(self._spec.parameters[index].name, parameter):
+                found.append(parameter)
+        return found
+
+    def _begin_stage_of(self, number: int, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Begins a job for frozen parameters of an optimizer that has others, too."""
+        ids = {id(parameter) for parameter in parameters}
+        chosen = [(group, [each for each in group["params"] if id(each) in ids]) for group in optimizer.param_groups]
+        live = [group for group, members in chosen if members]
+        alike = optimizer_like(optimizer, [{**group, "params": members} for group, members in chosen if members])
+        alike.state.update({each: optimizer.state[each] for each in parameters if each in optimizer.state})
+        self._begin_job(number, parameters, alike).stages.read_groups(live)
+
+    def _of(self, optimizer: int) -> list[tuple[_Added, int]]:
+        return [(added, added.numbers[optimizer]) for added in self._groups if optimizer in added.numbers]
 
     def step(self, optimizer: int) -> None:
-        """Makes a step of what was added to one optimizer."""
-        for added in self._of(optimizer):
-            added.job.step(0)
+        """Makes a step of what was added to one optimizer; an empty one of what no optimizer has any more."""
+        for added, number in self._of(optimizer):
+            added.job.step(number)
+        for added in self._groups:
+            if not added.numbers:
+                added.job.empty_step()
 
     def empty_step(self) -> None:
         """Makes a step without a gradient of all that was added."""
@@ -111,19 +188,38 @@ class AddedGroups:
                 stack.enter_context(added.job.no_sync())
             yield
 
+    def refresh(self) -> None:
+        """Fetches the weights of all jobs beside; see JobTraining.refresh."""
+        for added in self._groups:
+            added.job.refresh()
+
     def load(self, optimizer: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of what was added to one optimizer; leaves out all other."""
-        for added in self._of(optimizer):
-            added.job.load(0, {tensor: states[tensor] for tensor in added.parameters if tensor in states})
+        for added, number in self._of(optimizer):
+            added.job.load(number, {tensor: states[tensor] for tensor in added.parameters if tensor in states})
+
+    def load_first(self, optimizer: int, states: ParameterStates, fresh: Collection[int]) -> None:
+        """Has the next step begin with the state that an optimizer brings of what was added before it; `fresh` began
+        with it."""
+        for added, number in self._of(optimizer):
+            own: dict[torch.Tensor, Any] = {each: states[each] for each in added.parameters if each in states}
+            if own and not any(self._indices[id(each)] in fresh for each in own):
+                added.job.load(number, own)
 
     def state(self, optimizer: int) -> ParameterStates:
         """Returns the state of what was added to one optimizer."""
-        return {tensor: state for added in self._of(optimizer) for tensor, state in added.job.state(0).items()}
+        states = [added.job.state(number) for added, number in self._of(optimizer)]
+        return {tensor: state for each in states for tensor, state in each.items()}
 
     def close(self) -> None:
         """Leaves all jobs."""
         for added in self._groups:
             added.job.close()
+
+
+def _has_any(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    ids = {id(parameter) for parameter in parameters}
+    return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
 
 
 def added_name(name: str, number: int) -> str:
@@ -151,7 +247,10 @@ def checked_group(
                 f"{tuple(parameter.shape)} that is in none of them"
             )
         if spec.parameters[index].group is not None or index in taken:
-            raise InvalidRequest(f"{spec.parameters[index].name} is in an optimizer already")
+            raise InvalidRequest(
+                f"{spec.parameters[index].name} is in an optimizer already; what another one has had, "
+                "session.prepare(optimizer) hands over"
+            )
     return parameters
 
 

@@ -2,8 +2,8 @@
 
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
 sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
-         worker sends.
-lost     They are lost with the step at hand if the place is lost, or if the one worker that sends dies in that step.
+         worker sends. They are kept until the step counts, which may be pushed again from another place.
+lost     They are lost with the step, if the one worker that sends dies in it.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,8 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
-from ps_worker.values import Assignment
+from ps_worker.model.stages import Stage
+from ps_worker.values import Assignment, JoinResult
 
 log = logging.getLogger("ps_worker")
 
@@ -31,29 +33,39 @@ class Assignments:
     def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor]) -> None:
         """tensors: the model's, in the order of the job's parameters."""
         self._model = model
-        self._spec = model.spec
+        self._spec, self._stage = model.spec, 0
         self._tensors = tensors
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
+        self._of_step: list[Assignment] = []  # which the step at hand takes along, until it counts
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def find_weights(self) -> None:
-        """Finds weights that the script has changed. Raises InvalidRequest or Unsupported, as `changed_weights`."""
+        """Finds weights that the script has changed. Raises InvalidRequest, as `changed_weights`."""
         self._weights |= self._model.changed_weights()
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Returns copies of the weights that the script has set and no step has taken along, by parameter."""
+        return self._model.copies(self._weights)
 
     def set_all(self) -> None:
         """Counts all weights that an optimizer steps as changed."""
         self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
 
-    def lost_step(self) -> None:
-        """Drops changed weights with the step that they would have gone with."""
-        self._weights = set()
+    def step_is_over(self) -> None:
+        """Drops what the step at hand has taken along, and weights that were changed and would have gone with it."""
+        self._weights, self._of_step = set(), []
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
+
+    def by_index(self, states: ParameterStates, of: Collection[int]) -> dict[int, Mapping[str, torch.Tensor]]:
+        """Returns state by the index of its parameter, of those parameters alone."""
+        found = {self._indices[id(tensor)]: state for tensor, state in states.items() if id(tensor) in self._indices}
+        return {index: state for index, state in found.items() if index in of}
 
     def load(self, parameters: Set[int], states: ParameterStates) -> None:
         """Has the next step begin with this state of the parameters of one optimizer. Raises what `check_states` does.
@@ -67,6 +79,12 @@ class Assignments:
                 loaded[index] = state
         check_states(self._spec, loaded)
         self._states = {**(self._states or {}), **loaded}
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage: what was set of optimizers that step no more is dropped."""
+        kept = {index for index, since in stage.since.items() if since < stage.number}
+        states = {index: state for index, state in (self._states or {}).items() if index in kept}
+        self._spec, self._stage, self._states = stage.spec, stage.number, states or None
 
     def loaded(self, parameters: Set[int]) -> States | None:
         """Returns the state of these parameters if the script has set it since the last step."""
@@ -86,39 +104,58 @@ class Assignments:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def send(self, connection: Connection, ranks: Sequence[int], began_late: bool, at_pass_begin: bool) -> bool:
-        """Sends the assignments, for the step that comes next; returns whether there are calls to settle.
+    def gather(
+        self, place: JoinResult, clock: int, ranks: Sequence[int], began_late: bool, at_pass_begin: bool
+    ) -> None:
+        """Has the step of a clock, which comes next, take the assignments along.
 
+        place:         of this worker
         ranks:         those that take part
         began_late:    the job was under way when this process joined, and it has made no step yet
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
         """
-        rank, clock = connection.place.identity.rank, connection.clock
+        rank = place.identity.rank
         if at_pass_begin and (self._weights or self._states is not None):
-            self.note_between_passes(clock + 1)
+            self.note_between_passes(clock)
         self._warn_of_relied_on(ranks)
         weights, self._weights = self._weights, set()
         states, self._states = self._states, None
+        self._of_step = []
         if not weights and states is None:
-            return False
+            return
         if began_late:
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
                 "first step is not taken over; the servers' weights and optimizer state count",
-                clock,
+                clock - 1,
             )
-            return False
+            return
         lowest = min(ranks, default=rank)
         if self._spec.consistency.aggregate and rank != lowest:
             self._relied_on = lowest
-            return False
+            return
         for bucket in self._model.layout.buckets:
             absent = [position for position, part in enumerate(bucket.slices) if part.parameter not in weights]
             if not bucket.frozen and len(absent) < len(bucket.slices):
-                connection.assign(clock + 1, Assignment(bucket, absent, None, self._model.assigned(bucket)))
-        for assignment in state_assignments(self._spec, self._model.layout, states or {}):
-            connection.assign(clock + 1, assignment)
-        return True
+                # A copy: weights that land would change it.
+                values = memoryview(bytes(self._model.assigned(bucket)))
+                self._of_step.append(Assignment(bucket, absent, None, values))
+        self._of_step += state_assignments(self._spec, self._model.layout, states or {})
+
+    def send(self, connection: Connection, begun: int | None = None) -> bool:
+        """Sends what the step that comes next takes along; returns whether there are calls to settle.
+
+        begun: as in Connection.push_pull
+        """
+        of_step = [each for each in self._of_step if begun is None or not connection.has_had(each.bucket, begun)]
+        for assignment in of_step:
+            connection.assign(connection.clock + 1, replace(assignment, stage=self._stage))
+        return bool(of_step)
+
+    @property
+    def has_some(self) -> bool:
+        """Whether the step at hand takes assignments along."""
+        return bool(self._of_step)
 
     def _warn_of_relied_on(self, ranks: Sequence[int]) -> None:
         relied_on, self._relied_on = self._relied_on, None
@@ -137,8 +174,8 @@ class Assignments:
         """Warns, after a rollback to a clock, of assignments that will not be repeated."""
         if any(changed > clock for changed in self._between_passes):
             log.warning(
-                "this script changed weights, optimizer state or groups between two passes after clock %d: what it "
-                "does between passes is not done again when they are made again",
+                "this script changed weights, rows, optimizer state or groups between two passes after clock %d: what "
+                "it does between passes is not done again when they are made again",
                 clock,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
-from ps_worker.data.loaders import PreparedLoader, shard_loader, warning_once
+from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
+from ps_worker.data.position import ShareLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
+from ps_worker.model.stepped_alone import watch_steps
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
+
+log = logging.getLogger("ps_worker")
 
 
 class Ddp:
@@ -35,6 +40,9 @@ class Ddp:
         self._metrics = metrics
         self._device = device
         self._models: list[DistributedDataParallel] = []
+        self._held: list[nn.Module] = []
+        self._frozen: set[int] = set()  # the ids of parameters that needed no gradient when they were wrapped
+        self._end_watching = watch_steps(self._before_step)
         if dist.is_initialized():  # by the script, or by an earlier session of this process
             there = dist.get_rank(), dist.get_world_size()
             if there != (rank, world_size):
@@ -63,6 +71,9 @@ class Ddp:
         """Steps finished."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Does nothing: the model's own are all there are."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
         return {}
@@ -74,9 +85,35 @@ class Ddp:
         tables = prepare_tables(models, optimizers, self.exchange, self.rank)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         wrapped = [self._wrapped(model, {"gradient_as_bucket_view": True, **options.ddp}) for model in models]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._frozen = {id(parameter) for parameter in parameters if not parameter.requires_grad}
+        self._held = list(models)  # so that no id of theirs becomes another's
+        self._watch(optimizers)
+        return wrapped, optimizers
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns them as they are. Those before may go on, too."""
+        self._watch(optimizers)
+        return optimizers
+
+    def _watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
-        return wrapped, optimizers
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises InvalidRequest for a parameter that DDP does not know: it was frozen when its model was wrapped."""
+        if self.world_size > 1 and any(
+            id(each) in self._frozen and each.grad is not None
+            for group in optimizer.param_groups
+            for each in group["params"]
+        ):
+            raise InvalidRequest(
+                f"{type(optimizer).__name__} steps a parameter that was frozen when prepare wrapped the model, and DDP "
+                "averages the gradients of the others alone: each process would train it alone. Unfreeze all before "
+                "prepare, and keep those that do not train yet out of the optimizer"
+            )
 
     def _wrapped(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -89,20 +126,33 @@ class Ddp:
 
     def _stepped(self) -> int:
         self.clock += 1
+        if self.clock == 1:
+            self._warn_unless_run()
         return self.clock
+
+    def _warn_unless_run(self) -> None:
+        if self.world_size > 1 and self._models and not any(_has_run(model) for model in self._models):
+            log.warning(
+                "the first step was made, and no model that prepare returned has run: DDP averages the gradients of "
+                "those, so this process trains alone. Write model, optimizer = session.prepare(model, optimizer), and "
+                "call that model"
+            )
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns the loader with this rank's share of its data."""
         share = shard_loader(loader, self._share, seed)
+        if isinstance(share.sampler, ShareSampler):
+            position = ShareLoop(share, share.sampler)
+            return prepared_loader(share, self._device, self._metrics.timer, position.batches, position)
         begin: Callable[[], Iterator[Any]] = share.__iter__
         if isinstance(loader.dataset, IterableDataset):
             begin = warning_once(loader, self._share, begin)
-        return PreparedLoader(share, self._device, self._metrics.timer, begin)
+        return prepared_loader(share, self._device, self._metrics.timer, begin)
 
     def _share(self) -> tuple[int, int]:
         return self.rank, self.world_size
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     @contextlib.contextmanager
@@ -130,7 +180,15 @@ class Ddp:
 
     def close(self) -> None:
         """Lets go of the models. The process group stays until the process ends."""
+        self._end_watching()
         self._models.clear()
+        self._held.clear()
+        self._frozen.clear()
+
+
+def _has_run(model: DistributedDataParallel) -> bool:
+    """Whether a model has run forward. torch notes it for itself; a hook would go into what torch.compile compiles."""
+    return bool(getattr(model, "_lazy_init_ran", True))
 
 
 def _leave_process_group() -> None:

@@ -6,10 +6,10 @@ step       `optimizer.step()` checks the gradients; a step that must not be push
            Then every bucket that trains is pushed, and its weights at the next clock are pulled. Pushes never wait for
            other workers, pulls wait as long as the mode says. The step is over when all pushes are staged and all
            weights have landed.
-lost       A worker loses its place by a pause, a partition, or a rollback of the job. That ends the step: the worker
-           takes another place and goes on from its weights (ps_worker/cluster/participation.py). The gradient counts
-           if all of it was staged. After a rollback the worker's own state is rolled back too, and the batch's other
-           steps are left out.
+lost       A worker loses its place by a pause, a partition, or a rollback of the job. It takes another one, with the
+           weights there (ps_worker/cluster/participation.py). A step that was at hand counts as a whole: what shards
+           have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
+           worker, its own state is rolled back too, and the batch's other steps are left out.
 between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
            sets.
 """
@@ -25,24 +25,27 @@ from typing import Any
 import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
-from ps_protocol.errors import UnknownWorker
+from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
+from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import StateCollector, States
-from ps_worker.model.step import EndedStep, StepMaker
+from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.unfinished import Fate, Unfinished
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
-from ps_worker.values import PullResult, PushResult, SavedState, StateChunk
+from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
 
 log = logging.getLogger("ps_worker")
 
@@ -56,6 +59,7 @@ class JobTraining:
     data:          leased batches that no step has used yet
     checkpoint:    this worker's own part of the job's checkpoints
     stepped:       this process has made a step of its own
+    stages:        which optimizers step the job's parameters
     """
 
     def __init__(
@@ -73,15 +77,23 @@ class JobTraining:
         self.participation = participation
         self._steps = steps
         self._model = steps.model
+        self._tensors = tensors
         self._assignments = Assignments(steps.model, tensors)
         self._added = added
+        self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
         self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
         self._sent: SentStep | None = None
+        self._unfinished: Unfinished | None = None
+        self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
         self._rolled_back = False  # and the script has asked for no batch since
         self._closing = False
+        self._beside = beside
+        self._is_late = False  # what the script has set is not the job's yet, see `_follow_job`
+        self._goes_back = False  # it is ahead of the job's, which was rolled back
+        self._late_until = 0  # the stage of the script at which what the job has can be taken over
 
     def begin(
         self,
@@ -102,10 +114,16 @@ class JobTraining:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
         elif self.clock and self.participation.options.world_size:
             log.warning(
-                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data and its "
-                "schedulers begin anew",
+                "worker %d begins at clock %d without a state: no checkpoint has one of its rank, so its data begins "
+                "anew",
                 *(self.participation.rank, self.clock),
             )
+        # With a state of an earlier clock, its schedule is behind the job's.
+        self._is_late = not self._beside and self.clock > (self.checkpoint.restored_clock or 0)
+        if self._is_late:
+            self.checkpoint.comes_late()
+        else:
+            self._tell()
         self.participation.begin_step()
 
     def close(self) -> None:
@@ -119,8 +137,10 @@ class JobTraining:
             state = self._last_state()
         except Exception:
             log.exception("this worker's state could not be caught")  # the worker leaves all the same
+        self.checkpoint.close()
         self._sender.close()
         self.participation.close(state, done=not is_cut_short())
+        self._sender.join()
         self._model.release()
 
     def _last_state(self) -> SavedState:
@@ -156,7 +176,7 @@ class JobTraining:
 
     def row_reads(self) -> RowReads:
         """Returns what reads rows in this worker's place."""
-        return RowReads(self.participation, self._in_place, self._metrics)
+        return RowReads(self.participation, self._in_place, self._metrics, lambda: self._is_past)
 
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
@@ -169,24 +189,66 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._rolled_back and self.checkpoint.waits_for_loader:
+        if self._is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
+        self.stages.check_steps(index)
         self._rolled_back = False
+        self._follow_job()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
-        staged = self._in_place(lambda: self._exchange(index))
+        self._drop_unfinished()  # one that was interrupted: its gradient is here no more
+        staged = self._in_place(lambda: self._exchange(index), lambda: self._end(index))
         self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
         self._added.step(index)
 
+    @property
+    def _is_past(self) -> bool:
+        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        return self._rolled_back and self.checkpoint.waits_for_loader
+
     def empty_step(self) -> None:
         """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
         self._metrics.empty_step()
-        self.checkpoint.stepping()
+        self._follow_job()
+        self.checkpoint.stepping(is_empty=True)
         if self._in_place(lambda: self._exchange(None)) is not None:
             self.data.keep()  # no shard has seen it
         self._added.empty_step()
+
+    # -- what the script has set that is the job's -------------------------------------------------------------------
+
+    def _follow_job(self) -> None:
+        """Has a process that came late continue with the job's schedule: right before its first step, or the first one
+        of the stage to which the job's script has come."""
+        if not self._is_late or self.checkpoint.stage < self._late_until:
+            return
+        if self.checkpoint.job.are_some:
+            try:
+                told = self.participation.ask_script()
+            except PlaceLost:
+                return  # which the step meets, too; the next one asks anew
+            content = None if told is None else told.content
+            self._late_until = self.checkpoint.adopt(content, self.clock, self._goes_back)
+            if self.checkpoint.stage < self._late_until:
+                return
+        elif self.checkpoint.has_unknown_scheduler:
+            log.warning(
+                "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
+                "prepare, and workers that join late continue the job's",
+                *(self.participation.rank, self.clock),
+            )
+        self._is_late = self._goes_back = False
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells other workers that join late what the script has set, from here on."""
+        self.participation.script.begin(self._told)
+
+    def _told(self) -> SavedState | None:
+        clock, told = self.clock, self.checkpoint.tells(self.clock)
+        return None if told is None else SavedState(clock, told)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,56 +256,106 @@ class JobTraining:
         with self._steps.no_sync(), self._added.no_sync():
             yield
 
-    def _in_place(self, exchange: Callable[[], None]) -> bool | None:
-        """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`."""
+    def _in_place(self, exchange: Callable[[], None], end: Callable[[], None] | None = None) -> bool | None:
+        """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`.
+
+        end: ends the step at hand on this worker; the exchange begins with it
+        """
+        with self.participation.script.standing():
+            return self._in_this_place(exchange, end)
+
+    def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], None] | None) -> bool | None:
         self.participation.members.raise_lost()
-        if self.participation.has_place:
-            try:
-                exchange()
-                return None
-            except PlaceLost:
-                pass
-            except BaseException as error:
-                self.participation.connection.drop_drafts()
-                self._steps.tables.give_back()
-                if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-                    if self._sent is not None:
-                        self.participation.connection.fail()
-                    self._sent = None
-                    self.participation.begin_step()
-                self.data.failed()
-                raise
+        try:
+            if self.participation.has_place:
+                try:
+                    exchange()
+                    return None
+                except PlaceLost:
+                    pass
+            if end is not None and self._unfinished is None:
+                end()
+        except BaseException as error:
+            self._broke_off(error)
+            raise
         return self.come_back()
+
+    def _broke_off(self, error: BaseException) -> None:
+        """Ends an exchange that an error has broken off, for another reason than a lost place."""
+        self.participation.connection.drop_drafts()
+        self._steps.tables.give_back()
+        if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
+            if self._sent is not None:
+                self.participation.connection.fail()
+            self._sent = None
+            self.participation.begin_step()
+        self._drop_unfinished()
+        self.data.failed()
+
+    def _drop_unfinished(self) -> None:
+        self._unfinished = None
+        self.participation.connection.end_step()
 
     def _exchange(self, index: int | None) -> None:
         """Pushes a step of one optimizer, or of none, and pulls all weights."""
-        connection = self.participation.connection
         end_last_step(self.participation)
-        step = self._ended(index)
+        self._end(index)
+        self._push()
+
+    def _end(self, index: int | None) -> None:
+        """Ends the step at hand on this worker, with what the script has set before it."""
+        self._assignments.find_weights()
+        step = self._steps.end_empty() if index is None else self._steps.end(index)
+        self._unfinished = Unfinished(step, self.clock)
+        began_late = self.participation.came_late and not self.stepped
+        self._gather_assignments(began_late, self.checkpoint.at_pass_begin)
+        if self.checkpoint.at_pass_begin and self._steps.tables.assigned():
+            self._assignments.note_between_passes(self.clock + 1)
+
+    def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
+        """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
+        place, ranks = self.participation.connection.place, self.participation.ranks
+        self._assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
+
+    def _push(self) -> None:
+        """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights."""
+        unfinished, connection = self._unfinished, self.participation.connection
+        assert unfinished is not None
+        step, begun = unfinished.step, unfinished.begun
+        self.stages.tell()
+        if self._assignments.send(connection, begun):
+            self.participation.settle()
+        self._send_assigned_rows(begun)
         self._model.begin_pull()
         ranges = self.data.use()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
                 ahead = self._steps.tables.ask_ahead()
-                pushed, pulls, committing = connection.push_pull(pushes, step.drafts_hold, step.rows, ranges, ahead)
+                pushed, pulls, committing = connection.push_pull(
+                    pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
+                )
             self._steps.tables.sent()
+            unfinished.begun = connection.clock if begun is None else begun
             buckets = [push.bucket for push in pushes if not push.empty]
             self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
+        self._steps.tables.forget_assigned()
         self.data.pushed()
 
-    def _ended(self, index: int | None) -> EndedStep:
-        """Ends the step at hand, and sends what the script has set before it."""
-        participation = self.participation
-        self._assignments.find_weights()
-        step = self._steps.end_empty() if index is None else self._steps.end(index)
-        began_late = participation.came_late and not self.stepped
-        if self._assignments.send(
-            participation.connection, participation.ranks, began_late, self.checkpoint.at_pass_begin
-        ):
-            participation.settle()
-        return step
+    def _send_assigned_rows(self, begun: int | None) -> None:
+        """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
+        connection, tables = self.participation.connection, self._steps.tables
+        assigned = tables.assigned()
+        for table, rows in assigned.items():
+            connection.assign_rows(connection.clock + 1, table, rows, begun)
+        if assigned:
+            try:
+                self.participation.settle()
+            except (InvalidRequest, LimitExceeded):
+                tables.forget_assigned()
+                connection.forget_assigned_rows()
+                raise
 
     def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
         """Waits for a step's pushes and pulls, and counts them."""
@@ -252,11 +364,13 @@ class JobTraining:
             self.participation.settle()
         with named(PULL):
             self._model.end_pull()
+        self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         with undisturbed():
             self._end_sent(counts=True)
-            if is_wanted:
+            self._counted = self.clock
+            if is_wanted and not self.checkpoint.waits_for_loader:
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
             self.participation.timeline.end_step()
@@ -265,43 +379,113 @@ class JobTraining:
     def _end_sent(self, counts: bool) -> None:
         """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
         sent, self._sent = self._sent, None
+        self._drop_unfinished()
+        self._assignments.step_is_over()
         if counts and sent is not None:
             self._model.count(sent.buckets)
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
     def come_back(self) -> bool:
-        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts."""
+        """Goes on in a new place, where the old one is lost. Ends the step at hand; returns whether it counts.
+
+        What shards have not had of it is pushed again, from as many places as it takes.
+        """
+        counts = self._take_place()
+        while self._unfinished is not None:
+            try:
+                self._push()
+            except PlaceLost:
+                counts = self._take_place()
+            except BaseException as error:
+                self._broke_off(error)
+                raise
+            else:
+                counts = True
+        return counts
+
+    def _take_place(self) -> bool:
+        """Takes a new place; returns whether the step at hand counts. It is kept if it is to be pushed again."""
+        unfinished, done, lost = self._unfinished, self.clock, self.participation.connection
+        is_leased = unfinished is not None and bool(self.data.use())
+        self.stages.place_lost()
         self._steps.abandon()
         self._steps.tables.forget_ahead()
-        self._assignments.lost_step()
-        lost = self.participation.connection
+        gradients = self._model.held_gradients()
         checkpoint_wanted = self.participation.rejoin(self._model)
         place = self.participation.connection.place
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             self._restore_count = place.restore_count
-            sent = self._sent
-            staged = sent is not None and sent.counts(place)
-            if staged is None:  # every push is done: no call of the old place is under way
-                assert sent is not None
-                staged = all(push.exception() is None for push in sent.pushed)
-            self._end_sent(counts=staged)
-            if checkpoint_wanted:
-                self.checkpoint.want(self.clock)
-            if rolled_back:
-                self._roll_back(place.state)
+            if rolled_back and not self._has_all_before(place, done):
+                with self.participation.script.moving():
+                    self._roll_back(place.state)
             else:
-                self.checkpoint.stepped()
-        self._metrics.rejoined(not staged and not rolled_back, self.clock)
+                rolled_back = False
+            fate = self._fate(place, rolled_back, is_leased)
+            if fate is Fate.AGAIN and unfinished is not None:
+                unfinished.goes_on_from(place)
+                self._model.hold_gradients(gradients)
+                self._sent = None
+            else:
+                self._end_sent(counts=fate is Fate.COUNTS)
+                if fate is Fate.COUNTS or rolled_back:  # otherwise rows that the script has set go with the next step
+                    self._steps.tables.forget_assigned()
+            if fate is Fate.COUNTS and unfinished is not None:
+                self._counted = unfinished.begun
+            if not rolled_back:
+                self._checkpoint_in_place(checkpoint_wanted, fate)
+        self._metrics.rejoined(fate.is_lost, self.clock)
         self.participation.begin_step()
         log.warning(
-            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s",
+            "worker %d lost its place at clock %d and goes on at clock %d as incarnation %d; %s%s",
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
-            "the job was rolled back" if rolled_back else f"its last gradient {'counts' if staged else 'is lost'}",
+            *("the job was rolled back; " if rolled_back else "", fate.value),
         )
-        return staged
+        return fate is Fate.COUNTS
+
+    def _has_all_before(self, place: JoinResult, done: int) -> bool:
+        """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
+        it is. done: the clock of the last of them
+        """
+        unfinished = self._unfinished
+        if self.data.accounts or (unfinished is not None and unfinished.is_early):
+            return False
+        if unfinished is None and self._sent is not None:  # it was interrupted: it may be the last one
+            return False
+        if unfinished is not None:
+            done = unfinished.done
+        if self._model.spec.consistency.one_clock:
+            return place.clock == done + (unfinished is not None and unfinished.counts(place))
+        return self._counted is not None and place.pushed is not None and place.pushed >= self._counted
+
+    def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
+        """Returns what becomes of the step at hand in a new place. rolled_back: this worker was"""
+        unfinished, sent = self._unfinished, self._sent
+        if unfinished is not None:
+            if place.pushed is None and sent is not None and all(push.exception() is None for push in sent.pushed):
+                return Fate.COUNTS
+            if unfinished.step.is_empty and not self._assignments.has_some and not self._steps.tables.assigned():
+                return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
+            one_clock, waits = self._model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
+            return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
+        if sent is None:
+            return Fate.NO_STEP
+        staged = sent.counts(place)
+        if staged is None:  # every push is done: no call of the old place is under way
+            staged = all(push.exception() is None for push in sent.pushed)
+        return Fate.COUNTS if staged else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
+
+    def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
+        """Has a checkpoint get this worker's state at the clock of a new place, if it wants that."""
+        if fate in (Fate.AGAIN, Fate.NO_STEP, Fate.DATA_COMES_AGAIN):
+            if wanted and self._model.spec.local is None:  # it is before the step at hand
+                self.checkpoint.between_steps(self.clock, has_begun=fate is not Fate.NO_STEP)
+            return
+        if wanted:
+            self.checkpoint.want(self.clock)
+        self.checkpoint.stepped()
 
     def _roll_back(self, saved: SavedState | None) -> None:
         """Rolls this worker back with the job. saved: its own state of that checkpoint"""
@@ -309,6 +493,7 @@ class JobTraining:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
             self.checkpoint.forget()
+            self._is_late = self._goes_back = not self._beside
         else:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
             self.checkpoint.try_restore()
@@ -330,7 +515,8 @@ class JobTraining:
 
     def pause(self, seconds: float) -> None:
         """Waits; raises the reason if this worker takes part no more."""
-        self.participation.wait(seconds)
+        with self.participation.script.standing():
+            self.participation.wait(seconds)
         if self._closing:
             raise UnknownWorker("the session is closed")
 
@@ -338,20 +524,53 @@ class JobTraining:
         """Returns batches of leased data; None: this worker took another place, and has to ask anew."""
         self.pause(0.0)
         try:
-            return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
+            with self.participation.script.standing():
+                return self.participation.call(lambda identity: self.participation.coordinator.lease(identity, ask))
         except PlaceLost:
             self.come_back()
             return None
+
+    def refresh(self) -> None:
+        """Fetches the weights with every update that is staged, by any worker. The model has them then.
+
+        In sync those of the last step are these already, and in local:H the model has weights of its own within a
+        round: nothing is fetched. Weights that the script has set since its last step stay; they go with the next.
+        """
+        spec = self._model.spec
+        if self._closing or spec.local is not None:
+            return
+        if not spec.consistency.aggregate or spec.consistency.quorum is not None:
+            while self._in_place(self._fetch_weights) is not None:
+                pass
+        self._added.refresh()
+
+    def _fetch_weights(self) -> None:
+        end_last_step(self.participation)
+        self._assignments.find_weights()
+        set_by_script = self._assignments.copies()
+        try:
+            self._model.begin_pull()
+            pulls = self.participation.connection.pull(all_staged=True)
+            self.participation.settle()
+            self._model.end_pull()
+        finally:
+            self._model.put_back(set_by_script)
+        landed = [pull.result() for pull in pulls]
+        if any(pull.checkpoint for pull in landed):  # a shard tells that at one clock alone
+            self.checkpoint.want(self.clock)
+        self._metrics.fetched(added_sizes(pull.sizes for pull in landed))
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 
     def load(self, index: int, states: ParameterStates) -> None:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
+        self.stages.check_steps(index)
         self._added.load(index, states)
         self._assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
+        self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
         states = self._assignments.loaded(parameters)
         if states is None:
@@ -364,7 +583,7 @@ class JobTraining:
                 "the session is closed, and the optimizer's state went with its place in the job: save it before"
             )
         while True:
-            collector = StateCollector(self._model.spec, self._model.layout)
+            collector = StateCollector(self._steps.stage, self._model.layout)
 
             def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
                 self.participation.connection.pull_state(land)
@@ -375,6 +594,7 @@ class JobTraining:
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        self.stages.check_steps(index)
         parameters = self._added.add(index, group)
         self._assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)

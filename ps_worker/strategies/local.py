@@ -5,16 +5,17 @@ prepare  The models join a job whose optimizer, on the servers, is the outer one
 step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
          its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
 time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
-early    A round may end before it has all its steps: where this worker has no more data and others wait for it. Of a
-         round that is broken off, by a place that is lost or at the end, nothing is pushed.
-lost     As in job_training.py, in rounds. All batches that the worker had leased are leased anew.
+early    A round may end before it has all its steps: where this worker has no more data and others wait for it, and
+         where its place is lost in the middle of it. Of a round that is broken off at the end nothing is pushed.
+lost     As in job_training.py, in rounds. Batches that the worker had leased are leased anew, but for those of a round
+         of which shards have had a part.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -24,18 +25,20 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ps_protocol.data import MAX_PUSH_RANGES
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
+from ps_worker.model.job_spec import check_known
 from ps_worker.model.local_round import LocalRound
-from ps_worker.model.step import EndedStep
+from ps_worker.model.stages import tensors_in
 from ps_worker.state.checkpoint import LocalCheckpoint
 from ps_worker.state.ending import is_cut_short
 from ps_worker.state.inner import InnerStates
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.strategy import Prepared
+from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.values import PrepareOptions, SavedState
 
 log = logging.getLogger("ps_worker")
@@ -70,7 +73,18 @@ class LocalSteps(ParameterServer):
         training = self._join(models, [outer], options, partial(self._training_class, optimizers=optimizers))
         assert isinstance(training, LocalTraining)
         self._local = training
+        self._alone.know(optimizers, optimizers)
         return models, optimizers
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns the optimizers as they are, watched. Raises Unsupported for parameters that were frozen before."""
+        assert self._local is not None
+        check_known(models, optimizers)
+        self._local.follow(optimizers)
+        self._alone.take_over(optimizers, optimizers)
+        return optimizers
 
     @property
     def _training_class(self) -> type[LocalTraining]:
@@ -119,7 +133,8 @@ class LocalTraining(JobTraining):
         self._groups = [len(optimizer.param_groups) for optimizer in optimizers]
         self._inner = self._states_of(optimizers)
         self.checkpoint = LocalCheckpoint(self.checkpoint.device, self._sender.send, self._local, self._inner)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of the optimizer
+        self._began: SavedState | None = None  # what the script had set that is the job's when this round began
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
         """Returns what keeps the state of the script's own optimizers."""
@@ -139,19 +154,46 @@ class LocalTraining(JobTraining):
         self._metrics.rounds.begin()
         if self.clock and self.participation.connection.place.state is None and self._inner.is_empty:
             self._inner.begin_anew()
-        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
         for optimizer in self._own:
-            self._hooks += [
-                optimizer.register_step_pre_hook(lambda *_: self._stepping()),
-                optimizer.register_step_post_hook(lambda *_: self._stepped()),
-            ]
+            self._watch(optimizer)
             self._metrics.watch_gradients(optimizer)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
+        self._hooks[id(optimizer)] = [
+            optimizer.register_step_pre_hook(lambda *_: self._stepping()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+        ]
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Has these optimizers step on this worker from the next step on, in place of those that had any of their
+        parameters. A round that is under way goes on. Raises Unsupported for parameters that the job does not train."""
+        trained = {id(tensor): index for index, tensor in enumerate(self._tensors) if index in self._steps.stage.owner}
+        taken = {id(tensor): tensor for each in optimizers for tensor in tensors_in(each)}
+        if any(tensor.requires_grad and key not in trained for key, tensor in taken.items()):
+            raise Unsupported(
+                "in local:H a job trains the parameters that its first optimizers had: give them all before prepare, "
+                "and set requires_grad=False on those that do not train yet"
+            )
+        replaced = [each for each in self._own if any(id(tensor) in taken for tensor in tensors_in(each))]
+        for each in replaced:
+            for hook in self._hooks.pop(id(each)):
+                hook.remove()
+        self._own = [*(each for each in self._own if id(each) in self._hooks), *optimizers]
+        self._groups = [len(each.param_groups) for each in self._own]
+        for each in optimizers:
+            self._watch(each)
+        self._inner.enter(self._own)
+        self._assignments.note_between_passes(self.clock + 1)
+        self.checkpoint.enter(self.checkpoint.stage + 1, self._own)
 
     def close(self) -> None:
         """Leaves the job as JobTraining does. The script's own optimizers step on without it."""
         if not self._closing:
             self._say_if_never_warm()
-        for hook in self._hooks:
+            if self._began is not None and not self._round.made:
+                self._began = self._told()  # whoever goes on begins the round after the last one
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
         super().close()
 
@@ -202,9 +244,15 @@ class LocalTraining(JobTraining):
                     f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
                     "all of them before prepare, and set requires_grad=False on those that do not train yet"
                 )
+        self._follow_job()
+        if not self._round.made:
+            self._began = self._told()
         self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
+
+    def _tell(self) -> None:
+        self.participation.script.begin(lambda: self._began, at_any_time=True)  # a newcomer begins with a round
 
     def samples(self, count: int) -> None:
         """Adds samples that the step at hand uses."""
@@ -236,16 +284,15 @@ class LocalTraining(JobTraining):
         with self._metrics.rounds.exchanging():
             self.step(0)
 
-    def _ended(self, index: int | None) -> EndedStep:
-        participation = self.participation
-        alone = participation.options.world_size == 1 and self._local.averages(self._round.number)
-        if index is None or not alone:
-            return self._round.end_empty() if index is None else self._round.end(index)
-        if self._round.end_alone():
+    def _end(self, index: int | None) -> None:
+        alone = self.participation.options.world_size == 1 and self._local.averages(self._round.number)
+        if index is not None and not alone:
+            self._unfinished = Unfinished(self._round.end(index), self.clock)
+            return
+        if index is not None and self._round.end_alone():
             self._assignments.set_all()
-            self._assignments.send(participation.connection, participation.ranks, False, False)
-            participation.settle()
-        return self._round.end_empty()
+            self._gather_assignments()
+        self._unfinished = Unfinished(self._round.end_empty(), self.clock)
 
     def _finish(self, *sent: Any) -> None:
         super()._finish(*sent)
@@ -260,15 +307,32 @@ class LocalTraining(JobTraining):
             self._inner.restore(self.clock, None)
 
     def come_back(self) -> bool:
-        """Goes on in a new place, with the weights there: what was made of this round is lost unless it is staged."""
-        staged = super().come_back()
+        """Goes on in a new place, with the weights there. A round that is at hand ends with it, and counts as a whole:
+        see JobTraining.come_back."""
+        if self._unfinished is None and self._sent is None and not self._rolled_back:
+            self._end_early()
+        return super().come_back()
+
+    def _end_early(self) -> None:
+        """Ends the round at hand, if it has steps, with those that it has. Leased batches come again instead."""
+        if not self._round.made or not self._model.base.is_there or self.data.accounts:
+            return
+        with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
+            self._end(0)
+        if self._unfinished is not None:
+            self._unfinished.is_early = True
+
+    def _take_place(self) -> bool:
+        counts = super()._take_place()
+        is_kept = self._unfinished is not None
         # What this worker had leased may be another's by now. A batch that both have used would take the others of its
         # round along: a difference is whole, or left out.
-        self.data.rollback()
-        for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
-            for tensor in tensors:
-                if tensor.grad is not None:  # of batches that come again
-                    tensor.grad.zero_()
-        self._begin_round()
+        self.data.rollback(keep_using=is_kept)
+        if not is_kept:
+            for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
+                for tensor in tensors:
+                    if tensor.grad is not None:  # of batches that come again
+                        tensor.grad.zero_()
+            self._begin_round()
         self._metrics.rounds.begin()
-        return staged
+        return counts

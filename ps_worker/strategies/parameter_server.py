@@ -9,6 +9,7 @@ beside     A group that is added to an optimizer later is a job of its own, with
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -25,12 +26,21 @@ from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.rounds import Rounds
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
-from ps_worker.data.loaders import PreparedLoader, dividing_sampler, shard_loader, warning_once, with_plain_batches
+from ps_worker.data.loaders import (
+    PreparedLoader,
+    dividing_sampler,
+    prepared_loader,
+    shard_loader,
+    warning_once,
+    with_plain_batches,
+)
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.job_spec import describe
+from ps_worker.model.job_spec import check_next, describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
+from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.model.streamed_round import step_maker
+from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.strategy import Prepared
@@ -38,6 +48,8 @@ from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
 from ps_worker.values import PrepareOptions
+
+log = logging.getLogger("ps_worker")
 
 
 class ParameterServer:
@@ -59,6 +71,7 @@ class ParameterServer:
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
         self._rounds: Rounds | None = None  # likewise
+        self._alone: SteppedAlone  # likewise
 
     @property
     def rank(self) -> int:
@@ -91,8 +104,13 @@ class ParameterServer:
         """The same."""
         return self.clock
 
+    def refresh(self) -> None:
+        """Has the model the weights with every update that is staged; see JobTraining.refresh."""
+        if self._training is not None:
+            self._training.refresh()
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has the weights that were pulled last."""
+        """Returns none: the model has them, after `refresh`."""
         return {}
 
     def prepare(
@@ -100,7 +118,21 @@ class ParameterServer:
     ) -> Prepared:
         """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
         training = self._join(models, optimizers, options)
-        return models, [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        prepared = [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        self._alone.know(prepared, optimizers)
+        return models, prepared
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
+        training = self._training
+        assert training is not None
+        check_next(models, optimizers, training.stages.rows_of)
+        numbers = training.stages.begin(optimizers)
+        prepared = [ServerOptimizer(each, training, number) for each, number in zip(optimizers, numbers, strict=True)]
+        self._alone.take_over(prepared, optimizers)
+        return prepared
 
     def _join(
         self,
@@ -113,6 +145,7 @@ class ParameterServer:
         self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device, make=make)
         self._training, self._rounds = training, Rounds(self._joining, training)
+        self._alone = SteppedAlone(models, refuse)
         return training
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
@@ -131,20 +164,22 @@ class ParameterServer:
         share, timer = shard_loader(loader, training.participation.share, seed), self._metrics.timer
         is_iterable = isinstance(loader.dataset, IterableDataset)
         if self._job.world_size or is_iterable:
-            begin = training.checkpoint.add_loader(share, training.look_ahead).batches
+            position = training.checkpoint.add_loader(share, training.look_ahead)
+            begin, known = position.batches, position if position.is_divided else None
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
-            return PreparedLoader(share, self._device, timer, begin)
+            return prepared_loader(share, self._device, timer, begin, known)
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)
         return LeasedLoader(loader, shares, leases, self._device, timer, training.look_ahead)
 
-    def keep(self, things: Sequence[Any]) -> None:
-        """Has the state of these rolled back with the job, from `prepare` of the models on."""
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
+        """Has the state of these rolled back with the job, from `prepare` of the models on, and brought to workers that
+        join late, but for what is this worker's own."""
         if self._training is not None:
             for thing in things:
-                self._training.checkpoint.add(thing)
+                self._training.checkpoint.add(thing, any(thing is each for each in own))
             self._training.checkpoint.try_restore()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -160,14 +195,28 @@ class ParameterServer:
             raise InvalidRequest(
                 f"session.{what.split()[0]}: this worker takes no part in the job yet; call prepare first"
             )
-        return self._rounds.exchange(value, what)
+        assert self._joining is not None
+        with self._joining.script.standing():
+            return self._rounds.exchange(value, what)
 
     def close(self) -> None:
         """Leaves the job and ends every thread and connection."""
         if self._training is not None:
+            warn_of_no_step(self._alone, self._metrics)
+            self._alone.close()
             self._training.close()
         elif self._joining is not None:
             self._joining.close()
+
+
+def warn_of_no_step(alone: SteppedAlone, metrics: WorkerMetrics) -> None:
+    """Warns, at the end of a script, where it made gradients, and no step of the optimizers that `prepare` returned."""
+    if not alone.steps and metrics.timer.has_gradients and not alone.is_closed and not is_cut_short():
+        log.warning(
+            "no step was made through this session, although backward has made gradients: what this worker trained, it "
+            "trained alone. Step the optimizer that prepare returns: "
+            "model, optimizer, loader = session.prepare(model, optimizer, loader)"
+        )
 
 
 def join(

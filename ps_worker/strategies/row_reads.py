@@ -27,6 +27,7 @@ class RowReads:
 
     in_place: runs what is to be done in the worker's place; returns None, or whether the last step counts, if the place
               was lost and another one taken
+    is_past:  see the property
     """
 
     def __init__(
@@ -34,8 +35,15 @@ class RowReads:
         participation: Participation,
         in_place: Callable[[Callable[[], None]], bool | None],
         metrics: WorkerMetrics,
+        is_past: Callable[[], bool],
     ) -> None:
         self._participation, self._in_place, self._metrics = participation, in_place, metrics
+        self._is_past = is_past
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
+        return self._is_past()
 
     def pull_rows(self, table: int, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows of a table at this worker's clock: [n] ids, into [n, dim] float32, contiguous."""

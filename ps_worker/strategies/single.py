@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ps_worker.data.loaders import PreparedLoader, refused_of_loader
+from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_loader
+from ps_worker.data.position import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
+from ps_worker.model.stepped_alone import SteppedAlone
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import looked_up, prepare_tables
 from ps_worker.values import PrepareOptions
@@ -37,11 +39,15 @@ class Single:
         self._device = device
         self._level = logging.WARNING if wanted else logging.INFO
         self._refused: set[str] = set()  # what the log has
+        self._alone: SteppedAlone | None = None  # from `prepare` on
 
     @property
     def round(self) -> int:
         """Steps finished."""
         return self.clock
+
+    def refresh(self) -> None:
+        """Does nothing: the model's own are all there are."""
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns none: the model's own are all there are."""
@@ -54,9 +60,22 @@ class Single:
         self._log_refused(refused_of(models, optimizers))
         tables = prepare_tables(models, optimizers)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
+        self._alone = SteppedAlone(models, lambda message: self._log_refused([message]))
+        self._alone.know(optimizers, optimizers)
         for optimizer in optimizers:
             self._metrics.watch_optimizer(optimizer, self._stepped)
         return models, optimizers
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns them as they are. Those before may go on, too; servers would refuse that."""
+        self._log_refused(refused_of(models, optimizers))
+        assert self._alone is not None
+        self._alone.take_over(optimizers, optimizers)
+        for optimizer in optimizers:
+            self._metrics.watch_optimizer(optimizer, self._stepped)
+        return optimizers
 
     def _stepped(self) -> int:
         self.clock += 1
@@ -65,9 +84,12 @@ class Single:
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader:
         """Returns a loader of all of the data."""
         self._log_refused(refused_of_loader(loader))
-        return PreparedLoader(loader, self._device, self._metrics.timer)
+        if hasattr(loader, "state_dict"):  # torchdata's, which has its own
+            return prepared_loader(loader, self._device, self._metrics.timer, loader.__iter__)
+        position = WholeLoop(loader)
+        return prepared_loader(loader, self._device, self._metrics.timer, position.batches, position)
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         """Does nothing: there is no checkpoint to go back to."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -82,7 +104,9 @@ class Single:
         return {0: value}
 
     def close(self) -> None:
-        """Does nothing: nothing is open."""
+        """Looks at the steps of other optimizers no more."""
+        if self._alone is not None:
+            self._alone.close()
 
     def _log_refused(self, findings: list[str]) -> None:
         for text in findings:

@@ -59,6 +59,9 @@ class Strategy(Protocol):
     def round(self) -> int:
         """Updates of the weights that this worker has taken part in: steps, but for local:H."""
 
+    def refresh(self) -> None:
+        """Has the model the servers' weights with every update that is acknowledged, where steps alone do not."""
+
     def global_values(self) -> Mapping[int, torch.Tensor]:
         """Returns the servers' weights by the id of the parameter, of those where the model's own may differ."""
 
@@ -67,11 +70,20 @@ class Strategy(Protocol):
     ) -> Prepared:
         """Returns the models and the optimizers to train with. Blocks until all declared workers have joined."""
 
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers to train on with: these step their parameters of the prepared models from now on, in place
+        of those that had any of them."""
+
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> Batches:
         """Returns the loader with this worker's share of its data; `seed` is that of the shuffle."""
 
-    def keep(self, things: Sequence[Any]) -> None:
-        """Saves and restores these with the worker from now on: schedulers and the like, each with a state_dict."""
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
+        """Saves and restores these with the worker from now on: schedulers and the like, each with a state_dict.
+
+        own: those of them whose state is this worker's alone; that of the others is brought to workers that join late
+        """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""

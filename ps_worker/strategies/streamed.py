@@ -6,7 +6,8 @@ step     `optimizer.step()` steps on this worker. After a step at which a fragme
 round    Its clock on the servers is the round, for every fragment. It is over with the last fragment: nothing is under
          way then, and this worker's own state of a checkpoint is of that moment.
 leaves   A worker that leaves in the middle of a round leaves the rest of it out, by empty pushes.
-lost     As in local.py: a lost place ends the round at hand. Fragments of it that were staged count.
+lost     As in local.py: a lost place ends the round at hand. What shards have not had of its fragments is pushed from
+         the next place, all at once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ps_protocol.errors import Unsupported
+from ps_protocol.errors import NonFiniteGradient, Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
 from ps_worker.model.separate_base import SeparateBase
@@ -31,6 +33,7 @@ from ps_worker.state.inner_weights import InnerWithWeights
 from ps_worker.state.sender import LEAVING_SECONDS
 from ps_worker.strategies.local import LocalSteps, LocalTraining
 from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import JoinResult, PullResult, PushResult, SavedState
 
@@ -157,7 +160,8 @@ class StreamedTraining(LocalTraining):
             super().empty_step()
             return
         self._metrics.empty_step()
-        self.checkpoint.stepping()
+        self._follow_job()
+        self.checkpoint.stepping(is_empty=True)
         self._in_place(self._bring)
         self._metrics.at(self.steps)
 
@@ -245,8 +249,18 @@ class StreamedTraining(LocalTraining):
         """Goes on in a new place, as LocalTraining does: at the beginning of a round, with the weights there."""
         if self._flight is not None:
             self._sent = self._flight
+        if self._unfinished is None and self._streamed.is_streamed and not self._rolled_back:
+            with suppress(NonFiniteGradient):  # of which nothing is pushed
+                self._end_fragments()
         self._flight, self._wanted = None, False
         return super().come_back()
+
+    def _end_fragments(self) -> None:
+        """Ends the round at hand with the steps that were made: what is left of its fragments is a step of its own."""
+        at_hand = self._streamed
+        if at_hand.step and at_hand.leave_rest():
+            begun = self.clock + 1 if at_hand.pushed else None
+            self._unfinished = Unfinished(at_hand.whole(), self.clock, is_early=True, begun=begun)
 
     def _begin_round(self) -> None:
         self._flight = None

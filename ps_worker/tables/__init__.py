@@ -1,8 +1,11 @@
 """Tables of rows in a model: modules that look like torch's embeddings, whose ids are any 64-bit numbers.
 
 ahead.py       The ids of a batch: those of a lookup, and those that the next one is said to ask for
+assigned.py    Rows that a script has set, until a step takes them along
 freezing.py    A copy of a model for serving, with plain modules of torch in place of tables
 frozen.py      Modules for serving: torch's plain embeddings, with a map from ids to rows
+given.py       Vectors that a script gives a table, from tensors, arrays and files
+handle_gradient.py The gradient of a table's handle
 lookups.py     The rows that a step has looked up, and their gradients
 modules.py     Embedding and EmbeddingBag
 native_loops.py Compiled loops for tables in a worker's process

@@ -39,12 +39,18 @@ def _frozen(name: str, module: Embedding) -> nn.Module:
         )
     handle, settings = module.weight.detach(), module.settings
     rows = module.local.snapshot() or {"ids": torch.empty(0, dtype=torch.int64), "weights": handle.float().cpu()}
-    ids, order = rows["ids"].sort()
+    ids, weights = rows["ids"], rows["weights"]
+    if module.padding_idx is not None:  # it reads as zeros, and not as an id without a row
+        kept = ids != module.padding_idx
+        ids = torch.cat([ids[kept], torch.tensor([module.padding_idx])])
+        weights = torch.cat([weights[kept], torch.zeros(1, handle.shape[1])])
+    ids, order = ids.sort()
     weight = torch.empty(len(ids) + 1, handle.shape[1], dtype=torch.float32, device="cpu")
-    torch.index_select(rows["weights"], 0, order, out=weight[:-1])
+    torch.index_select(weights, 0, order, out=weight[:-1])
     weight[-1] = settings.scale if settings.initial == "constant" else 0.0
     places = IdMap(ids).to(handle.device)
     weight = weight.to(handle.device, handle.dtype)
     if isinstance(module, EmbeddingBag):
-        return FrozenEmbeddingBag(places, weight, module.mode, module.include_last_offset)
+        padding = None if module.padding_idx is None else int((ids == module.padding_idx).nonzero()[0])
+        return FrozenEmbeddingBag(places, weight, module.mode, module.include_last_offset, padding)
     return FrozenEmbedding(places, weight)

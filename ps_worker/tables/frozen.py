@@ -58,10 +58,15 @@ class FrozenEmbeddingBag(nn.Module):
     table:  a plain nn.EmbeddingBag, [n + 1, dim]: the rows in the order of their ids, and that of unknown ids
     """
 
-    def __init__(self, places: IdMap, weight: Tensor, mode: str, include_last_offset: bool) -> None:
+    def __init__(
+        self, places: IdMap, weight: Tensor, mode: str, include_last_offset: bool, padding: int | None = None
+    ) -> None:
+        """padding: the place of the id that is left out of bags"""
         super().__init__()
         self.places = places
-        self.table = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=include_last_offset)
+        self.table = nn.EmbeddingBag.from_pretrained(
+            weight, mode=mode, include_last_offset=include_last_offset, padding_idx=padding
+        )
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Returns one row a bag: [bags, n] ids, or [n] ids and [bags] offsets, to [bags, dim]."""

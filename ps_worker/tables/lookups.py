@@ -3,8 +3,9 @@
 A forward pulls each distinct row once, into a tensor of its own that autograd counts as a leaf. When backward has
 finished its gradient, that leaf joins the parameter group of its table's handle, until the step. So `zero_grad` of the
 optimizer, gradient scaling, and clipping over the optimizer's groups see it as a parameter like any other. The handle
-is in the graph, too, so that it has a gradient when its rows do: an empty one. Where that is gone, the model's
-`zero_grad` has been called, which knows no leaf.
+is in the graph, too, so that it has a gradient when its rows do: an empty one. Where that is gone, or was set to
+zeros, a `zero_grad` was called that knows no leaf: that of a module, or of an optimizer whose groups have none. Then
+the gradients of all rows are dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
 from ps_tables.sums import added_up
 from ps_worker.tables.ahead import Batch, flat_ids
+from ps_worker.tables.handle_gradient import Zeroing
 
 _LEAVES = 8  # that wait for a step; more of them are added up, where no group has them
 
@@ -83,6 +85,7 @@ class Lookups:
         self.looked_up = LookedUp()
         self._leaves: list[_Leaf] = []  # in the order of backward
         self._sum: RowGradients | None = None  # of those that have been added up
+        self._zeroing = Zeroing()
 
     def find(self, source: Source, handle: nn.Parameter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the distinct rows of some ids, [n, dim], and the place of each id among them, shaped as the ids.
@@ -101,18 +104,21 @@ class Lookups:
         self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(wanted))
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:
+            self._zeroing.follow(handle)
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, handle, wanted, counts))
-            rows = _Joined.apply(rows, handle)  # type: ignore[no-untyped-call]
+            rows = _Joined.apply(rows, handle, self._gets_gradient)  # type: ignore[no-untyped-call]
         return rows.to(handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
 
     def take(self, handle: nn.Parameter) -> RowGradients | None:
         """Ends the step; returns what its rows' gradients are, added up. None: no row has one."""
         # What `zero_grad` has taken away counts no more.
+        if not self._zeroing.keeps(handle):
+            self._forget()
         parts = [leaf.gradients() for leaf in self._leaves if leaf.rows.grad is not None]
         parts = [self._sum, *parts] if self._sum is not None else parts
         self._forget()
-        return RowGradients.union(parts) if parts and handle.grad is not None else None
+        return RowGradients.union(parts) if parts else None
 
     def give_back(self, handle: nn.Parameter, gradients: RowGradients) -> None:
         """Takes back what `take` has returned: the step was refused, and the script may repair it and step again."""
@@ -132,16 +138,22 @@ class Lookups:
 
         return back
 
+    def _gets_gradient(self, leaf: torch.Tensor, handle: nn.Parameter) -> None:
+        """Has all rows begin anew, where nothing before counts any more: backward is about to add to a leaf."""
+        if not handle.requires_grad:
+            return
+        if not self._zeroing.keeps(handle):
+            self._forget()
+            leaf.grad = None  # that of an earlier backward through a graph that was kept
+            # Now: backward may break off before autograd comes to the handle.
+            self._zeroing.begin(handle)
+        # DDP puts gradients of its own in place of the parameters' until backward ends.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._zeroing.follow(handle))
+
     def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
         if not handle.requires_grad:  # frozen since the lookup
             leaf.grad = None
             return
-        if handle.grad is None:  # nothing before counts any more
-            gradient = leaf.grad  # of this backward, maybe through a graph that was kept
-            self._forget()
-            leaf.grad = gradient
-            # Now: backward may break off before autograd comes to the handle.
-            handle.grad = torch.zeros_like(handle)
         if any(other.rows is leaf for other in self._leaves):
             return  # a second backward through the same graph
         self._join(leaf, handle, ids, counts)
@@ -194,6 +206,12 @@ def expanded(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return found.view(*places.shape, rows.shape[1])
 
 
+def with_divided_gradient(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Returns rows as they are, [n, dim], whose gradients backward divides by counts, [n]."""
+    divided: torch.Tensor = _Divided.apply(rows, counts)  # type: ignore[no-untyped-call]
+    return divided
+
+
 class _Expanded(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -208,14 +226,32 @@ class _Expanded(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Rows as they are, with the handle beside them in the graph: it gets an empty gradient when they get theirs."""
+    """Rows as they are, with the handle beside them in the graph: it gets an empty gradient when they get theirs.
+
+    before: is called with both, before either gets its gradient
+    """
 
     @staticmethod
-    def forward(context: Any, rows: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        context.handle = handle.shape, handle.dtype
+    def forward(
+        context: Any, rows: torch.Tensor, handle: nn.Parameter, before: Callable[[torch.Tensor, nn.Parameter], None]
+    ) -> torch.Tensor:
+        context.rows, context.handle, context.before = rows, handle, before
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, dtype = context.handle
-        return gradient, gradient.new_zeros(shape, dtype=dtype)
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, handle = context.rows, context.handle
+        context.before(rows, handle)
+        return gradient, gradient.new_zeros(handle.shape, dtype=handle.dtype), None
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(counts)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (counts,) = context.saved_tensors
+        return gradient / counts.to(gradient.dtype).unsqueeze(1), None

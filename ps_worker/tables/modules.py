@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.tables.ahead import IdsOf, flat_ids
-from ps_worker.tables.lookups import LookedUp, Lookups, expanded
+from ps_worker.tables.given import Given, RowFile
+from ps_worker.tables.lookups import LookedUp, Lookups, expanded, with_divided_gradient
 from ps_worker.tables.optimizers import TableOptimizer
 from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
 from ps_worker.tables.stepping import check, joined_group, register
+
+T = TypeVar("T", bound="Embedding")
 
 
 class Embedding(nn.Module):
@@ -34,20 +38,30 @@ class Embedding(nn.Module):
     admit_after:  an id becomes a row with the step in which it has occurred so often; 0 and 1: at once
     expire_after: a row is forgotten when so many steps that trained others have not trained it; 0: never
     max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
+    padding_idx:  an id that reads as zeros, and is never trained: it has no row. Any id may be it; None: none is
+    scale_grad_by_freq: the gradient of a row is divided by how often its id occurs in the lookup
+    max_norm, norm_type: refused: see Raises
     lazy_decay:   the optimizer may have a weight_decay, though a row then decays only in the steps that have it
-    consistency:  "async" or "ssp:K": on servers, the rows are under this rule, which is looser than the mode; each
-                  worker's step is an update of its own then. By default they are under the mode. In `single` and `ddp`
-                  it does nothing
     ids:          finds this table's ids in a batch of a prepared loader, as the loader makes it: a tensor, or a list of
                   tensors. On servers, a step then brings the rows of the next batch along. `announce` does so by hand
 
     What a script does through `model.parameters()`, to values or gradients, reaches the handle, and no row.
+
+    Raises InvalidRequest for settings that no table can have, Unsupported for max_norm: torch writes rows anew in a
+    lookup, and here nothing but a step does.
     """
+
+    padding_idx: int | None = None  # of a pickle of an earlier version
+    scale_grad_by_freq = False
 
     def __init__(
         self,
         dim: int,
         *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         optimizer: TableOptimizer | None = None,
         initial: str = "normal",
         scale: float = 1.0,
@@ -56,13 +70,19 @@ class Embedding(nn.Module):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
-        consistency: str | None = None,
         ids: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
+        if max_norm is not None:
+            raise Unsupported(
+                f"max_norm ({max_norm}) would have a lookup write rows, and only steps do: leave it out, and shorten "
+                "what the lookup returns, as by torch.renorm"
+            )
+        self.padding_idx = _checked_padding(padding_idx)
+        self.scale_grad_by_freq = scale_grad_by_freq
         self.ids_of = IdsOf(ids)
         limits = admit_after, expire_after, max_rows
-        self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay, consistency)
+        self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
                 f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
@@ -78,14 +98,59 @@ class Embedding(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Returns rows: [...] ids of int64 or int32, to [..., dim]."""
-        rows, places = self._find(input)
-        return expanded(rows, places)
+        each, _ = self._each(input)
+        return each
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns rows as they are now, apart from any training: [...] to [..., dim]."""
         with torch.no_grad():
-            rows, places = self._find(ids)
-            return expanded(rows, places)
+            each, _ = self._each(ids)
+            return each
+
+    @classmethod
+    def from_pretrained(
+        cls: type[T],
+        ids: torch.Tensor | np.ndarray[Any, Any] | RowFile,
+        vectors: torch.Tensor | np.ndarray[Any, Any] | None = None,
+        freeze: bool = True,
+        **settings: Any,
+    ) -> T:
+        """Returns a table that begins with these rows, as nn.Embedding.from_pretrained.
+
+        ids:      [n] int64 or int32, each once; or a RowFile, which has the vectors, too
+        vectors:  [n, dim], of a floating type; rows are float32. Also an array that is mapped from a file
+        freeze:   the rows are not trained
+        settings: those of the class but for `dim`
+
+        Tensors and files are not copied: leave them as they are until `prepare`, or until the first lookup. On servers
+        rank 0 reads them piece by piece, and sends each piece to its shards; the others read no vector. Other rows
+        begin as ever. Raises InvalidRequest for what are no vectors; for a vector that is not finite the call that
+        reads it does.
+        """
+        given = Given.sized(ids, vectors, settings.get("padding_idx"))
+        table = cls(given.dim, **settings)
+        table.weight.requires_grad_(not freeze)
+        table.local.assign(given, lazily=True)
+        return table
+
+    def assign(
+        self,
+        ids: torch.Tensor | np.ndarray[Any, Any] | RowFile,
+        vectors: torch.Tensor | np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Sets rows, of ids that have one or not: before `prepare`, or between two steps.
+
+        ids:     [n] int64 or int32, each once; or a RowFile, which has the vectors, too
+        vectors: [n, dim], of a floating type, finite
+
+        Rows that are set begin without a state of the optimizer. Before `prepare` a RowFile is read as by
+        `from_pretrained`. On servers, and in ddp, any worker may call it. Its own lookups see the rows at once, those
+        of others after its next step: that update begins from them. Raises InvalidRequest for what are no vectors of
+        this table, LimitExceeded for more than a step takes along to a shard; nothing is set then.
+        """
+        given = Given(self.weight.shape[1], self.padding_idx)
+        given.add(ids, vectors)
+        self.local.assign(given, lazily=isinstance(ids, RowFile))
 
     def announce(self, ids: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
         """Says which ids the next batch looks up, so that the next step brings their rows along; None takes it back.
@@ -94,7 +159,10 @@ class Embedding(nn.Module):
         `optimizer.step()`; the argument `ids` does it by itself. It does nothing where rows are in this process.
         Raises InvalidRequest for what are no ids.
         """
-        self.local.announce(None if ids is None else flat_ids(ids))
+        flat = None if ids is None else flat_ids(ids)
+        if flat is not None and self.padding_idx is not None:
+            flat = flat[flat != self.padding_idx]
+        self.local.announce(flat)
 
     def get_extra_state(self) -> torch.Tensor:
         """Returns what `state_dict` has of the table beside its handle: all rows, as bytes of a safetensors file."""
@@ -118,11 +186,46 @@ class Embedding(nn.Module):
         """Describes it in the model's text."""
         usual = asdict(TableSettings())
         changed = [f"{name}={value!r}" for name, value in vars(self.settings).items() if value != usual[name]]
+        if self.padding_idx is not None:
+            changed.append(f"padding_idx={self.padding_idx}")
+        if self.scale_grad_by_freq:
+            changed.append("scale_grad_by_freq=True")
         return ", ".join([str(self.weight.shape[1]), *changed])
 
+    def _each(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the row of each id, [...] to [..., dim], and which ids are padding; None: none can be.
+
+        A row for each id, not for each distinct one: `expanded` adds up their gradients in the order of the ids.
+        """
+        rows, places, padding = self._find(ids)
+        each = expanded(rows, places)
+        return (each if padding is None else each.masked_fill(padding.unsqueeze(-1), 0.0)), padding
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # hashing ids is no work for a compiler
-    def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.lookups.find(self.local, self.weight, ids)
+    def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the distinct rows of ids, the place of each id among them, and which are padding: these have place 0,
+        with any row there."""
+        if self.padding_idx is None:
+            rows, places = self.lookups.find(self.local, self.weight, ids)
+            return self._scaled(rows, places), places, None
+        flat = torch.from_numpy(flat_ids([ids]))
+        padding = flat == self.padding_idx
+        rows, found = self.lookups.find(self.local, self.weight, flat[~padding])
+        rows, padding = self._scaled(rows, found), padding.to(rows.device)
+        places = torch.zeros(len(flat), dtype=torch.int64, device=rows.device)
+        places[~padding] = found
+        if not len(rows):  # all is padding
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return rows, places.view(ids.shape), padding.view(ids.shape)
+
+    def _scaled(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Returns the distinct rows of a lookup, whose gradients are divided by how often they occur, if that is to be.
+
+        places: of its ids among the rows
+        """
+        if not self.scale_grad_by_freq:
+            return rows
+        return with_divided_gradient(rows, torch.bincount(places.reshape(-1), minlength=len(rows)))
 
 
 class EmbeddingBag(Embedding):
@@ -130,6 +233,7 @@ class EmbeddingBag(Embedding):
 
     mode: how the rows of a bag become one: "sum", "mean" or "max"
     include_last_offset: offsets have the end of the last bag, too
+    padding_idx: an id that is left out of its bag, also of the number in a mean
     """
 
     def __init__(
@@ -138,6 +242,10 @@ class EmbeddingBag(Embedding):
         mode: str = "mean",
         *,
         include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         optimizer: TableOptimizer | None = None,
         initial: str = "normal",
         scale: float = 1.0,
@@ -146,13 +254,18 @@ class EmbeddingBag(Embedding):
         expire_after: int = 0,
         max_rows: int = 0,
         lazy_decay: bool = False,
-        consistency: str | None = None,
         ids: Callable[[Any], Any] | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise InvalidRequest(f"mode must be sum, mean or max, got {mode!r}")
+        if mode == "max" and scale_grad_by_freq:
+            raise Unsupported('scale_grad_by_freq is for the modes "sum" and "mean", as in torch, got "max"')
         super().__init__(
             dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
             optimizer=optimizer,
             initial=initial,
             scale=scale,
@@ -161,7 +274,6 @@ class EmbeddingBag(Embedding):
             expire_after=expire_after,
             max_rows=max_rows,
             lazy_decay=lazy_decay,
-            consistency=consistency,
             ids=ids,
         )
         self.mode = mode
@@ -177,19 +289,32 @@ class EmbeddingBag(Embedding):
 
         per_sample_weights: shaped as the ids, for mode "sum"
         """
-        rows, places = self._find(input)
-        # A row for each id of the batch, not for each distinct one: their gradients are added up by `expanded`, in the
-        # order of the batch, whatever other ids are in it. torch wants one row at least, also where all bags are empty.
-        each = expanded(rows, places.reshape(-1))
+        each, padding = self._each(input)
+        each = each.reshape(-1, each.shape[-1])
+        # torch wants one row at least, also where all bags are empty.
         each = each if len(each) else torch.cat([each, each.new_zeros(1, each.shape[1])])
+        numbers, left_out = torch.arange(input.numel(), device=each.device), None
+        if padding is not None and bool(padding.any()):
+            # All that is padding is one row: torch leaves out one.
+            left_out = int(padding.reshape(-1).nonzero()[0])
+            numbers[padding.reshape(-1)] = left_out
         return functional.embedding_bag(
-            torch.arange(places.numel(), device=each.device).view(places.shape),
+            numbers.view(input.shape),
             each,
             offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
+            padding_idx=left_out,
         )
+
+
+def _checked_padding(padding_idx: int | None) -> int | None:
+    if padding_idx is not None and not (
+        isinstance(padding_idx, int) and not isinstance(padding_idx, bool) and -(2**63) <= padding_idx < 2**63
+    ):
+        raise InvalidRequest(f"padding_idx must be an id of 64 bits, got {padding_idx!r}")
+    return padding_idx
 
 
 def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:

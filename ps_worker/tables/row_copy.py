@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.row_ids import Ids
-from ps_protocol.tables import MAX_ROWS, Initializer
+from ps_protocol.tables import Initializer
 from ps_protocol.tensors import bytes_of
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
 from ps_tables.memory import RowArray
-from ps_tables.table import INDEX_BYTES
+from ps_tables.sizes import rows_within
 
 _BLOCK = 2**16  # rows that are written to a file at a time
 _FORMAT = "ps-torch rows 1"
@@ -65,7 +65,7 @@ class RowCopy:
 
     def __init__(self, begin: RoundBegin, memory: int) -> None:
         self.begin, self.version, self.cursor = begin, -1, b""
-        self._capacity = max(1, min(MAX_ROWS, memory // (4 * begin.dim + INDEX_BYTES)))
+        self._capacity = max(1, rows_within(memory, 4 * begin.dim))
         self._entries = Entries(self._capacity, secrets.randbits(62))
         self._weights = RowArray(self._capacity, begin.dim)
         self._copies = 1  # full copies begun: an entry is of the last one that brought it

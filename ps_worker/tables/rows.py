@@ -11,22 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.modes import parse_table_consistency
-from ps_protocol.optimizers import tensors_kept
+from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.row_ids import Ids
 from ps_protocol.row_optimizers import TORCH_OPTIMIZERS
 from ps_protocol.tables import MAX_ROWS, Initializer, TableSpec, validate_table
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.initial import initial_rows
 from ps_tables.saved import saved_rows
-from ps_tables.table import Table, row_bytes
+from ps_tables.sizes import record_bytes, rows_within
+from ps_tables.table import Table
 from ps_worker.tables.ahead import SALT, Batch
+from ps_worker.tables.assigned import Assigned
+from ps_worker.tables.given import Given
 from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
@@ -45,13 +48,11 @@ class TableSettings:
     expire_after: int = 0
     max_rows: int = 0
     lazy_decay: bool = False
-    consistency: str | None = None
 
     def spec(self, name: str, dim: int, seed: int) -> TableSpec:
         """Returns the table that they describe. Raises InvalidRequest for settings that no table can have."""
         start = Initializer(self.initial, self.scale, seed)
-        own = None if self.consistency is None else parse_table_consistency(self.consistency)
-        spec = TableSpec(name, dim, start, self.admit_after, self.expire_after, self.max_rows, own)
+        spec = TableSpec(name, dim, start, self.admit_after, self.expire_after, self.max_rows)
         validate_table(spec)
         return spec
 
@@ -87,6 +88,10 @@ class Rows(Protocol):
         own:       this process's gradients; None: it has none
         """
 
+    def assign(self, given: Given, lazily: bool) -> None:
+        """Sets rows. lazily: they may be read later. Raises InvalidRequest for vectors that are not finite, and sets
+        none; where it reads them later, the call that reads them does."""
+
     def snapshot(self) -> Mapping[str, torch.Tensor]:
         """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
 
@@ -120,20 +125,74 @@ class LocalRows:
         self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
         self._table: Table | None = None  # made when there are rows
         self._loaded: dict[str, torch.Tensor] = {}  # rows of a state_dict, until a step says with which optimizer
+        self._given: list[Given] = []  # what the script has given, and nothing has read yet: there is no table then
+        self._assigned = Assigned()  # in ddp
         self._spec()
 
     def _spec(self) -> TableSpec:
         return self._settings.spec(self.name, self.dim, self.seed)
 
     def __len__(self) -> int:
-        return 0 if self._table is None else len(self._table)
+        table = self._read_table()
+        return 0 if table is None else len(table)
+
+    @property
+    def are_some(self) -> bool:
+        """Whether there is any row, or was any given; reads none."""
+        return bool(self._given) or bool(self._table)
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
-        if self._table is None:
+        table = self._read_table()
+        if table is None:
             out.copy_(initial_rows(self._spec().initializer, ids, self.dim))
         else:
-            self._table.pull(ids, out)
+            table.pull(ids, out)
+        self._assigned.cover(ids, out)
+
+    def assign(self, given: Given, lazily: bool) -> None:
+        """Sets rows: now, where this process is alone; in ddp with the next step of all ranks.
+
+        lazily: they may be read when rows are needed, if there are none yet
+        """
+        if lazily and self._table is None and self.exchange is None:
+            self._given.append(given)
+            return
+        given.check()
+        if self.exchange is not None:
+            for rows in given.pieces():
+                self._assigned.add(RowValues(rows.ids, rows.values.clone()))
+            return
+        self._read_table()
+        self._set(given)
+
+    def _read_table(self) -> Table | None:
+        """Returns the table, once it has all that was given to it; None: it has no row."""
+        if self._given:
+            given = Given.together(self._given)
+            given.check()
+            self._set(given)
+            self._given = []
+        return self._table
+
+    def _set(self, given: Given) -> None:
+        """Sets rows of which all are finite."""
+        table = self._table
+        if table is None:
+            table = self._made(self._spec(), "SGD", {"lr": 0.0})  # to be read, until a step names its optimizer
+        if len(given.ids()) > table.capacity:
+            raise LimitExceeded(
+                f"table {self.name!r} has room for {table.capacity} rows, by max_rows or by memory, and "
+                f"{len(given.ids())} are to be set"
+            )
+        self._table = table
+        for rows in given.pieces():
+            table.assign(rows, max(1, table.version))
+        if self._loaded:
+            own = self._settings.optimizer
+            first_sum = own.values.get("initial_accumulator_value") if own is not None else None
+            first_sum = first_sum if isinstance(first_sum, float) else 0.0
+            self._loaded = _with_states(table.snapshot(), self._loaded, given.ids(), first_sum)
 
     def looked_ahead(self, flat: Ids) -> None:
         """Returns None: rows of this process need not be looked ahead for."""
@@ -148,19 +207,27 @@ class LocalRows:
                    without a state
         own:       this rank's gradients; None: it has none
         """
+        assigned: list[RowValues] = []
         if self.exchange is None:
             contributions = [own] if own is not None else []
             count = 1
         else:
-            every = self.exchange(_encoded(own), f"the step of table {self.name!r}")
-            contributions = [_decoded(every[rank]) for rank in sorted(every) if every[rank]]
+            every = self.exchange(_encoded(own, self._assigned.take()), f"the step of table {self.name!r}")
+            parts = [_decoded(every[rank]) for rank in sorted(every) if every[rank]]
+            contributions = [gradients for gradients, _ in parts if gradients is not None]
+            assigned = [rows for _, rows in parts if rows is not None]
             count = len(every)
-        if contributions:
+        if contributions or assigned:
             table = self._table_with(optimizer, values)
-            table.apply(RowGradients.union(contributions), count, table.version + 1, values)
+            version = table.version + 1
+            for rows in reversed(assigned):  # those of the lowest rank count
+                table.assign(rows, version)
+            update = RowGradients.union(contributions) if contributions else RowGradients.none(self.dim)
+            table.apply(update, count, version, values)
 
     def _table_with(self, optimizer: str, values: HyperParameters) -> Table:
         kept = tensors_kept(optimizer, values) if optimizer in TORCH_OPTIMIZERS else ()
+        self._read_table()
         if self._table is None or self._loaded or self._kind != (optimizer, kept):
             table = self._made(self._spec(), optimizer, values)
             rows = self._loaded or (self._table.snapshot() if self._table is not None else {})
@@ -172,12 +239,19 @@ class LocalRows:
     def _made(self, spec: TableSpec, optimizer: str, values: HyperParameters) -> Table:
         """Returns an empty table, of as many rows as this machine's memory holds if its settings do not say."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        capacity = spec.max_rows or memory // row_bytes(spec, optimizer, values)
-        return Table(spec, optimizer, values, min(MAX_ROWS, capacity), SALT)
+        record = record_bytes(spec, optimizer, values)
+        capacity = min(MAX_ROWS, spec.max_rows) or rows_within(memory, record, spec.admit_after > 1)
+        return Table(spec, optimizer, values, capacity, SALT)
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
         """Returns a copy of all rows and what belongs to them, as Table.snapshot does; nothing of a table without."""
-        return self._loaded or ({} if self._table is None else self._table.snapshot())
+        table = self._read_table()
+        return self._loaded or ({} if table is None else table.snapshot())
+
+    @property
+    def unread(self) -> Given | None:
+        """What the table begins with, where nothing has read it yet and there are no other rows; None: nothing is."""
+        return Given.together(self._given) if self._given else None
 
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""
@@ -196,10 +270,12 @@ class LocalRows:
             table = self._made(spec, "SGD", {"lr": 0.0})  # to be read, until a step names its optimizer
             table.restore(rows)
         self.seed, self._table, self._loaded, self._kind = seed, table, rows, ("SGD", ())
+        self._given, self._assigned = [], Assigned()
 
     def forget(self) -> None:
         """Has no row any more: others have them."""
         self._table, self._loaded, self._kind = None, {}, ("SGD", ())
+        self._given = []
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Begins to step together with other ranks, with the rows of rank 0 on all; None: this process is alone."""
@@ -227,13 +303,42 @@ def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:
     return rows
 
 
-def _encoded(gradients: RowGradients | None) -> bytes:
-    if gradients is None:
-        return b""
-    arrays = {"ids": torch.from_numpy(gradients.ids), "counts": torch.from_numpy(gradients.counts)}
-    return safetensors.torch.save({**arrays, "gradients": gradients.gradients})
+def _encoded(gradients: RowGradients | None, assigned: RowValues | None) -> bytes:
+    tensors: dict[str, torch.Tensor] = {}
+    if gradients is not None:
+        arrays = {"ids": torch.from_numpy(gradients.ids), "counts": torch.from_numpy(gradients.counts)}
+        tensors |= {**arrays, "gradients": gradients.gradients}
+    if assigned is not None:
+        tensors |= {"assigned.ids": torch.from_numpy(assigned.ids), "assigned.values": assigned.values}
+    return safetensors.torch.save(tensors) if tensors else b""
 
 
-def _decoded(data: bytes) -> RowGradients:
+def _decoded(data: bytes) -> tuple[RowGradients | None, RowValues | None]:
     tensors = safetensors.torch.load(data)
-    return RowGradients(tensors["ids"].numpy(), tensors["counts"].numpy(), tensors["gradients"])
+    gradients, assigned = None, None
+    if "ids" in tensors:
+        gradients = RowGradients(tensors["ids"].numpy(), tensors["counts"].numpy(), tensors["gradients"])
+    if "assigned.ids" in tensors:
+        assigned = RowValues(tensors["assigned.ids"].numpy(), tensors["assigned.values"])
+    return gradients, assigned
+
+
+def _with_states(
+    rows: dict[str, torch.Tensor], before: Mapping[str, torch.Tensor], anew: Ids, first_sum: float
+) -> dict[str, torch.Tensor]:
+    """Returns a table's rows with the optimizer's states that they had before; some of them, and new ones, begin anew.
+
+    rows, before: see Table.snapshot
+    first_sum:    what the optimizer's sums begin with
+    """
+    ids, old = rows["ids"].numpy(), before["ids"].numpy()
+    order = np.argsort(old)
+    at = order[np.searchsorted(old[order], ids).clip(max=len(old) - 1)] if len(old) else np.zeros(len(ids), np.int64)
+    kept = torch.from_numpy((old[at] == ids) & ~np.isin(ids, anew) if len(old) else np.zeros(len(ids), bool))
+    states = {}
+    for name, column in before.items():
+        if name.startswith("state."):
+            first = first_sum if name.endswith(".sum") else 0.0
+            states[name] = torch.full((len(ids), column.shape[1]), first, dtype=torch.float32, device="cpu")
+            states[name][kept] = column[torch.from_numpy(at)[kept]]
+    return {**rows, **states}

@@ -12,16 +12,17 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
-from ps_protocol.modes import Consistency
-from ps_protocol.row_ids import Ids
-from ps_protocol.tables import JobTable
+from ps_protocol.row_ids import Ids, shards_of
+from ps_protocol.tables import MAX_PUSHED_BYTES, JobTable, assigned_bytes
 from ps_protocol.tensors import is_finite
-from ps_tables.contributions import RowGradients
+from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.saved import saved_rows
 from ps_worker.tables.ahead import Batch, RowsAhead
+from ps_worker.tables.assigned import Assigned
+from ps_worker.tables.given import Given
 from ps_worker.tables.lookups import LookedUp, empty_rows
 from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
@@ -67,14 +68,16 @@ class FirstRows:
     name:  of the table
     rows:  as Table.snapshot has them; nothing where there are none
     seed:  of rows that are not trained
+    given: in place of rows, vectors that are to be read
     """
 
     name: str
     rows: Mapping[str, torch.Tensor]
     seed: int
+    given: Given | None = None
 
     def __bool__(self) -> bool:
-        return bool(len(self.rows.get("ids", ())) or len(self.rows.get("waiting.ids", ())))
+        return self.given is not None or bool(len(self.rows.get("ids", ())) or len(self.rows.get("waiting.ids", ())))
 
 
 class Servers(Protocol):
@@ -85,6 +88,10 @@ class Servers(Protocol):
 
     def pull_table(self, table: int, count_only: bool) -> list[TablePart]:
         """Returns all rows of a table at the worker's clock, of each shard; or only how many there are."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
 
     def await_rows(self, pulls: Sequence[Future[Any]]) -> bool:
         """Waits for rows that were asked for with the last step; returns whether they are here."""
@@ -106,9 +113,14 @@ class ServerRows:
         self._stepped: RowsPush | None = None
         self._announced: Ids | None = None
         self._ahead: RowsAhead | None = None  # what the last step has asked for
+        self.assigned = Assigned()
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
         """Reads rows: [n] distinct ids, into [n, dim] float32, contiguous."""
+        self._pull(ids, out)
+        self.assigned.cover(ids, out)
+
+    def _pull(self, ids: Ids, out: torch.Tensor) -> None:
         ahead = self._rows_ahead()
         if ahead is None:
             self._fetch(ids, out)
@@ -130,7 +142,7 @@ class ServerRows:
     def looked_ahead(self, flat: Ids) -> tuple[Batch, torch.Tensor] | None:
         """Returns the ids and rows of a lookup of exactly the ids that were announced; None: they are to be read."""
         ahead = self._rows_ahead()
-        if ahead is None or not np.array_equal(ahead.batch.flat, flat):
+        if ahead is None or len(self.assigned) or not np.array_equal(ahead.batch.flat, flat):
             return None
         return ahead.batch, ahead.out.detach()
 
@@ -149,6 +161,19 @@ class ServerRows:
                 return None
             ahead.here, self._ahead = True, ahead
         return ahead
+
+    def assign(self, given: Given, lazily: bool) -> None:
+        """Sets rows, with the next step. Raises LimitExceeded for more than a step takes along to a shard."""
+        ids = np.union1d(self.assigned.ids, given.ids())
+        counts = np.bincount(shards_of(ids, self.shards), minlength=self.shards)
+        if assigned_bytes(self.before.dim, int(counts.max())) > MAX_PUSHED_BYTES:
+            raise LimitExceeded(
+                f"table {self.name!r}: a step takes {MAX_PUSHED_BYTES} bytes of assigned rows along to a shard, and "
+                f"{len(ids)} rows are more: assign some of them, make a step, and go on with the others"
+            )
+        given.check()
+        for rows in given.pieces() if not self._servers.is_past else ():
+            self.assigned.add(RowValues(rows.ids, rows.values.clone()))  # the script may write its own in place
 
     def announce(self, flat: Ids | None) -> None:
         """Takes the ids that the batch after the next step looks up; None: they are not known."""
@@ -227,12 +252,17 @@ class ServerTables:
 
     def first_rows(self) -> list[FirstRows]:
         """Returns what each table has from before `prepare`; see FirstRows."""
-        rows = [(name, module.local) for name, module in self._modules.items()]
-        return [FirstRows(name, local.snapshot(), local.seed) for name, local in rows if isinstance(local, LocalRows)]
+        each = [(name, module.local) for name, module in self._modules.items()]
+        return [
+            FirstRows(name, {} if local.unread else local.snapshot(), local.seed, local.unread)
+            for name, local in each
+            if isinstance(local, LocalRows)
+        ]
 
     def warn_of_ignored(self, clock: int) -> None:
         """Warns that rows from before `prepare` are not taken over, if there are any. clock: of the job"""
-        names = [repr(name) for name, module in self._modules.items() if len(module.local)]
+        each = self._modules.items()
+        names = [repr(name) for name, module in each if isinstance(module.local, LocalRows) and module.local.are_some]
         if names:
             log.warning(
                 "the job was at clock %d when this worker joined, and takes none of the rows that it has from before: "
@@ -297,6 +327,15 @@ class ServerTables:
                     f"{type(error).__name__}: {str(error)[:200]}"
                 ) from error
 
+    def assigned(self) -> dict[int, RowValues]:
+        """Returns the rows that the script has set and no step has taken along, by table."""
+        return {number: rows.assigned.rows for number, rows in enumerate(self._rows) if rows.assigned.rows is not None}
+
+    def forget_assigned(self) -> None:
+        """Forgets them: a step has taken them along, or they were refused, or the job was rolled back."""
+        for rows in self._rows:
+            rows.assigned = Assigned()
+
     def ask_ahead(self) -> list[RowsAhead]:
         """Returns what is to be asked for with the step at hand; see ServerRows.ask_ahead."""
         return [ahead for rows in self._rows if (ahead := rows.ask_ahead()) is not None]
@@ -323,28 +362,25 @@ class ServerTables:
 
 
 def described_tables(
-    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
+    modules: Mapping[str, Embedding], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[JobTable, ...]:
     """Returns the tables of a job's models, each with what steps it. Raises InvalidRequest or Unsupported for tables
     that cannot be trained so.
 
     modules: by name; see named_tables
-    mode:    of the job; a table that names the same has none of its own
     """
     for name, module in modules.items():
         if not isinstance(module.local, LocalRows):
             raise Unsupported(f"table {name!r} is on the servers of another session already")
         module.local.name = name
     check(list(modules.values()), optimizers)
-    return tuple(_described(name, module, optimizers, mode) for name, module in modules.items())
+    return tuple(_described(name, module, optimizers) for name, module in modules.items())
 
 
-def _described(
-    name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer], mode: Consistency
-) -> JobTable:
+def _described(name: str, module: Embedding, optimizers: Sequence[torch.optim.Optimizer]) -> JobTable:
     assert isinstance(module.local, LocalRows)
     spec = module.settings.spec(name, module.weight.shape[1], module.local.seed)
-    spec = replace(spec, consistency=None if spec.consistency == mode else spec.consistency, initial_rows=True)
+    spec = replace(spec, initial_rows=True)
     owner = next((optimizer for optimizer in optimizers if group_of(optimizer, module.weight) is not None), None)
     if owner is None:  # it stays as it is: no step ever reaches it
         return JobTable(spec, "SGD", {"lr": 0.0})

@@ -3,6 +3,7 @@
     {"rank", "pid", "at"}                       its first line
     {"begin": step, "at"}                       a step is about to be pushed
     {"done": step, "clock", "at", "seen"}       it was acknowledged; the counts that had changed, by row, one a bucket
+    {"late": step, "clock", "at"}               it is pushed again, for that clock: the worker has lost its place
     {"event": name, "said", "at"}               joined, joined again, held, or the error that it ends with
     {"violation": {...}, "at"}                  what the oracle found
 
@@ -44,6 +45,10 @@ class Ledger:
     def done(self, step: int, clock: int, seen: dict[int, list[int]]) -> None:
         """A step was acknowledged."""
         self._write(done=step, clock=clock, seen=seen)
+
+    def late(self, step: int, clock: int) -> None:
+        """A step is about to be pushed again, for another clock."""
+        self._write(late=step, clock=clock)
 
     def event(self, name: str, said: str = "") -> None:
         """Something else."""
@@ -111,6 +116,8 @@ class Ledgers:
         record = self.records[number]
         if "begin" in line:
             record.life.attempted.append(line["begin"])
+        elif "late" in line:
+            record.life.late.append((line["late"], line["clock"]))
         elif "done" in line:
             record.life.done[line["done"]] = line["clock"]
             record.steps.append(line["at"])

@@ -12,6 +12,9 @@ read from a pull says what was lost, doubled or torn, and how far behind the rea
 A bucket is [rows, 1 + columns]: column 0 counts, the others take turns. A push that was acknowledged must be in, once;
 one whose worker died over it may be in, once, or not.
 
+In sync a step whose worker has lost its place is late: its marks are in the column of its own clock, and in the update
+of a later one. Workers write down when they push a step again (`Life.late`); nobody else's step may be late.
+
 With a quorum rows and columns are as in async. An update is a mean of any number of pushes there, so the optimizer
 takes the sign of what it gets: each push adds 1 to its cells, however many are in its update. And a worker's own last
 step may be missing in what it pulls, because it came late; the one before must be in.
@@ -28,6 +31,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+LATE = "late step"  # a kind of violation, unless the worker has written down that it pushed a step again
 
 # RMSprop that forgets at once divides a gradient by its own size.
 SIGNS = {"lr": 1.0, "alpha": 0.0, "eps": 1e-30}
@@ -163,14 +168,20 @@ class Witness:
         if self.rules.late:
             return self._since_late(grown, number)
         if self.rules.averaged:
-            # Exactly one update: the marks of who is in the mean, all equal, together UNIT, in this clock's column.
+            # Exactly one update: the marks of who is in the mean, all equal, together UNIT, in this clock's column, or
+            # of a late step in an earlier one's.
             for bucket, change in enumerate(grown):
-                marks = change[:, column]
-                present = marks[marks != 0]
-                rest = change[:, 1:].abs().sum() - marks.abs().sum()
-                if present.sum() != self.rules.unit or len(set(present.tolist())) > 1 or rest != 0:
+                rows, columns = (place.tolist() for place in change[:, 1:].nonzero(as_tuple=True))
+                present = change[:, 1:][change[:, 1:] != 0]
+                late = [(row, 1 + at) for row, at in zip(rows, columns, strict=True) if 1 + at != column]
+                is_one = present.sum() == self.rules.unit and len(set(present.tolist())) == 1
+                if not is_one or len(set(rows)) < len(rows) or self.row in dict(late):
                     said = f"one update was expected, together {self.rules.unit}: {_changes(change)}"
                     found.append(Violation("wrong update", said, self._place(bucket, number)))
+                    continue
+                for row, at in late:
+                    where = {**self._place(bucket, number), "late": row, "column": at}
+                    found.append(Violation(LATE, f"it has an earlier step: {_changes(change)}", where))
             return found
         expected = torch.zeros(1 + self.rules.shape.columns)
         expected[0] = expected[column] = 1
@@ -242,6 +253,8 @@ class Life:
     attempted: the numbers of the steps that it began (in sync, their clocks)
     done:      of those that were acknowledged, the clock after them; `at`: when
     seen:      after each of those, its clock, the counts of the rows that had changed (by row, one a bucket), and when
+    late:      in sync, the steps that it pushed again, because it had lost its place, each with the clock of the update
+               that has what was missing
     """
 
     number: int
@@ -250,11 +263,28 @@ class Life:
     done: dict[int, int] = field(default_factory=dict)
     at: dict[int, float] = field(default_factory=dict)
     seen: list[tuple[int, dict[int, list[int]], float]] = field(default_factory=list)
+    late: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def unsure(self) -> set[int]:
         """Steps of which nobody knows whether they are in."""
         return set(self.attempted) - self.done.keys()
+
+
+def unexplained(found: Iterable[Violation], lives: Sequence[Life], rules: Rules) -> list[Violation]:
+    """Returns what is wrong of what workers saw, without the late steps that others have written down."""
+    late = {
+        (row, 1 + number % rules.shape.columns, clock)
+        for life in lives
+        for number, clock in life.late
+        for row in (life.number, life.rank)
+    }
+    return [
+        violation
+        for violation in found
+        if violation.kind != LATE
+        or (violation.where["late"], violation.where["column"], violation.where["step"]) not in late
+    ]
 
 
 def judge(
@@ -299,18 +329,32 @@ def _expected(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> tuple[
 
 
 def _judge_means(view: torch.Tensor, lives: Sequence[Life], rules: Rules) -> list[Violation]:
-    """Each clock's update adds UNIT to its column: those that were acknowledged are in, the unsure may be."""
+    """Each clock's update adds UNIT to its column: those that were acknowledged are in, the unsure may be.
+
+    A late step moves a part of that to the column of its own clock, in some buckets or in all.
+    """
+    columns = rules.shape.columns
+    late = {step for life in lives for step in life.late if step[0] != step[1]}
     done = {clock for life in lives for clock in life.done.values()}
-    unsure = {clock for life in lives for clock in life.unsure} - done
-    found = []
-    for column in range(1, 1 + rules.shape.columns):
-        least = rules.unit * sum(1 + clock % rules.shape.columns == column for clock in done)
-        most = least + rules.unit * sum(1 + clock % rules.shape.columns == column for clock in unsure)
-        for bucket, total in enumerate(view[:, :, column].double().sum(dim=1).tolist()):
-            if not least <= total <= most or total % rules.unit:
-                kind = "torn" if total % rules.unit else "lost" if total < least else "doubled"
-                said = f"{total / rules.unit:g} updates are in, expected {least / rules.unit:g}"
-                found.append(Violation(kind, said, {"bucket": bucket, "column": column}))
+    unsure = {clock for life in lives for clock in [*life.unsure, *(clock for _, clock in life.late)]} - done
+
+    def check(total: float, least: int, most: int, is_whole: bool, where: dict[str, int]) -> None:
+        least, most, is_torn = rules.unit * least, rules.unit * most, is_whole and bool(total % rules.unit)
+        if not least <= total <= most or is_torn:
+            kind = "torn" if is_torn else "lost" if total < least else "doubled"
+            said = f"{total / rules.unit:g} updates are in, expected {least / rules.unit:g}"
+            found.append(Violation(kind, said, where))
+
+    found: list[Violation] = []
+    for bucket, sums in enumerate(view[:, :, 1:].double().sum(dim=1).tolist()):
+        for column, total in enumerate(sums):
+            least, more, came, went = (
+                sum(clock % columns == column for clock in clocks)
+                for clocks in (done, unsure, [step for step, _ in late], [clock for _, clock in late])
+            )
+            where = {"bucket": bucket, "column": 1 + column}
+            check(total, least - went, least + more + came, not (came or went), where)
+        check(sum(sums), len(done), len(done) + len(unsure), True, {"bucket": bucket})
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale
+from tests.chaos.oracle import LATE, Cells, Life, Rules, Shape, Violation, Witness, judge, too_stale, unexplained
 
 SHAPE = Shape(buckets=2, rows=4, columns=3)
 STEPS = 10
@@ -103,6 +103,28 @@ def test_an_average_that_leaves_somebody_out_is_found_by_who_sees_it() -> None:
     column = witness.column(2)
     wrong[0, 1, [0, column]] -= rules.unit / 3  # divided by three, with two in it
     assert "wrong update" in kinds(witness.check(wrong, 2))
+
+
+def test_a_late_step_counts_in_the_update_that_its_worker_says_and_in_no_other() -> None:
+    rules = Rules.of("sync", 2, SHAPE)
+    before, _ = trained(rules, steps=STEPS - 1)
+    view, lives = trained(rules)
+    witness, half = Witness(rules, 0), rules.unit / 2
+    here, early = witness.column(STEPS), witness.column(STEPS - 1)
+    view[:, 1, here] -= half
+    view[:, 1, early] += half
+    lives[1].attempted.remove(STEPS)
+    del lives[1].done[STEPS - 1], lives[1].done[STEPS]
+    witness.check(before, STEPS - 1)
+    seen = witness.check(view, STEPS)
+    assert kinds(seen) == {LATE}
+    assert (unexplained(seen, lives, rules), kinds(judge(view, lives, rules))) == (seen, {"torn"})
+    lives[1].late = [(STEPS - 1, STEPS)]
+    assert (unexplained(seen, lives, rules), judge(view, lives, rules)) == ([], [])
+    view[0, 1, [0, early]] += half  # once more, in one bucket
+    assert kinds(judge(view, lives, rules)) == {"torn"}
+    view[0, 1, [0, early]] += half
+    assert kinds(judge(view, lives, rules)) == {"doubled"}
 
 
 @pytest.mark.parametrize(("bound", "found"), [(3, set()), (2, {"too stale"})])

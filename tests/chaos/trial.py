@@ -16,7 +16,7 @@ from tests.chaos.crew import Crew
 from tests.chaos.faults import KINDS, Arena, Fault
 from tests.chaos.ledger import Ledgers, Record
 from tests.chaos.links import Link
-from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale
+from tests.chaos.oracle import Rules, Violation, judge, missing, too_stale, unexplained
 from tests.chaos.plans import Plan
 from tests.chaos.servers import Servers
 from tests.chaos.trace import Trace
@@ -93,8 +93,10 @@ class Trial:
                 violations.append(Violation("stuck" if code is None else "gave up", said))
             records = self._ledgers.read()
             self._ledgers.close()
-        violations += [violation for record in records for violation in record.violations]
-        violations += too_stale([record.life for record in records], self._rules, self._restored)
+        lives = [record.life for record in records]
+        seen = [violation for record in records for violation in record.violations]
+        violations += unexplained(seen, lives, self._rules)
+        violations += too_stale(lives, self._rules, self._restored)
         violations += self._odd_ends(records)
         return Trace(begun, ended, records, self._faults, violations, self._missed)
 

@@ -7,6 +7,7 @@ file `stop` names a clock, holds its place at that clock until there is a file `
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this script is started as a file
 
 import ps_worker
+from ps_worker.strategies.unfinished import Fate
 from tests.chaos.ledger import Ledger
 from tests.chaos.oracle import Cells, Rules, Shape, Witness
 
@@ -82,6 +84,22 @@ def incarnation_of(session: ps_worker.Session) -> int:
     return place.identity.incarnation
 
 
+class Late(logging.Handler):
+    """Writes down when the step at hand is pushed again, because the worker has lost its place.
+
+    step: its number
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger, self.step = ledger, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Reads what the worker logs before it does so."""
+        if isinstance(record.args, tuple) and Fate.AGAIN.value in record.args:
+            self._ledger.late(self.step, int(record.args[2]) + 1)  # type: ignore[call-overload]
+
+
 class Stop:
     """The clock at which everybody stops, once it is known."""
 
@@ -123,6 +141,8 @@ def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) ->
     # A rank of an elastic job may go to another worker while the first still has a step under way.
     witness = Witness(rules, session.rank if rules.averaged and not task.elastic else ledger.number)
     ledger.event("joined", str(session.clock))
+    late = Late(ledger)
+    logging.getLogger("ps_worker").addHandler(late)
     counts = torch.zeros(task.shape.buckets, task.shape.rows)
     step = 0
     while not stop.reached(session.clock):
@@ -131,6 +151,7 @@ def train(task: Task, session: ps_worker.Session, ledger: Ledger, stop: Stop) ->
         number = session.clock + 1 if rules.averaged else step
         incarnation = incarnation_of(session)
         ledger.begin(number)
+        late.step = number
         witness.mark(model, number)
         optimizer.step()
         if incarnation_of(session) != incarnation:  # it lost its place, and with it perhaps this step

@@ -84,10 +84,6 @@ def test_a_name_that_was_pointed_here_reads_nothing(shared: Cluster, host: str) 
         assert b"this machine alone" in body
 
 
-def test_prometheus_may_ask_for_metrics_by_any_name(shared: Cluster) -> None:
-    assert ask(metrics_of(shared), "/metrics", "trainer-7.example")[0] == 200
-
-
 def test_the_page_is_only_read(shared: Cluster) -> None:
     address = metrics_of(shared)
     assert [ask(address, "/api/view", method=method)[0] for method in ("POST", "PUT", "DELETE")] == [405] * 3

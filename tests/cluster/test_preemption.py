@@ -71,13 +71,13 @@ holder = getattr(importlib.import_module(module), holder)
 method = getattr(holder, name)
 calls = 0
 
-def told(*arguments):
+def told(*arguments, **named):
     global calls
     calls += 1
     stops = calls == int(call)
     if stops and when == "before":
         os.kill(os.getpid(), signal.SIGTERM)
-    result = method(*arguments)
+    result = method(*arguments, **named)
     if stops and when == "after":
         os.kill(os.getpid(), signal.SIGTERM)
     return result

@@ -336,5 +336,6 @@ def test_without_a_common_clock_workers_go_on_where_they_are(
         assert seen == [float(number) for number in range(40)], "no batch is given twice"
         metrics = scrape(session.metrics_address)
         assert metrics["ps_worker_rejoins_total"] >= 1
-        # A step that was lost on one shard may have reached the other: the clock goes on from there.
-        assert 40 - metrics["ps_worker_lost_steps_total"] <= session.clock <= 40
+        # A step may be at one clock on one shard, and at a later one on the other.
+        assert metrics["ps_worker_lost_steps_total"] == 0
+        assert 40 <= session.clock <= 40 + metrics["ps_worker_rejoins_total"]

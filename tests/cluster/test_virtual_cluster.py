@@ -9,11 +9,12 @@ import sys
 import pytest
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.mutations import REPAIRS, ROWS, RULES, Mutation
+from tests.simulation.faults import WHOLESALE as KINDS_OF_WHOLESALE
+from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, WHOLESALE, Mutation
 from tests.tools.cases import cases
 
-SEEDS, LOOSE_SEEDS = 50, 6
-KNOWN = [mutation for mutation in (*REPAIRS, *ROWS) if mutation.known is not None]
+SEEDS = 50
+KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *WHOLESALE) if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)
@@ -25,11 +26,13 @@ def test_no_seed_breaks_a_promise(mode: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:0"]))
-def test_no_seed_breaks_a_promise_where_a_table_is_looser_than_its_job(mode: str) -> None:
-    for seed in range(LOOSE_SEEDS):
-        found = Cluster(mode, seed, loose=True).run()
-        assert found == [], f"replay: make simulate SEED={seed} MODE={mode} LOOSE=1"
+@pytest.mark.parametrize("fault", KINDS_OF_WHOLESALE)
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
+def test_no_launch_comes_back_to_train_in_part_and_no_deposed_coordinator_changes_anything(
+    mode: str, fault: str
+) -> None:
+    for seed in range(20):
+        assert Cluster(mode, seed, faults=(fault,)).run() == [], seed
 
 
 @pytest.mark.parametrize("mode", cases(["async"], ["sync"]))

@@ -233,26 +233,6 @@ def test_ids_are_on_the_shards_that_the_contract_names_and_tell_what_they_are_fo
                 assert shards_of(np.array([number]), 2)[0] == shard
 
 
-@pytest.mark.parametrize("lossy", [False, True])
-def test_rows_of_a_table_that_is_looser_than_its_job_are_no_means_and_none_is_lost(lossy: bool) -> None:
-    """Also after a rollback, which workers that stay to the end make up for."""
-    table, rules = Table(PASSING, consistency="async"), RULES["sync"]
-
-    def found(content: Content) -> set[str]:
-        each = wrong_tables(table, [content, content], lives("sync"), rules, [lossy, lossy], lives("sync"))
-        return {violation.kind for violation in each if violation.where["shard"] == SHARD}
-
-    content = trained(table, "async", rules.unit)
-    assert found(content) == set()
-    number = next(number for number in content.rows if meaning(number).kind == FRESH)
-    kept = content.rows.pop(number)
-    assert found(content) == {"lost row"}
-    content.rows[number] = 2 * kept
-    assert found(content) == {"wrong row"}
-    content.rows[number] = kept / 2
-    assert found(content) == {"wrong row"}
-
-
 def test_some_seeds_have_tables_and_those_of_each_kind() -> None:
     drawn = [draw_tables("sync", seed, False) for seed in range(1000)]
     assert 80 < sum(bool(tables) for tables in drawn) < 160

@@ -28,9 +28,9 @@ from ps_runtime.credentials import Access
 from ps_runtime.retry import Peer
 from ps_server.core.limits import Limits
 from ps_server.ops import screen, status
-from ps_server.rpc import convert
 from ps_server.rpc.coordinator_client import CoordinatorClient
-from ps_server.rpc.views import Position
+from ps_server.rpc.plain import json_text, plain
+from ps_server.rpc.position import Position
 from ps_worker import Session
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.launching import Commands
@@ -53,7 +53,7 @@ def train(session: Session, steps: int, **values: Any) -> None:
 def view(address: str, told: Position = Position()) -> dict[str, Any]:  # noqa: B008
     """What WatchStatus says, as plain data."""
     with CoordinatorClient(Peer("coordinator", address)) as client:
-        return convert.plain(client.view(told))
+        return plain(client.view(told))
 
 
 def figures_of(address: str, job: str, ready: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
     def seen_with(role: str) -> dict[str, Any]:
         access = Access(None, lambda: TOKENS[role], False)
         with CoordinatorClient(Peer("coordinator", cluster.address, access)) as client:
-            return convert.plain(client.view(Position()))
+            return plain(client.view(Position()))
 
     def jobs_in(seen: dict[str, Any]) -> set[str]:
         found = {job["name"] for job in seen["status"]["jobs"]} | {job["job"] for job in seen["jobs"]}
@@ -420,7 +420,7 @@ def test_status_json_is_json_whatever_is_logged(make_cluster: Callable[..., Clus
         def refuse(word: str) -> None:
             raise AssertionError(f"{word} is no JSON")
 
-        text = convert.json_text(status.fetch(cluster.address))
+        text = json_text(status.fetch(cluster.address))
         [job] = json.loads(text, parse_constant=refuse)["jobs"]
         values = {value["name"]: value["last"] for value in job["workers"][0]["figures"]["values"]}
         assert (values["broken"], values["endless"]) == ("NaN", "-Infinity")

@@ -18,6 +18,7 @@ def test_two_workers_with_all_that_a_trainer_does(shared: Cluster, job: str, tmp
     assert first["average"] == second["average"] != first["weights"]
     # 32 samples, 2 workers, batches of 2, every second one steps, 2 epochs
     assert first["steps"] == second["steps"] == (8, 8)
+    assert first["total"] == second["total"] == 8, "those who watch know how much is left"
     assert first["rate"] == second["rate"] == 0.0, "the schedule has come to its end"
     assert first["evaluated"] == second["evaluated"], "the mean over workers"
     assert first["evaluated"][-1] == pytest.approx(first["whole"], abs=1e-6), "over all samples, none twice"
@@ -122,3 +123,13 @@ def test_accelerate_with_one_worker_equals_accelerate_alone_to_the_last_digit(
         "huggingface_jobs", "accelerated_beside_plain", cluster=shared, job=job, mode=mode, workers=1
     )
     assert plain == served
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
+def test_accelerate_and_the_hub_save_and_load_all_of_a_prepared_model(
+    shared: Cluster, job: str, mode: str, tmp_path: Path
+) -> None:
+    [found] = run_workers(
+        "huggingface_jobs", "saved_by_others", str(tmp_path), cluster=shared, job=job, mode=mode, workers=1
+    )
+    assert all(found.values()), found

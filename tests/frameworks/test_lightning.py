@@ -24,6 +24,7 @@ def test_two_workers_with_all_that_a_trainer_does(shared: Cluster, job: str, tmp
     # 48 samples, 2 workers, batches of 4, every second one steps, 3 epochs
     assert first["batches"] == second["batches"] == 18
     assert first["steps"] == second["steps"] == (9, 9)
+    assert first["total"] == second["total"] == 9, "those who watch know how much is left"
     assert first["rates"] == second["rates"] == [0.02 / 8]
     for found in (first, second):
         assert found["metrics"]["rank"] == 0.5, "metrics with sync_dist are means over workers"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tests.tools.prometheus_rule import TARGET, rule
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 CERT_MANAGER = read(*sorted((FILES / "components" / "cert-manager").glob("[ac]*.yaml")))
 KUBEFLOW = read(FILES / "kubeflow" / "runtime.yaml", FILES / "kubeflow" / "train.yaml")
+JOBSET = read(FILES / "jobset" / "jobset.yaml")
 EVERY = [*templates(base()), *templates(KUBEFLOW)]
 SERVERS = [each for each in EVERY if each.name in ("coordinator", "shards", "shard")]
 of_every = pytest.mark.parametrize("pods", EVERY, ids=lambda pods: f"{pods.kind}-{pods.name}")
@@ -241,14 +244,57 @@ def test_services_and_budgets_select_the_pods_that_they_are_for() -> None:
         assert one(base(), "Service", name)["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_a_worker_that_is_preempted_does_not_count_as_failed() -> None:
-    spec = one(base(), "Job", "workers")["spec"]
+def jobs_of(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The specifications of a JobSet's Jobs by name."""
+    return {each["name"]: each["template"]["spec"] for each in spec["replicatedJobs"]}
+
+
+OF_RUNTIME = one(KUBEFLOW, "ClusterTrainingRuntime", "parameter-server")["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "spec", [one(base(), "Job", "workers")["spec"], jobs_of(OF_RUNTIME)["node"]], ids=["base", "kubeflow"]
+)
+def test_a_worker_that_is_preempted_does_not_count_as_failed(spec: dict[str, Any]) -> None:
     assert spec["completionMode"] == "Indexed"
     assert spec["podReplacementPolicy"] == "Failed"
     assert spec["backoffLimitPerIndex"] > 0
     [ignored] = spec["podFailurePolicy"]["rules"]
     assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "a policy for failed pods needs it"
+
+
+def test_servers_of_a_jobset_come_back_as_often_as_those_of_the_base() -> None:
+    for name in ("coordinator", "shard"):
+        job = jobs_of(OF_RUNTIME)[name]
+        assert job["backoffLimit"] >= 100
+        of_base = {"coordinator": "coordinator", "shard": "shards"}[name]
+        [container], [same] = (
+            pods["spec"]["containers"]
+            for pods in (
+                job["template"],
+                next(
+                    each
+                    for each in base()
+                    if each["metadata"]["name"] == of_base and each["kind"] in ("Deployment", "StatefulSet")
+                )["spec"]["template"],
+            )
+        )
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe] == same[probe], f"{name}'s {probe}"
+
+
+def test_the_jobset_without_kubeflow_is_that_of_the_runtime() -> None:
+    """So what holds for the pods of the one holds for those of the other."""
+    alone, of_runtime = one(JOBSET, "JobSet", "char-gpt")["spec"], copy.deepcopy(OF_RUNTIME)
+    [node] = (each for each in of_runtime["replicatedJobs"] if each["name"] == "node")
+    del node["template"]["metadata"]  # by which Kubeflow finds where a TrainJob's trainer goes
+    arguments = node["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    arguments[arguments.index("--out=runs/kubeflow")] = "--out=runs/jobset"
+    assert alone == of_runtime
+    assert one(JOBSET, "JobSet", "char-gpt")["metadata"] == one(KUBEFLOW, "TrainJob", "char-gpt")["metadata"], (
+        "the names in the certificates"
+    )
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -262,6 +308,12 @@ def test_the_page_says_what_the_files_say() -> None:
     hosts = {word.strip("'") for word in command.split() if "svc" in word}
     advertised = {one(CERT_MANAGER, "Certificate", name)["spec"]["dnsNames"][0] for name in ("coordinator", "shards")}
     assert hosts == advertised
+    [size] = re.findall(r"kubectl -n ps patch job workers --type=merge -p '(.*)'", page)
+    resized = json.loads(size)["spec"]
+    assert resized.keys() == {"completions", "parallelism"}
+    assert len(set(resized.values())) == 1, "an Indexed Job changes its size only where both are one number"
+    of_base = one(base(), "Job", "workers")["spec"]
+    assert of_base["completions"] == of_base["parallelism"]
     applied = re.findall(r"kubectl (?:apply|delete) -k (\S+)", page)
     assert len(applied) >= 3
     copied = {copy: original for original, copy in re.findall(r"\$ cp -r (\S+) (\S+)", page)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests.tools.kubernetes import FILES, OVERLAYS, Object, copy_of_the_files, kubectl, one, render, templates
+from tests.tools.launching import ROOT
 
 pytestmark = pytest.mark.kubernetes
 # The oldest that has all fields that the files use, and the newest that is known. PS_INDEX needs a label of 1.28.
@@ -22,6 +24,7 @@ VERSIONS = ("1.29.0", "1.37.0")
 MODELS = {  # by API group and version: the module, and the text before the kind
     "cert-manager.io/v1": ("cloudcoil.models.cert_manager.v1", ""),
     "monitoring.coreos.com/v1": ("cloudcoil.models.prometheus_operator.v1", ""),
+    "jobset.x-k8s.io/v1alpha2": ("kubeflow_trainer_api.models", "JobsetV1alpha2"),
     "trainer.kubeflow.org/v1alpha1": ("kubeflow_trainer_api.models", "TrainerV1alpha1"),
 }
 
@@ -42,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rendered(files: Path) -> dict[str, list[Object]]:
-    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow")}
+    return {name: render(files / name) for name in (*(f"overlays/{name}" for name in OVERLAYS), "kubeflow", "jobset")}
 
 
 def refusals(manifest: Object, version: str) -> list[str]:
@@ -84,13 +87,32 @@ def lost(given: Any, known: Any, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow"])
+@pytest.mark.parametrize("name", ["overlays/demo", "overlays/gpu", "kubeflow", "jobset"])
 def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: str, version: str) -> None:
     objects = rendered[name]
     assert len(objects) > 7
     assert {
         f"{each['kind']} {each['metadata']['name']}": wrong for each in objects if (wrong := refusals(each, version))
     } == {}
+
+
+def test_the_patch_of_the_page_puts_the_workers_into_a_queue(files: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    [patch] = re.findall(r"  ```yaml\n(  patches:\n.*?queue-name.*?)  ```", page, re.DOTALL)
+    folder = files / "overlays" / "queue"
+    folder.mkdir()
+    head = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../../base]\n"
+    (folder / "kustomization.yaml").write_text(head + textwrap.dedent(patch))
+    job = one(render(folder), "Job", "workers")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "QUEUE"
+    assert refusals(job, VERSIONS[-1]) == []
+
+
+def test_without_kubeflow_nothing_of_it_is_applied(rendered: dict[str, list[Object]]) -> None:
+    objects = rendered["jobset"]
+    assert not [each["kind"] for each in objects if each["apiVersion"].startswith("trainer.kubeflow.org")]
+    secrets = {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
+    assert {"ps-server-tls", "ps-worker-tls"} <= secrets
 
 
 @pytest.mark.parametrize(
@@ -104,6 +126,8 @@ def test_kubernetes_takes_every_object(rendered: dict[str, list[Object]], name: 
         ("overlays/gpu", "PodMonitor", "spec.podMetricsEndpoint", []),
         ("kubeflow", "ClusterTrainingRuntime", "spec.template.spec.replicas", 2),
         ("kubeflow", "TrainJob", "spec.trainer.numNodes", "two"),
+        ("jobset", "JobSet", "spec.replicatedJob", []),
+        ("jobset", "JobSet", "spec.replicatedJobs", "one"),
     ],
 )
 def test_what_is_wrong_is_refused(

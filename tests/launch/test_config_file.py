@@ -183,4 +183,4 @@ def test_config_of_a_command_that_is_none_is_refused(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as caught:
         ps_server.cli.parser().settings_of(["upp"])
     assert caught.value.code == 2
-    assert "invalid choice: 'upp'" in capsys.readouterr().err
+    assert "unknown command upp, did you mean up?" in capsys.readouterr().err

@@ -42,4 +42,4 @@ def test_a_script_has_collectives_of_its_own_beside_the_servers(
     where = ("--server", shared.address, "--job", job, "--mode", mode, "--metrics-host", "127.0.0.1")
     done = run(*where, "--workers", "2", script(tmp_path, COLLECTIVES), meeting)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] ServerOptimizer 3.0" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] SGD 3.0" for rank in range(2)]

@@ -69,7 +69,7 @@ def test_one_command_trains_and_leaves_nothing_but_a_checkpoint(start: Start, tm
     family = command.family()
     assert command.process.wait(START_SECONDS) == 0, command.err
     for rank in range(2):
-        assert f"worker {rank} of 2: ssp:4 Everything ServerOptimizer\n" in command.out
+        assert f"worker {rank} of 2: ssp:4 Everything AdamW\n" in command.out
     assert "ps-server:" not in command.out, "what the script writes has its stdout alone"
     assert whole_checkpoints(kept)
     _, left = psutil.wait_procs(family, timeout=END_SECONDS)
@@ -249,7 +249,7 @@ def test_each_node_holds_a_shard_until_the_job_has_ended(start: Start, tmp_path:
     families = [process for node in nodes for process in node.family()]
     for rank, node in enumerate(nodes):
         assert node.process.wait(START_SECONDS) == 0, node.err
-        assert f"worker {rank} of 3: async Everything ServerOptimizer\n" in node.out
+        assert f"worker {rank} of 3: async Everything AdamW\n" in node.out
     address = address_of(nodes[0])
     assert f"ps-server: ready at {address} (the coordinator, and shard 0 of 3)\n" in nodes[0].err
     for rank in (1, 2):

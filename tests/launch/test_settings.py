@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -41,6 +42,7 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
     ),
     "connect_timeout": ([("2.5", 2.5), ("60", 60.0)], REFUSED_SECONDS),
     "start_timeout": ([("2.5", 2.5), ("7200", 7200.0)], REFUSED_SECONDS),
+    "busy_seconds": ([("2.5", 2.5), ("0", 0.0), ("0.0", 0.0)], ("nan", "-1", "inf", "soon")),
     "metrics_host": ([("::1", "::1")], ()),
     "metrics_port": ([("0", 0), ("9100", 9100)], (*REFUSED_NUMBERS, "99999", "tcp://10.0.0.1:9100")),
     "transport": ([("shm", "shm"), ("grpc", "grpc")], ("udp", "SHM")),
@@ -76,7 +78,8 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    assert {*names, "rank"} - keywords == {"start_timeout", "wire", "native", "native_dir", "log_level", "log_format"}
+    without = {"start_timeout", "busy_seconds", "wire", "native", "native_dir", "log_level", "log_format"}
+    assert {*names, "rank"} - keywords == without
 
 
 def test_a_quorum_is_a_part_of_the_rule_as_flag_variable_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,6 +445,25 @@ def test_ddp_on_several_machines_needs_to_know_where_they_meet(
             ["ps-server", "status", "now"],
             "usage: ps-server status [options]\nps-server status: unknown argument now (see ps-server status --help)\n",
         ),
+        (
+            ["ps-server", "statsu"],
+            "usage: ps-server [-h] [--version] COMMAND ...\nps-server: unknown command statsu, did you mean status? "
+            "(see ps-server --help)\n",
+        ),
+        (
+            ["ps-server", "config", "shrad", "--port", "7000"],
+            "usage: ps-server [-h] [--version] COMMAND ...\nps-server: unknown command shrad, did you mean shard? "
+            "(see ps-server --help)\n",
+        ),
+        (
+            ["ps-server", "xyz"],
+            "usage: ps-server [-h] [--version] COMMAND ...\nps-server: unknown command xyz (see ps-server --help)\n",
+        ),
+        (
+            ["ps-worker", "rnu", "train.py"],
+            "usage: ps-worker [-h] [--version] COMMAND ...\nps-worker: unknown command rnu, did you mean run? "
+            "(see ps-worker --help)\n",
+        ),
     ],
 )
 def test_a_mistake_is_answered_by_the_subcommand_in_two_lines(
@@ -449,9 +471,29 @@ def test_a_mistake_is_answered_by_the_subcommand_in_two_lines(
 ) -> None:
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as caught:
-        ps_server.cli.main()
+        (ps_server.cli if command[0] == "ps-server" else ps_worker.cli).main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("program", [ps_server.cli, ps_worker.cli])
+def test_a_program_without_a_command_shows_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: ModuleType
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a program"])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    assert caught.value.code == 2, "a script that forgets the command has made a mistake"
+    assert capsys.readouterr().err == program.parser().format_help()
+
+
+def test_help_begins_with_what_people_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = ps_server.cli.parser().format_help()
+    names = re.findall(r"^    ([a-z-]+)  +\w", text, re.MULTILINE)
+    assert names[:3] == ["up", "status", "page"]
+    assert names[-1] == "report", "launchers call it"
+    assert set(names) == set(ps_server.cli.parser()._commands.choices), "each is on a line with its help"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("command", [ps_server.cli, ps_worker.cli])

@@ -10,6 +10,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -59,6 +60,7 @@ PROVISIONING = "deploy/grafana/provisioning"
 HOME = "/var/lib/grafana-dashboards"
 SD = "https://coordinator:9100/sd"
 HEALTHY = {"condition": "service_healthy"}
+STARTED = {"condition": "service_started"}
 
 
 PRIVATE = "size=1m,mode=0700,uid=10001,gid=10001"
@@ -70,11 +72,15 @@ def certificates(of: str) -> dict[str, str]:
 
 # What each of some services says, or a whole file without any: see `differs`.
 PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-    # Start is gated by health; a probe in exec form needs no shell in the image.
-    (COMPOSE, WORKERS, {"depends_on": dict.fromkeys(SERVERS, HEALTHY)}),
+    # What waits for servers itself starts at once: Compose gives up for good where a server is slow to be healthy. A
+    # probe in exec form needs no shell in the image.
+    (COMPOSE, WORKERS, {"depends_on": dict.fromkeys(SERVERS, STARTED), "command": ["--connect-timeout=600"]}),
+    (COMPOSE, SHARDS, {"depends_on": {"coordinator": STARTED}}),
     (COMPOSE, ("coordinator",), {"depends_on": {"certs": {"condition": "service_completed_successfully"}}}),
-    (COMPOSE, (*SHARDS, "page", "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
+    (COMPOSE, ("page", "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
     (COMPOSE, (*SERVERS, "page", "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
+    # A start on a busy machine is no failure.
+    (COMPOSE, (*SERVERS, "page"), {"healthcheck": {"start_period": "600s", "interval": "15s"}}),
     # Two workers by default; a container name could not be scaled.
     (COMPOSE, WORKERS, {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
     # Jobs with tables are started when they are asked for. The folder of data is read, and may be missing.
@@ -241,8 +247,7 @@ def test_the_servers_commands_are_ours() -> None:
     for name, given in arguments.items():
         assert given.advertise == f"{name}:{given.port}", "the others reach it by its service's name"
         assert given.host == given.metrics_host == "0.0.0.0"
-        probe = parser().read(found[name]["healthcheck"]["test"][2:])
-        assert (probe.command, probe.server) == ("health", f"127.0.0.1:{given.port}")
+        assert found[name]["healthcheck"]["test"][-2:] == [str(given.health_port), "/readyz"]
     for name in shards:
         assert arguments[name].coordinator == arguments["coordinator"].advertise
 
@@ -300,7 +305,62 @@ def test_the_pages_command_is_ours() -> None:
     assert given.command == "page"
     assert f"--advertise={given.server}" in coordinator["command"]
     assert page["ports"] == [f"127.0.0.1:{given.page_port}:{given.page_port}"], "it prints the address to open"
-    assert f"http://127.0.0.1:{given.page_port}/" in page["healthcheck"]["test"][-1]
+    assert page["healthcheck"]["test"][-2:] == [str(given.page_port), "/"]
+
+
+def probes(name: str, port: int) -> bool:
+    """Whether the probe of a container is content with a port of this machine, in an environment like a container's."""
+    kind, program, *words = read(COMPOSE)["services"][name]["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "python")
+    words[-2] = str(port)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, env={})
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_servers_probe_is_content_when_the_server_serves_and_not_before(name: str) -> None:
+    from ps_server.ops.health_port import HealthPort
+
+    known = threading.Event()
+    port = HealthPort("127.0.0.1", 0, known.is_set)
+    try:
+        assert not probes(name, port.port), "the coordinator does not know it yet"
+        known.set()
+        assert probes(name, port.port)
+        port.is_ending = True
+        assert not probes(name, port.port)
+    finally:
+        port.stop()
+    assert not probes(name, port.port), "nothing listens"
+
+
+def test_the_pages_probe_is_content_with_the_page() -> None:
+    from ps_runtime.web import serve
+    from ps_server.ops.page import page_site
+    from ps_server.rpc.views import Position
+
+    def unasked(position: Position) -> None:
+        raise AssertionError(f"a probe asks for the files alone, not for a view at {position}")
+
+    port, stop = serve("127.0.0.1", 0, page_site(unasked).app, "the page", "--page-port")
+    try:
+        assert probes("page", port)
+    finally:
+        stop()
+    assert not probes("page", port)
+
+
+def test_a_probe_imports_next_to_nothing() -> None:
+    """It runs for as long as a container does: with what `ps-server health` imports, three took a sixth of a core."""
+    words = read(COMPOSE)["services"]["shard-0"]["healthcheck"]["test"][2:]
+    where = words.index("-c") + 1
+    listed = "import socket, sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, *words[: where - 1], "-c", listed], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert re.findall(r"^ *(?:import|from) (.*)$", words[where], re.MULTILINE) == ["socket, sys"]
+    assert not {"site", "grpc", "ssl", "urllib", "http", "email", "ps_server"} & set(loaded)
 
 
 @pytest.mark.parametrize("file", [COMPOSE, *OVERLAYS])

@@ -109,7 +109,7 @@ def test_what_is_exported_is_loaded_as_shown(
     make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (DOCS / "save-and-resume.md").read_text()
-    [shown] = re.findall(r"```python\n([^`]*load_file\(\"out/model.safetensors\"\).*?)```", text, re.S)
+    [shown] = re.findall(r"```python\n([^`]*model_state_dict\(Path\(\"out\"\)\).*?)```", text, re.S)
     model = torch.nn.Linear(3, 2)
     with make_cluster(checkpoint_dir=tmp_path / "checkpoints").connect("sync") as session:
         trained, stepped = session.prepare(model, torch.optim.AdamW(model.parameters()))

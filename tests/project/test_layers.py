@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "ps_server.coordinator",
         "ps_server.rpc",
         "ps_runtime",
+        "ps_tables.sizes",
     },
     "ps_worker.values": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ps_protocol.codecs import BLOCKS, PLAIN, WIRE_FORMATS, gradient_codec, weight_codec
+from ps_protocol.codecs import BLOCKS, PLAIN, gradient_codec, weight_codec
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_protocol.tensors import bytes_of
 from ps_protocol.v1 import types_pb2
+from ps_protocol.wire_formats import FORMATS
 
 
 def job(gradient_wire: str, weight_wire: str) -> JobSpec:
@@ -39,9 +40,9 @@ def test_what_travels_as_it_is_is_never_copied(name: str) -> None:
     assert decoded.data_ptr() == values.data_ptr()
 
 
-@pytest.mark.parametrize("name", sorted(WIRE_FORMATS.keys() - BLOCKS.keys()))
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - BLOCKS.keys()))
 def test_a_wire_format_rounds_as_torch_does_and_decodes_where_it_lies(name: str) -> None:
-    codec, values = WIRE_FORMATS[name], torch.randn(1000)
+    codec, values = PLAIN[name], torch.randn(1000)
     payload = bytes(bytes_of(codec.encode(values)))
     assert len(payload) == codec.size(1000)
     assert torch.equal(codec.decode(payload, 1000), values.to(getattr(torch, name)))
@@ -67,7 +68,7 @@ def test_only_float32_that_an_optimizer_steps_is_narrowed() -> None:
 
 def test_every_format_and_element_type_of_the_contract_has_a_codec_and_every_codec_a_number() -> None:
     for enum, prefix, names in (
-        (types_pb2.WireFormat, "WIRE_FORMAT_", WIRE_FORMATS),
+        (types_pb2.WireFormat, "WIRE_FORMAT_", FORMATS),
         (types_pb2.DataType, "DATA_TYPE_", DATA_TYPES),
     ):
         assert {key.removeprefix(prefix).lower() for key in enum.DESCRIPTOR.values_by_name} == {"unspecified", *names}

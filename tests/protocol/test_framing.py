@@ -276,8 +276,8 @@ def exchanged(*kinds: Any, **location: Any) -> bytes:
 @pytest.mark.parametrize(
     ("read", "data", "said"),
     [
-        (data_messages.push, pushed(pushing(0)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7., got 0"),
-        (data_messages.push, pushed(pushing(9)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7., got 9"),
+        (data_messages.push, pushed(pushing(0)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 0"),
+        (data_messages.push, pushed(pushing(9)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 9"),
         (
             data_messages.push,
             pushed(pushing(GRADIENT, groups=[job_pb2.GroupUpdate(group=2)] * 2)),

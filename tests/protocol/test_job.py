@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.codecs import WIRE_FORMATS
 from ps_protocol.convert import hyper_messages, hyper_parameters, job_spec, job_spec_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.hyper_parameters import HyperParameters
@@ -29,6 +28,7 @@ from ps_protocol.layout import DATA_TYPES, ParameterSpec
 from ps_protocol.modes import MAX_STALENESS, Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import job_pb2
+from ps_protocol.wire_formats import FORMATS
 
 WEIGHT = ParameterSpec("layer.weight", (3, 4), "float32", 0)
 BIAS = ParameterSpec("layer.bias", (3,), "float32", 1)
@@ -46,8 +46,7 @@ JOB = JobSpec(
 )
 
 
-def with_table(own: Consistency | None, mode: Consistency = Consistency(0, True)) -> JobSpec:  # noqa: B008 (a value)
-    return replace(JOB, consistency=mode, tables=(JobTable(TableSpec("t", 4, consistency=own), "SGD", {"lr": 0.1}),))
+WITH_TABLE = replace(JOB, tables=(JobTable(TableSpec("t", 4), "SGD", {"lr": 0.1}),))
 
 
 def with_parameter(**changes: object) -> JobSpec:
@@ -65,9 +64,8 @@ SMALL = tuple(ParameterSpec(f"p{i}", (2**20,), "float32", 0) for i in range(1000
     [
         JOB,
         replace(JOB, parameters=SMALL, bucket_bytes=4 * 2**20),
-        *(with_table(own) for own in (None, Consistency(None), Consistency(0), Consistency(4))),
-        with_table(Consistency(None), Consistency(4)),
-        with_table(Consistency(4), Consistency(4)),
+        with_parameter(element="complex64", shape=(3, 2)),
+        WITH_TABLE,
     ],
 )
 def test_a_sound_job_passes(sound: JobSpec) -> None:
@@ -99,26 +97,6 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
             InvalidRequest,
             "a quorum of 2 makes no sense among 2 workers",
         ),
-        (
-            with_table(Consistency(3), Consistency(4)),
-            InvalidRequest,
-            "table 't': its consistency is ssp:3, which is stricter than the mode ssp:4",
-        ),
-        (
-            with_table(Consistency(0, True)),
-            InvalidRequest,
-            "table 't': its consistency must be ssp:K or async, got sync",
-        ),
-        (
-            with_table(Consistency(None), Consistency(0, True, -1)),
-            InvalidRequest,
-            "its consistency is async, and a job with a quorum has one rule for all",
-        ),
-        (
-            replace(with_table(Consistency(None)), parameters=(COUNTER,)),
-            InvalidRequest,
-            "nothing is under the mode sync. Name the mode that the tables are to have",
-        ),
         (replace(JOB, bucket_bytes=0), InvalidRequest, "positive multiple of 64, got 0"),
         (replace(JOB, bucket_bytes=100), InvalidRequest, "positive multiple of 64, got 100"),
         (replace(JOB, bucket_bytes=2 * MAX_BUCKET_BYTES), LimitExceeded, f"up to {MAX_BUCKET_BYTES} on this server"),
@@ -126,6 +104,8 @@ def test_a_sound_job_passes(sound: JobSpec) -> None:
         (with_parameter(name="x" * (MAX_NAME_LENGTH + 1)), InvalidRequest, "got 513"),
         (with_parameter(dtype="complex64"), InvalidRequest, "layer.weight: expected one of float32.*got complex64"),
         (with_parameter(dtype="int64"), InvalidRequest, "layer.weight: an optimizer steps floating-point"),
+        (with_parameter(element="Complex 64"), InvalidRequest, "layer.weight: expected the name of an element type"),
+        (with_parameter(element="complex64", shape=()), InvalidRequest, "a last dimension that counts its parts"),
         (with_parameter(group=2), InvalidRequest, "layer.weight: expected a group below 2, got 2"),
         (with_parameter(group=-1), InvalidRequest, "layer.weight: expected a group below 2, got -1"),
         (with_parameter(shape=(-1,)), InvalidRequest, "layer.weight: expected up to 64 dimensions of 0 to "),
@@ -162,6 +142,16 @@ def test_a_learning_rate_that_a_scheduler_moved_makes_no_other_job() -> None:
     assert difference(JOB, later) is None
 
 
+def test_an_element_type_is_compared_where_the_servers_have_kept_it() -> None:
+    complex_one = with_parameter(element="complex64")
+    said = difference(complex_one, with_parameter(element="complex128"))
+    assert said == (
+        "parameter 'layer.weight' has element type complex64 in the registered job and complex128 in this one"
+    )
+    assert difference(JOB, complex_one) is None, "a server of an earlier version has kept none"
+    assert difference(with_parameter(is_saved=False), JOB) is None
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -196,35 +186,20 @@ def test_another_job_is_told_apart_and_the_first_difference_named(other: JobSpec
     assert said in difference(JOB, other)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("ours", "others", "said"),
-    [
-        (None, Consistency(None), "has consistency of the job in the registered job and async in this one"),
-        (Consistency(None), None, "has consistency async in the registered job and of the job in this one"),
-        (Consistency(2), Consistency(3), "has consistency ssp:2 in the registered job and ssp:3 in this one"),
-    ],
-)
-def test_a_table_with_another_rule_makes_another_job(
-    ours: Consistency | None, others: Consistency | None, said: str
-) -> None:
-    assert difference(with_table(ours), with_table(ours)) is None
-    assert difference(with_table(ours), with_table(others)) == f"table 't' {said}"
-
-
 def test_a_worker_that_brings_no_rows_is_refused_where_a_table_waits_for_them() -> None:
-    plain = with_table(None)
+    plain = WITH_TABLE
     [table] = plain.tables
     waits = replace(plain, tables=(replace(table, rows=replace(table.rows, initial_rows=True)),))
     assert difference(waits, plain) == "table 't' has initial_rows True in the registered job and False in this one"
     assert difference(plain, waits) is None, "it begins at once, and takes none"
 
 
-def test_a_worker_that_knows_no_rules_of_tables_has_them_under_the_mode() -> None:
-    """One of an earlier version: its message has no such field."""
-    message = job_spec_message(with_table(Consistency(None)))
-    message.tables[0].ClearField("consistency")
-    assert job_spec(message) == with_table(None)
-    assert not job_spec_message(with_table(None)).tables[0].HasField("consistency"), "as that writes it"
+def test_a_table_with_a_rule_of_its_own_is_refused() -> None:
+    """Workers of an earlier version may name one."""
+    message = job_spec_message(WITH_TABLE)
+    message.tables[0].consistency.SetInParent()
+    with pytest.raises(InvalidRequest, match="table 't' has a consistency of its own"):
+        job_spec(message)
 
 
 # -- carried over the wire -------------------------------------------------------------------------------------------
@@ -234,9 +209,6 @@ NUMBERS = st.floats(allow_nan=False)
 HYPER_PARAMETERS = st.dictionaries(
     NAMES, st.none() | st.booleans() | NUMBERS | st.lists(NUMBERS, max_size=3).map(tuple), max_size=4
 )
-
-
-OWN = st.none() | st.builds(Consistency, st.none() | st.integers(0, MAX_STALENESS))
 
 
 @st.composite
@@ -252,6 +224,8 @@ def jobs(draw: st.DrawFn) -> JobSpec:
                 shape=tuple(draw(st.lists(st.integers(0, 2**63), max_size=4))),
                 dtype=draw(st.sampled_from(list(DATA_TYPES))),
                 group=draw(st.none() | st.integers(0, 2**32 - 1)),
+                element=draw(st.sampled_from(["", "complex64", "float8_e4m3fn"])),
+                is_saved=draw(st.booleans()),
             )
             for _ in range(draw(st.integers(0, 3)))
         ),
@@ -261,11 +235,11 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         bucket_bytes=draw(st.integers(0, 2**64 - 1)),
         world_size=draw(st.integers(0, 2**32 - 1)),
         non_finite=draw(st.sampled_from(list(NonFinite))),
-        gradient_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
-        weight_wire=draw(st.sampled_from(list(WIRE_FORMATS))),
+        gradient_wire=draw(st.sampled_from(list(FORMATS))),
+        weight_wire=draw(st.sampled_from(list(FORMATS))),
         tables=tuple(
-            JobTable(TableSpec(draw(NAMES), draw(st.integers(0, 2**32 - 1)), consistency=own), draw(NAMES), {})
-            for own in draw(st.lists(OWN, max_size=2))
+            JobTable(TableSpec(draw(NAMES), draw(st.integers(0, 2**32 - 1))), draw(NAMES), {})
+            for _ in range(draw(st.integers(0, 2)))
         ),
     )
 

@@ -17,7 +17,6 @@ from ps_protocol.modes import (
     local_steps,
     parse_mode,
     parse_quorum,
-    parse_table_consistency,
     with_quorum,
 )
 
@@ -54,19 +53,6 @@ def test_any_other_name_is_refused_with_what_was_expected_and_what_came(name: st
         in str(refused.value)
     )
     assert repr(name) in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["ssp:0", "ssp:4", f"ssp:{MAX_STALENESS}", "async"])
-def test_a_tables_rule_has_the_name_of_a_mode(name: str) -> None:
-    assert parse_table_consistency(name) == parse_mode(name)
-
-
-@pytest.mark.parametrize("name", ["sync", "local:2", "single", "", "ssp:-1", "Async", 4, None])
-def test_a_table_has_no_other_rule(name: object) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        parse_table_consistency(name)
-    assert "must be ssp:K (such as ssp:4) or async, or left out to be that of the job" in str(refused.value)
-    assert repr(str(name)) in str(refused.value)
 
 
 @pytest.mark.parametrize("steps", [1, 8, MAX_STEPS])

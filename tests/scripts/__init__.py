@@ -2,13 +2,17 @@
 
 train_everything.py       Trains in whichever way its launcher chooses, and leaves its weights in a file
 train_with_state.py       Dropout, BatchNorm, shuffling, schedulers, noise: all that decides how a run ends
+train_two_stages.py       Two stages, each with an optimizer of its own
 train_with_frameworks.py  Trains with each framework under a launcher, in sync and in async
 train_tables.py           Two tables and a layer, each rank with its part of every batch
+assign_rows.py            Pretrained rows in ddp, and rows that each rank sets later
+zero_gradients.py         Gradients of a table, zeroed in every way between two backwards
 train_on_slurm.py         What jobs under Slurm run: each step's samples in a file, and a pause in each step
 train_on_ray.py           What a worker on Ray runs: it says how far it is, until a file says that it is enough
 validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early stopping
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
+count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
 build_loops.py            Compiles the loops of tables, beside another process that does so
 models.py                 The model of the equivalence tests, which has one of everything; weights as numbers, refusals
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -21,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ps_worker.accelerate
 from ps_worker.huggingface import OnServers, PsTrainer, connect
 from tests.scripts.models import refusal, weights
+from tests.tools.cluster import scrape
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -103,6 +106,7 @@ def train(root: Path) -> dict[str, Any]:
     return {
         "weights": weights(model),
         "steps": (trainer.state.global_step, session.clock),
+        "total": scrape(session.metrics_address)["ps_worker_total_steps"],
         "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "whole": whole,
@@ -272,3 +276,41 @@ def accelerated_alone(batch: int, clip: float = 0.5) -> Weights:
 def accelerated_beside_plain() -> tuple[Weights, Weights]:
     """The weights of Accelerate alone and of one worker."""
     return accelerated_alone(4), accelerated(4)["weights"]
+
+
+class Hubbed(nn.Sequential, PyTorchModelHubMixin):
+    """A model that the Hub's own code saves and loads."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def saved_by_others(folder: str) -> dict[str, bool]:
+    """Whether what Accelerate and the Hub save of a prepared model has all of it, and can be loaded."""
+    session = ps_worker.accelerate.connect()
+    accelerator = Accelerator(cpu=True)
+    net = Hubbed()
+    model, optimizer = session.prepare(net, torch.optim.AdamW(net.parameters()))
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def equal(state: Mapping[str, torch.Tensor]) -> bool:
+        return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    net.save_pretrained(f"{folder}/hub")
+    found = {place: equal(load_file(f"{folder}/{place}/model.safetensors")) for place in ("state", "model", "hub")}
+    found["hub is loaded"] = equal(Hubbed.from_pretrained(f"{folder}/hub").state_dict())
+    step()
+    found["changed"] = not equal(net.state_dict())
+    accelerator.load_state(f"{folder}/state")
+    found["state is loaded"] = equal(net.state_dict())
+    return found

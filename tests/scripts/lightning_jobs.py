@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import ps_worker
 from ps_worker.lightning import FabricParameterServerStrategy, ParameterServerStrategy
 from tests.scripts.models import refusal, weights
+from tests.tools.cluster import scrape
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -101,6 +102,7 @@ def fit(root: Path, batch: int = 4) -> dict[str, Any]:
         "rates": [group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups],
         "place": (made.global_rank, made.world_size, made.is_global_zero, rank_zero_only.rank, session.rank),
         "steps": (made.global_step, session.clock),
+        "total": scrape(session.metrics_address)["ps_worker_total_steps"],
         "best": checkpoint.best_model_path,
         "batches": len(net.seen),
     }

@@ -260,7 +260,11 @@ def misfit_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 UNFIT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "sparse gradients": (lambda: nn.Embedding(4, 2, sparse=True), sgd, "makes sparse gradients; use sparse=False"),
-    "dtype": (lambda: nn.Linear(2, 2, dtype=torch.complex64), sgd, "weight has dtype torch.complex64; known are float"),
+    "dtype": (
+        lambda: nn.ParameterList([torch.zeros(2).to(torch.float8_e5m2)]),
+        sgd,
+        "0 has dtype torch.float8_e5m2, and servers step plain tensors of float",
+    ),
     "strange optimizer": (Net, lambda _: sgd(nn.Linear(1, 1)), "hold 2 parameters of no model that was handed"),
     "optimizer whose state does not fit": (Net, misfit_optimizer, "lacks exp_avg_sq, which AdamW needs"),
 }

@@ -344,3 +344,21 @@ def test_a_server_that_stops_ends_connections_in_the_middle_of_calls(make_cluste
             stopping.start()
             assert client.is_closed()
             stopping.join()
+
+
+def test_a_refused_request_that_does_not_come_ends_its_connection() -> None:
+    """It is passed over as it comes: a worker that kept it back would have the connection's thread for good."""
+    cluster = Cluster(shards=1, limits=Limits(calls=4, upload_seconds=1.0))
+    try:
+        with joined(cluster.address, vector_job("job", "async", CELLS, 1)) as [worker]:
+            found = ticket(address_of(cluster, worker), worker)
+            with FrameClient(found.port, found.ticket) as client:
+                assert client.is_open()
+                until(lambda: client.ask(Kind.PULL, pull(worker, 0)), "an answer")
+                for clock in range(10, 14):
+                    client.send(Kind.PULL, pull(worker, clock))
+                push = push_parts(gradient(worker, 1))
+                client.socket.sendall(write_header(99, Kind.PUSH, len(push.head), CELLS * 4))
+                assert client.is_closed()
+    finally:
+        cluster.stop()

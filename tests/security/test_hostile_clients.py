@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ps_protocol.convert import job_spec_message
-from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
@@ -25,6 +25,7 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
+from ps_server.rpc.calls_in_flight import WAITING_FOR_EACH
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.http2 import PREFACE
@@ -230,10 +231,10 @@ def watch(channel: grpc.Channel, seconds: float) -> Any:
 
 
 def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(calls=12))
+    cluster = make_cluster(shards=1, limits=Limits(calls=3))
     register(cluster, job())
     with open_channel(cluster.address) as channel, open_channel(cluster.address) as another:
-        watching = [watch(channel, 600) for _ in range(12)]
+        watching = [watch(channel, 600) for _ in range(3 * WAITING_FOR_EACH)]
         for stream in watching[:8]:
             next(stream)
         errors = set()
@@ -243,17 +244,17 @@ def test_calls_in_flight_are_limited_by_caller(make_cluster: MakeCluster) -> Non
                 next(watching[-1])
             except grpc.RpcError as error:
                 errors.add(type(error_from(error, "it")))
-        assert LimitExceeded in errors
+        assert Backlogged in errors
 
 
 def test_calls_in_flight_are_limited_in_all_but_for_probes(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(shards=1, limits=Limits(all_calls=6))
+    cluster = make_cluster(shards=1, limits=Limits(all_calls=12))
     server = cluster.servers[0]
     register(cluster, job())
     with open_channel(cluster.address) as channel:
         watching = [watch(channel, 600) for _ in range(6)]
         until(lambda: server.calls_in_flight() >= 6, "the start of every call")
-        with pytest.raises(LimitExceeded, match="max-all-calls is 6"):
+        with pytest.raises(Backlogged, match="6 calls in flight, half of what all may have: max-all-calls is 12"):
             register(cluster, job())
         assert is_serving(cluster.address, PLAINTEXT)
         for stream in watching:

@@ -24,7 +24,7 @@ from ps_runtime.credentials import Access, Tls, access
 from ps_runtime.status import error_from
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
-from ps_server.rpc.call_limits import HEARTBEAT
+from ps_server.rpc.calls_in_flight import HEARTBEAT
 from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
 from ps_server.rpc.receiving import KINDS

@@ -26,7 +26,7 @@ from tests.tools.unfinished import Unfinished
 
 MIB = 2**20
 LARGE = 16 * MIB
-BUDGET = 128 * MIB  # the default of --max-receiving-bytes
+BUDGET = 168 * MIB  # the default of --max-receiving-bytes
 THREADS = 96 * MIB  # what the threads of all pools, and gRPC itself, may take beside it
 LEASE_SECONDS = 5.0
 CALL_SECONDS = 2.0  # the promise
@@ -34,6 +34,8 @@ ATTACK_SECONDS = 6.0  # longer than the lease
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 6))
 HEARTBEAT, CHECK = "/ps_protocol.v1.MembershipService/Heartbeat", "/grpc.health.v1.Health/Check"
 PUSH, REGISTER = "/ps_protocol.v1.DataService/Push", "/ps_protocol.v1.JobService/RegisterJob"
+EXCHANGE, GATHER = "/ps_protocol.v1.DataService/Exchange", "/ps_protocol.v1.RoundService/GatherValues"
+EXCHANGE_PATIENCE = 1.0  # seconds after which an exchange makes room for another; of values it is five
 OTHER = "the-worker-of-another-job"
 
 
@@ -122,6 +124,25 @@ def test_a_thousand_requests_that_never_arrive_keep_no_heartbeat_waiting(victim:
 def test_requests_of_many_hosts_that_never_arrive_keep_no_heartbeat_waiting(victim: Victim) -> None:
     attack = Unfinished(victim.address, (HEARTBEAT,), 64, 64 + 5, calls=512, sources=HOSTS, token=OTHER)
     check_promises(victim, [attack], 512 * len(HOSTS))
+
+
+@pytest.mark.parametrize("path", [EXCHANGE, GATHER])
+def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiting(victim: Victim, path: str) -> None:
+    """Of the kinds of which few are received at a time. What is asked is nonsense: it is read, and then refused."""
+    with (
+        Unfinished(victim.address, (path,), 1000, 900, calls=100, token=OTHER) as attack,
+        open_channel(victim.address, Access(token=lambda: "the-worker-of-the-job")) as channel,
+    ):
+        ask = channel.unary_stream(path) if path == EXCHANGE else channel.unary_unary(path)
+        until(lambda: victim.beat() and attack.begun >= 100, "the start of every call")
+        took = []
+        for _ in range(9):
+            begun = time.monotonic()
+            with pytest.raises(grpc.RpcError) as refused:
+                list(ask(b"\xff", timeout=30) if path == EXCHANGE else [ask(b"\xff", timeout=30)])
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            took.append(time.monotonic() - begun)
+        assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
 
 
 @pytest.mark.long

@@ -30,6 +30,21 @@ def test_clocks_that_a_worker_skipped_when_it_came_back_are_not_lost() -> None:
     assert steps.lost_steps == 10 + 1, "the others are counted, or were never made"
 
 
+def test_a_step_that_is_pushed_again_is_not_lost() -> None:
+    """Its worker had finished 44 steps, and comes back in the 45th."""
+    steps = account(unaccounted={0: (40, 45)})
+    steps.joined(0, 50, 44, pushed=40)  # the shard that went back has to get the 45th anew, for clock 51
+    assert steps.lost_steps == 4
+    steps.unaccounted = {0: (40, 51)}
+    steps.joined(0, 51, 51, pushed=40)
+    assert steps.lost_steps == 4 + 1, "with that shard once more"
+    steps = account()
+    steps.joined(0, 50, 44, pushed=45)  # it was staged everywhere, and its worker never heard so
+    steps.unaccounted = {0: (40, 50)}
+    steps.joined(0, 50, 50, pushed=40)
+    assert steps.lost_steps == 5
+
+
 def test_steps_that_are_lost_once_more_count_once_and_those_that_were_made_again_count_again() -> None:
     reached = [VersionRange(40, 40, {0: 40})]
     steps = account()

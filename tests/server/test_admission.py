@@ -135,9 +135,77 @@ def test_every_call_is_received_waits_or_was_refused(events: list[tuple[bool, st
 def test_what_all_places_and_windows_hold_together_fits_the_budget(is_shard: bool) -> None:
     limits = Limits()
     places = sum(given.places for given in terms(limits, is_shard).values())
-    assert places * limits.message_bytes + limits.all_calls * WINDOW_BYTES <= limits.receiving_bytes == 128 * 2**20
-    assert places == 7, "more than the budget holds is one thing, to waste it another"
-    assert terms(limits, is_shard)[Kind.QUICK].places == 2
+    assert places * limits.message_bytes + limits.all_calls * WINDOW_BYTES <= limits.receiving_bytes == 168 * 2**20
+    assert places == 9, "more than the budget holds is one thing, to waste it another"
+    assert all(given.places in ((2, 3) if is_shard else (0, 2, 7)) for given in terms(limits, is_shard).values())
+
+
+def test_a_smaller_budget_has_second_places_of_exchanges_and_large_requests_before_third_ones_of_pushes() -> None:
+    limits = Limits(receiving_bytes=128 * 2**20)
+    found = {kind: given.places for kind, given in terms(limits, is_shard=True).items()}
+    assert found == {Kind.QUICK: 2, Kind.LARGE: 2, Kind.EXCHANGE: 2, Kind.DATA: 1}
+    least = Limits(receiving_bytes=97517568)
+    found = {kind: given.places for kind, given in terms(least, is_shard=True).items()}
+    assert found == {Kind.QUICK: 2, Kind.LARGE: 1, Kind.EXCHANGE: 1, Kind.DATA: 1}
+
+
+def test_one_that_had_no_turn_for_longest_comes_next() -> None:
+    """Those that ask all the time would otherwise stand before each that asks now and then."""
+    admission: RequestPlaces[str] = RequestPlaces(Terms(1, 50, seconds=30.0, patience=10.0))
+    for n in range(3):
+        for name in "abc":
+            ask(admission, f"{name}.h.1.{n}")
+    turns = [*leave(admission, "a.h.1.0"), *leave(admission, "b.h.1.0"), *leave(admission, "c.h.1.0")]
+    assert turns == ["b.h.1.0", "c.h.1.0", "a.h.1.1"]
+    ask(admission, "victim.h.1.x")
+    assert leave(admission, "a.h.1.1") == ("victim.h.1.x",), "it came last, and had no turn yet"
+
+
+@pytest.mark.parametrize("kind", [Kind.EXCHANGE, Kind.LARGE])
+@pytest.mark.parametrize("attackers", [1, 2, 8])
+def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: Kind, attackers: int) -> None:
+    """In turns of a twentieth of a second, as the server looks: each attacker has ten requests that never end."""
+    admission: RequestPlaces[str] = RequestPlaces(terms(Limits(), is_shard=True)[kind])
+    received: set[str] = set()
+    waits: list[float] = []
+    asked, names = 0.0, iter(range(1_000_000))
+
+    def attack(number: int, now: float) -> None:
+        received.update(ask(admission, f"attacker{number}.h.1.{next(names)}", now)[0])
+
+    for number in range(attackers):
+        for _ in range(10):
+            attack(number, 0.0)
+    victim = ""
+    for turn in range(20 * 120):
+        now = turn / 20
+        for call in admission.overdue(now):
+            received.discard(call)
+            received.update(leave(admission, call, now))
+            if call != victim:
+                attack(int(call.split(".")[0].removeprefix("attacker")), now)
+        if not victim:
+            victim, asked = f"victim.h.1.{next(names)}", now
+            received.update(ask(admission, victim, now)[0])
+        if victim in received:  # a request that is whole: it has its place for no time
+            received.discard(victim)
+            received.update(leave(admission, victim, now))
+            waits.append(now - asked)
+            victim = ""
+    waits.sort()
+    assert waits[len(waits) // 2] == 0.0
+    assert sum(waits) < 0.4 * 120, "nearly always there is a place, also while the attackers have their first turns"
+
+
+def test_one_whose_request_was_broken_off_breaks_off_none_of_another_principal() -> None:
+    admission: RequestPlaces[str] = RequestPlaces(Terms(2, WAITING, seconds=30.0, patience=1.0))
+    ask(admission, "a.h.1.x")
+    assert admission.overdue(30.0) == ["a.h.1.x"]
+    leave(admission, "a.h.1.x", 30.0)
+    for name in ("b.h.1.x", "c.h.1.x"):
+        assert ask(admission, name, 31.0)[0] == (name,)
+    ask(admission, "a.h.1.y", 32.0)
+    assert admission.overdue(40.0) == [], "both are slow, and only one waits that kept others waiting before"
 
 
 def test_a_budget_without_room_for_each_kind_is_refused() -> None:

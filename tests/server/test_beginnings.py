@@ -20,6 +20,7 @@ from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPush, TablePush
 from ps_tables.beginning import encoded, row_columns
 from ps_tables.initial import initial_rows
+from ps_tables.sizes import index_bytes, record_bytes
 
 DIM, SEED = 2, 77
 ROWS = TableSpec("items", DIM, Initializer("uniform", 0.1, 1), admit_after=3, initial_rows=True)
@@ -252,9 +253,10 @@ def test_what_is_refused_changes_nothing(name: str) -> None:
 
 
 def test_more_rows_than_there_is_room_for_are_refused_before_any_is_taken() -> None:
+    for_three = 3 * record_bytes(ROWS, "Adagrad", TABLE.values) + index_bytes(3, waits=True)
     for table, memory, said in (
         (replace(TABLE, rows=replace(ROWS, max_rows=3)), 2**20, r"room for 3 here \(of max_rows 3 on all\)"),
-        (TABLE, 3 * 56, "room for 3 here: raise max_rows, or give the shards more memory"),
+        (TABLE, for_three, "room for 3 here: raise max_rows, or give the shards more memory"),
     ):
         job = running(table=table, bytes_=memory)
         before = image(job)

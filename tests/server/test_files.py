@@ -421,3 +421,47 @@ def test_a_long_file_arrives_whole(directory: Path) -> None:
     content = torch.arange(2**24, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
     files.write(directory / "a" / "file", [content])
     assert files.read(directory / "a" / "file") == content
+
+
+def test_a_control_file_larger_than_any_is_not_read_and_the_checkpoint_before_counts(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 10 GiB in a directory that others write to would end the coordinator."""
+    store, files = CheckpointStore(directory), files_of(directory)
+    for name in ("000001", "000002"):
+        write_checkpoint(store, SPEC, filled(SPEC), name)
+    longest = len(files.read(directory / "job" / "000001" / "manifest.json"))
+    monkeypatch.setattr(f"{type(files).read.__module__}.MAX_READ_BYTES", longest, raising=True)
+    monkeypatch.setattr(type(files).read, "__defaults__", (longest,))
+    path = directory / "job" / "000002" / "manifest.json"
+    files.write(path, [files.read(path) + b" "])
+    with pytest.raises(CheckpointDamaged, match=f"it has {longest + 1} bytes, and at most {longest} are read"):
+        store.manifest("job", "000002")
+    said: list[str] = []
+    assert "000001" in export(directory, "job", None, tmp_path / "out", told=lambda text: said.append(str(text)))
+    assert "at most" in said[0]
+
+
+def test_a_worker_s_state_larger_than_any_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(directory)
+    part = write_checkpoint(store, SPEC, filled(SPEC), "000001", {0: b"state"}).workers[0].part
+    monkeypatch.setattr("ps_server.storage.checkpoints.MAX_WORKER_BYTES", 4)
+    with pytest.raises(CheckpointDamaged, match="it has 5 bytes, and at most 4 are read"):
+        store.read_worker("job", "000001", part)
+
+
+def test_a_manifest_that_would_not_be_read_is_not_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(directory)
+    monkeypatch.setattr("ps_server.storage.checkpoints.MAX_READ_BYTES", 100)
+    with pytest.raises(CheckpointFailed, match="at most 100 are read"):
+        write_checkpoint(store, SPEC, filled(SPEC))
+    assert store.names("job") == []
+
+
+def test_a_coordinator_s_file_larger_than_any_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ps_server.coordinator.state_file.MAX_BYTES", 100)
+    (tmp_path / ".coordinator.json").write_bytes(b" " * 101)
+    assert StateFile(tmp_path).load() == ({}, {})
+    assert "at most 100 are read" in caplog.text

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.errors import Forbidden, JobFinished, NotFound
+from ps_protocol.errors import FinishedWithout, Forbidden, JobFinished, NotFound
 from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
-from ps_server.core.membership import JoinRequest
+from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS, JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job
@@ -102,12 +102,14 @@ def test_a_worker_that_was_away_at_the_end_is_told_so(cluster: OneProcess) -> No
     cluster.clock.seconds += 9
     cluster.coordinator.expire_workers()
     last.leave(done=True)
-    with pytest.raises(JobFinished):
+    cluster.clock.seconds += DEFAULT_ABSENCE_SECONDS  # for which the job waits for it: see test_absent_workers.py
+    cluster.coordinator.expire_workers()
+    with pytest.raises(FinishedWithout):
         away.rejoin()
     trained(cluster, "b")
     with pytest.raises(NotFound) as refused:
         away.rejoin()
-    assert not isinstance(refused.value, JobFinished), "another run has the name now"
+    assert not isinstance(refused.value, FinishedWithout), "another run has the name now"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

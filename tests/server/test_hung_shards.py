@@ -21,7 +21,7 @@ from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
-from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.membership import RETURN_LEASES, JoinRequest, JoinResult
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -304,7 +304,8 @@ def test_what_the_disk_did_not_take_is_written_when_it_can(tmp_path: Path) -> No
 def test_a_job_that_has_started_stays_so_whatever_dies_and_in_whatever_order(
     cluster: OneProcess, tmp_path: Path
 ) -> None:
-    """All its workers, the coordinator, a shard: who comes back then goes on, also without those that do not."""
+    """All its workers, the coordinator, a shard: who comes back waits for the others, and goes on without those that do
+    not come."""
     spec = vector_job("job", "async", CELLS, 2)
     workers = [DirectWorker(cluster, spec, rank) for rank in range(2)]
     workers[0].initialise()
@@ -315,7 +316,14 @@ def test_a_job_that_has_started_stays_so_whatever_dies_and_in_whatever_order(
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
     cluster.start_shard(1)
     cluster.coordinator.recover_jobs()
-    DirectWorker(cluster, spec, 0)
+    back = DirectWorker(cluster, spec, 0)
+    assert cluster.coordinator.job("job").members.roster() == ([0], 2, False)
+    assert cluster.coordinator.job("job").members.rejoining() == (1,)
+    for _ in range(RETURN_LEASES):
+        cluster.clock.seconds += 10
+        member = back.place.member
+        cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, back.clock, member.key)
+        cluster.coordinator.expire_workers()
     assert cluster.coordinator.job("job").members.roster() == ([0], 2, True)
 
 

@@ -256,6 +256,11 @@ def test_a_new_process_of_a_worker_that_died_goes_on_from_its_newest_state(
     cluster.clock.seconds += 60.0  # both leases are over; worker 0 takes its place again
     cluster.coordinator.expire_workers()
     each[0].rejoin()
+    for _ in range(2):  # it waits a lease for the other, and then trains alone
+        cluster.clock.seconds += 6.0
+        member = each[0].place.member
+        cluster.coordinator.job("job").members.heartbeat(0, member.incarnation, each[0].clock, member.key)
+        cluster.coordinator.expire_workers()
     for _ in range(3):
         train([each[0]])
         made = whole(cluster, [each[0]])

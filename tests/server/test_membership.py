@@ -24,9 +24,16 @@ def job(world_size: int, joined: int = 0) -> Membership:
     return membership
 
 
-def join(membership: Membership, rank: int | None = None, now: float = 0.0, **more: object) -> Member:
+def join(
+    membership: Membership,
+    rank: int | None = None,
+    now: float = 0.0,
+    launch_ranks: range = range(0),
+    is_back: bool = False,
+    **more: object,
+) -> Member:
     member = Member(membership.claim(rank), membership.next_incarnation(), now + LEASE, **more)  # type: ignore[arg-type]
-    membership.join(member)
+    membership.join(member, launch_ranks, is_back)
     return membership.members[member.rank]
 
 
@@ -126,7 +133,7 @@ def test_a_repeated_join_gets_the_place_that_was_given_already() -> None:
 def test_after_a_rollback_a_job_starts_with_those_who_came_back_in_time() -> None:
     membership = job(world_size=2, joined=2)
     membership.rollback(now=100.0)
-    join(membership, 0)
+    join(membership, 0, 101.0, is_back=True)
     assert membership.stop_waiting(now=105.0) == []
     assert not membership.started
     assert membership.stop_waiting(now=110.0) == [1]
@@ -139,7 +146,7 @@ def test_if_no_worker_came_back_in_time_the_rest_is_waited_for_from_the_first_on
     membership.rollback(now=100.0)
     assert membership.stop_waiting(now=500.0) == []
     for rank, now in ((0, 600.0), (1, 605.0)):
-        join(membership, rank, now)
+        join(membership, rank, now, is_back=True)
         assert not membership.started
     assert membership.stop_waiting(now=609.0) == []
     assert membership.stop_waiting(now=610.0) == [2]

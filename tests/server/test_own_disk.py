@@ -9,17 +9,17 @@ import pytest
 
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_server.core.snapshot import Part
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from ps_server.storage.own_disk import FILE, check_disk, own_directory, take_own_disk
 
 
 class SickDisk(Disk):
     """Does not give the disk's name."""
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         if path.name == FILE:
             raise OSError(errno.EIO, "Input/output error")
-        return super().read(path)
+        return super().read(path, most)
 
 
 def taken(directory: Path, disk: Disk) -> str:

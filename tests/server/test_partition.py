@@ -13,7 +13,8 @@ from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFou
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
-from ps_server.core.commands import AddWorker, Counted, RemoveWorker
+from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
+from ps_server.core.membership import Counted
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import Simulation
@@ -242,10 +243,27 @@ def test_a_worker_that_comes_back_learns_how_far_it_had_pushed_whatever_clock_it
         work(job, 0)
     stage(job, push(1, 1))  # of its second step only one bucket came
     work(job, 1)
-    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [Counted(3, 1)] * 3
+    assert [job.execute(AddWorker(0, incarnation, None)) for incarnation in (9, 9, 10)] == [Counted(3, 1, {0: 2})] * 3
     stage(job, push(0, 4, incarnation=10))
     stage(job, push(1, 4, incarnation=10))
-    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4)
+    assert job.execute(AddWorker(0, 11, None)) == Counted(4, 4, {})
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1", "sync"])
+def test_a_clock_that_a_worker_joined_at_is_no_push_of_its_in_a_checkpoint_either(mode: str) -> None:
+    """Otherwise half of a step would be lost that it is about to push again."""
+    job = running(mode, workers=2)
+    for index in TRAINED:
+        stage(job, push(index, 1, rank=1, incarnation=2))
+    stage(job, push(0, 1))
+    job.execute(AddWorker(0, 9, 1))  # clock 1, of which bucket 1 has not had its push
+    for index in TRAINED:
+        work(job, index)
+    restored = JobPartition(job_spec(mode), [0, 1, FROZEN])
+    snapshots = {index: bucket.snapshot() for index, bucket in job.buckets.items()}
+    restored.execute(RestoreSnapshot(snapshots, last_incarnation=9))
+    assert restored.execute(AddWorker(0, 10, None)) == Counted(1, 0, {0: 1})
+    assert restored.execute(AddWorker(1, 11, None)).pushed == 1
 
 
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:

@@ -34,7 +34,7 @@ from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
 from ps_server.core.tables import table_size
 from ps_server.core.validation import check_job_spec
-from ps_tables.table import row_bytes
+from ps_tables.sizes import index_bytes
 
 DIM = 2
 HERE = np.array([each for each in range(200) if shards_of(np.array([each]), 2)[0] == 0][:8])
@@ -329,23 +329,28 @@ def test_a_table_has_its_share_of_max_rows_and_no_more_than_memory_holds() -> No
     rows = TableSpec("items", DIM, max_rows=101)
     table = JobTable(rows, "SGD", {"lr": 1.0})
     assert [table_size(table, Place(shard, 2, 2**20)).rows for shard in range(2)] == [51, 51]
-    assert table_size(table, Place(0, 2, 400)).rows == 400 // row_bytes(rows, "SGD", table.values)
-    assert table_size(replace(table, rows=replace(rows, max_rows=0)), Place(0, 2, 4000)).rows == 100
+    without = replace(table, rows=replace(rows, max_rows=0))
+    for memory in (400, 4_000, 50_000):
+        most = table_size(without, Place(0, 2, memory))
+        assert most.rows * 4 * DIM + index_bytes(most.rows) == most.nbytes <= memory
+        assert (most.rows + 1) * 4 * DIM + index_bytes(most.rows + 1) > memory
+        assert table_size(table, Place(0, 2, memory)).rows == min(51, most.rows)
 
 
 def test_a_table_with_a_file_has_no_more_rows_than_both_hold() -> None:
     rows = TableSpec("items", 100)
     table = JobTable(rows, "SGD", {"lr": 1.0})
-    memory, disk = 43_200, 40_000  # 432 bytes a row in memory; 400 in the file, and 36 in memory
-    assert table_size(table, Place(0, 2, memory)).rows == 100
+    memory, disk = 43_200, 40_000  # 400 bytes a row, here or there; its place and the index are in memory
+    assert 95 <= table_size(table, Place(0, 2, memory)).rows <= 100
     both = table_size(table, Place(0, 2, memory, file_bytes=disk))
-    assert both.rows == (memory + disk) // 436
+    least, most = (404 * rows + index_bytes(rows) for rows in (both.rows, both.rows + 1))
+    assert least <= memory + disk < most
     assert both.in_file == 100
     assert both.nbytes <= memory
-    assert both.in_memory * 400 + both.rows * 36 <= memory
+    assert both.in_memory * 400 + both.rows * 4 + index_bytes(both.rows) <= memory
     assert both.rows <= both.in_memory + both.in_file
-    most = table_size(table, Place(0, 2, memory, file_bytes=2**40))
-    assert most.rows == 3 * memory // (4 * 36)
-    assert most.in_memory * 400 > memory // 5
-    fits = replace(table, rows=replace(rows, max_rows=200))
+    large = table_size(table, Place(0, 2, memory, file_bytes=2**40))
+    assert large.rows * 4 + index_bytes(large.rows) <= 3 * memory // 4
+    assert large.in_memory * 400 > memory // 5
+    fits = replace(table, rows=replace(rows, max_rows=180))
     assert table_size(fits, Place(0, 2, memory, file_bytes=disk)).in_file == 0

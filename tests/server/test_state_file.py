@@ -12,7 +12,7 @@ from ps_protocol.errors import JobFinished, TryLater
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import FILE, StateFile
 from ps_server.core.membership import JoinRequest
-from ps_server.storage.disk import Disk
+from ps_server.storage.disk import MAX_READ_BYTES, Disk
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
@@ -46,17 +46,32 @@ def test_the_file_is_json_also_of_a_worker_that_was_not_heard_yet(tmp_path: Path
     cluster.stop()
 
 
+# What each job has in the files of the first release of this format: it takes no other name.
+OF_FIRST_RELEASE = {
+    *("spec", "run", "placement", "shard_processes", "last_incarnation", "restore_count", "started", "workers"),
+    *("lost_steps", "redone_steps", "unaccounted", "began", "departed", "settled", "rejoining", "away"),
+    *("pending_removals", "continues", "rounds_completed", "rounds", "launches"),
+}
+
+
+def test_an_earlier_release_goes_on_with_the_file_of_a_job_that_trains(tmp_path: Path) -> None:
+    cluster = OneProcess(tmp_path)
+    DirectWorker(cluster, vector_job("job", "async", CELLS, 1), 0)
+    assert json.loads((tmp_path / FILE).read_text())["jobs"]["job"].keys() <= OF_FIRST_RELEASE
+    cluster.stop()
+
+
 class UnsteadyStore(Disk):
     """Gives the coordinator's file only at every other try. away: whether the next try is in vain"""
 
     away = False
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         if path.name == FILE:
             self.away = not self.away
             if not self.away:
                 raise ConnectionError(errno.EIO, "no answer")
-        return super().read(path)
+        return super().read(path, most)
 
 
 def test_a_file_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def phases(**seconds: float) -> dict[str, float]:
         (JobSigns(live=FOUR, missing=(1,)), "waits for shard 1 to call in"),
         (JobSigns(live=FOUR, missing=(1, 2)), "waits for shards 1, 2 to call in"),
         (JobSigns(live=FOUR, rolling_back=True), "is being rolled back to its last checkpoint"),
-        (JobSigns(live=(0, 2), started=False, world_size=4, rejoining=(1, 3)), "rolled back, waits for workers 1, 3"),
+        (JobSigns(live=(0, 2), started=False, world_size=4, rejoining=(1, 3)), "waits for workers 1, 3 to join again"),
         (JobSigns(live=()), "has no worker"),
     ],
 )
@@ -340,6 +340,7 @@ def test_a_shard_is_silent_since_it_was_asked_and_not_while_it_is_left_alone() -
         shards=lambda: shards,
         shard_directory=SimpleNamespace(count=1),
         statistics=lambda: SimpleNamespace(jobs={}),
+        jobs=dict,
         lease=10.0,
         events=events,
     )

@@ -19,3 +19,13 @@ def test_a_state_that_comes_after_the_jobs_end_takes_no_room() -> None:
     next_job.save(0, 1, bytes(10))
     with pytest.raises(LimitExceeded):
         next_job.save(1, 1, bytes(1))
+
+
+def test_a_worker_that_joins_late_finds_the_newest_state_of_any_rank() -> None:
+    states = WorkerStates(StatesRoom(100))
+    assert states.newest(-1) is None
+    states.kept = {0: (4, b"zero"), 1: (6, b"one"), 2: (6, b"two")}
+    assert states.newest(-1) == (6, b"one")
+    assert states.newest(6) is None, "what was told is as new"
+    states.leave(3, (7, b"left"))
+    assert states.newest(6) == (7, b"left")

@@ -19,7 +19,7 @@ from typing import Any
 
 import ps_server.coordinator.coordinator
 import ps_server.shard.shard  # noqa: F401
-from ps_runtime import background
+from ps_runtime import background, pools
 from ps_server import failpoints
 from tests.simulation import threads
 from tests.simulation.world import Killed, World
@@ -93,6 +93,7 @@ def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
         (background.note_error, simulated_here(background.note_error, world.round_failed)),
         (failpoints.failpoint, simulated_failpoint(world, pace)),
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
+        (pools.Pool, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),
     ]
     before: list[tuple[dict[str, Any], str, Any]] = []

@@ -27,7 +27,7 @@ from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
 from tests.simulation.rows import WORKERS, draw_tables
-from tests.simulation.runs import NAME, RUNS, Run, job_beside, job_under_test
+from tests.simulation.runs import NAME, RUNS, Comeback, Run, job_beside, job_under_test
 from tests.simulation.supervision import DIRECTORY, Servers, Setup
 from tests.simulation.worker import Place, Worker
 from tests.simulation.world import World
@@ -52,7 +52,6 @@ class Cluster:
 
     faults: the kinds that there are, where not all are wanted: these are frequent then
     tables: its job has some; otherwise the seed says whether
-    loose:  its job has two, of which one is looser than the mode
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class Cluster:
         tracing: bool = False,
         faults: Collection[str] | None = None,
         tables: bool = False,
-        loose: bool = False,
+        wholesale: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables, loose)
+        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
         self.lease, self.job = LEASE, job_under_test(mode, drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)
@@ -73,7 +72,7 @@ class Cluster:
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
         self.servers = Servers(self.network, self._setup(seed % 5 == 3), self._server_died)
-        self.faults = Faults(self, faults)
+        self.faults = Faults(self, faults, wholesale)
         self.promises = Promises(self)
         self._lives = itertools.count()
         draw = self.world.random
@@ -151,6 +150,26 @@ class Cluster:
         worker.host.kill()
         self._restart(worker)
 
+    def kill_all_workers(self) -> None:
+        """Ends a launch as its host's crash does. It is started again later, one worker after the other."""
+        run, draw = self.this_run, self.world.random
+        ranks = [rank for rank, worker in sorted(run.workers.items()) if rank not in run.gone]
+        if run.over or not all(run.workers[rank].is_training for rank in ranks) or not self.has_room:
+            return
+        self.world.trace("all workers die")
+        calm = not (run.comeback or self.network.weather.loss or self.faults.disturbed)
+        run.comeback = Comeback(set(ranks), self.world.now, calm)
+        for rank in ranks:
+            run.workers[rank].host.kill()
+        launch, after = f"launch {next(self.world.numbers)}", draw.uniform(0.2, 3 * LEASE)
+        for rank in draw.sample(ranks, len(ranks)):
+            self.world.at(after, partial(self._start_again, run, rank, launch, run.workers[rank]))
+            after += draw.uniform(0.0, 2 * LEASE)
+
+    def _start_again(self, run: Run, rank: int, launch: str, before: Worker) -> None:
+        if not run.over and run.workers.get(rank) is before:
+            self.start_worker(run, rank, launch)
+
     def _restart(self, worker: Worker) -> None:
         run, rank, draw = worker.run, worker.rank, self.world.random
         if run.over or run.workers.get(rank) is not worker:
@@ -161,11 +180,7 @@ class Cluster:
         # Its launcher starts it again, or somebody does, for whom that is a launch of its own.
         launch = worker.launch if draw.random() < 0.5 else f"process {worker.life.number}"
 
-        def start() -> None:
-            if not run.over and run.workers.get(rank) is worker:
-                self.start_worker(run, rank, launch)
-
-        self.world.at(draw.uniform(0.2, 2 * LEASE), start)
+        self.world.at(draw.uniform(0.2, 2 * LEASE), partial(self._start_again, run, rank, launch, worker))
 
     def _has_started(self, run: Run) -> bool:
         job = self.promises.job(run.name)
@@ -189,6 +204,8 @@ class Cluster:
         """Notes that a worker has a place."""
         self.holders[place.run, worker.rank, place.incarnation] = worker
         run = worker.run
+        if run.comeback is not None:
+            run.comeback.joined(worker.rank, self.world.now)
         run.placement = list(place.result.placement)
         if not run.identity:
             run.identity = place.run

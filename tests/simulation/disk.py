@@ -91,6 +91,8 @@ class SimulatedDisk(Disk):
         self.full_until, self.slow = 0.0, 0.0
         self.on_rename: Callable[[Path], object] = lambda path: None
         self._locked: dict[Path, Host] = {}
+        self._terms: dict[Host, int] = {}  # of each process that has locked a file here: its lease's number
+        self._found_out = 0.0
         self._changes: list[Change] = []  # of names, that were not flushed
         self._unflushed: dict[File, float] = {}
 
@@ -135,6 +137,24 @@ class SimulatedDisk(Disk):
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
+    def take_over(self, known: float) -> None:
+        """Has the next process that locks a file get it, whoever has it. known: when the holder finds out, unless it
+        writes before"""
+        self._locked.clear()
+        self._found_out = known
+
+    def term(self) -> int:
+        """Returns the number of the lease, which rises with each holder."""
+        task = self._world.current
+        return self._terms.get(task.host, 0) if task is not None else 0
+
+    def taken_over(self) -> str:
+        """Returns who has taken the lock over, as far as its holder knows."""
+        return "another coordinator has the lease" if self._is_deposed() and self._world.now >= self._found_out else ""
+
+    def _is_deposed(self) -> bool:
+        return 0 < self.term() < max(self._terms.values(), default=0)
+
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
         """Locks a file, until its process has ended or lets go of it."""
         task = self._world.current
@@ -143,6 +163,7 @@ class SimulatedDisk(Disk):
         if owner is not None and owner.alive:
             raise BlockingIOError(errno.EAGAIN, owner.name)
         self._locked[path] = task.host
+        self._terms[task.host] = max(self._terms.values(), default=0) + 1
 
         def let_go() -> None:
             self._locked.pop(path, None)
@@ -243,6 +264,9 @@ class SimulatedDisk(Disk):
     def _check_alive(self) -> None:
         if self._world.current is not None:
             self._world.current.host.check_alive()
+        if self._is_deposed():
+            self._found_out = min(self._found_out, self._world.now)
+            raise OSError(errno.ESTALE, "another coordinator has the lease")
 
     def _pass(self, path: Path) -> None:
         """Takes the time of a write, or raises what a full disk does."""

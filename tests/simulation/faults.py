@@ -32,6 +32,9 @@ KINDS = {
     "the coordinator's file is lost": 1,
     "the directory is set back": 1,
 }
+# What strikes a whole launch, or the store, by name and how often; in clusters that are told so. It is drawn apart, so
+# that what else goes wrong with a seed stays as it was.
+WHOLESALE = {"all workers are killed": 3, "another coordinator takes over": 3}
 AT_AN_END = (
     *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
     "a disk is full",
@@ -51,10 +54,11 @@ class Faults:
     """The faults of one simulation.
 
     kinds:     those that there are; one that is named several times is so much more frequent. None: the seed draws them
+    wholesale: those that strike a whole launch, or the store, are among them
     of_an_end: how likely it is that a run ends, and another one follows it
     """
 
-    def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None) -> None:
+    def __init__(self, cluster: Cluster, kinds: Collection[str] | None = None, wholesale: bool = False) -> None:
         self._cluster, self._world = cluster, cluster.world
         draw = self._world.random
         self._do: dict[str, Callable[[], object]] = {
@@ -70,16 +74,21 @@ class Faults:
             "a disk is slow": self._slow_disk,
             "the coordinator's file is lost": self._lose_file,
             "the directory is set back": self._set_back,
+            "all workers are killed": self._cluster.kill_all_workers,
+            "another coordinator takes over": self._depose,
         }
-        assert self._do.keys() == KINDS.keys()
+        assert self._do.keys() == KINDS.keys() | WHOLESALE.keys()
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
         self._seconds = [*KINDS]
         self._at_an_end = [kind for kind in AT_AN_END if kinds is None or kind in kinds]
         self.of_an_end = 1.0 if kinds is not None and self._at_an_end else OF_AN_END
         if kinds is not None:
-            self._weights = {kind: KINDS[kind] * count for kind, count in Counter(kinds).items()}
+            weights = KINDS | WHOLESALE
+            self._weights = {kind: weights[kind] * count for kind, count in Counter(kinds).items()}
             self._pairs, self._seconds = 0.6, [*kinds]
+        elif wholesale:
+            self._weights |= WHOLESALE
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=4)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
@@ -123,7 +132,7 @@ class Faults:
             return
         self._make(draw.choices(kinds, [self._weights[kind] for kind in kinds])[0])
         if draw.random() < self._pairs:
-            second = draw.choices(self._seconds, [KINDS[kind] for kind in self._seconds])[0]
+            second = draw.choices(self._seconds, [(KINDS | WHOLESALE)[kind] for kind in self._seconds])[0]
             self._world.at(draw.choice([0.0, draw.uniform(0.0, TOGETHER_SECONDS)]), lambda: self._make(second))
 
     def _make(self, kind: str) -> None:
@@ -200,6 +209,11 @@ class Faults:
         seconds = draw.choice([self._hang_seconds(), 12.0])
         self._disturb(host, seconds)
         self._cluster.network.cut(coordinator, host, seconds)
+
+    def _depose(self) -> None:
+        """Another coordinator finds the lease over, and takes it: the one of now stood still, or was cut off."""
+        self._disturb(self._cluster.servers.coordinator.host)
+        self._cluster.servers.depose()
 
     # -- disks -------------------------------------------------------------------------------------------------------
 

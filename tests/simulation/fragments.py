@@ -29,6 +29,10 @@ class StreamedRound:
         """Whether some fragments of the round have left, and it is not over."""
         return self._pushed > 0
 
+    def begun_in(self, place: Place) -> int | None:
+        """Returns the number of the round, if fragments of it were pushed from a place, which may be lost by now."""
+        return place.clock + (0 if self._has_sent_all else 1) if self._pushed else None
+
     @property
     def number(self) -> int:
         """The number of the round, from 1."""

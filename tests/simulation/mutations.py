@@ -18,11 +18,14 @@ import torch
 from ps_protocol.errors import TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
+from ps_server.coordinator.members import JobMembers, Joined
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
+from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.beginnings import Beginnable, ComingRows
 from ps_server.core.commands import BeginRows, Staged, StageRows
@@ -30,7 +33,7 @@ from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRul
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.dense import OpenUpdate
-from ps_server.core.membership import Membership, Rivals
+from ps_server.core.membership import Counted, Membership, Rivals
 from ps_server.core.partition import JobPartition
 from ps_server.core.quorum import QuorumRule
 from ps_server.core.sent import SentWeights
@@ -39,6 +42,7 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
+from ps_server.shard.terms import Terms
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
@@ -197,6 +201,29 @@ def sends_codes_to_newcomers(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _says_of_all_shards(patch: pytest.MonkeyPatch, pushed_of: Callable[[list[int]], int]) -> None:
+    """Has a worker that comes back hear the same of all buckets of all shards."""
+    count = JobMembers.count
+
+    def alike(self: JobMembers, reservation: Reservation) -> Joined:
+        joined = count(self, reservation)
+        clocks = [c for of in joined.on_shards.values() for c in (of.pushed or 0, *(of.further or {}).values())]
+        pushed = pushed_of(clocks)
+        return Joined(joined.clock, pushed, {shard: Counted(joined.clock, pushed, {}) for shard in joined.on_shards})
+
+    patch.setattr(JobMembers, "count", alike)
+
+
+def takes_a_part_of_a_step_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back hears that all shards have had a step of which some have had nothing."""
+    _says_of_all_shards(patch, max)
+
+
+def takes_a_part_of_a_step_for_none(patch: pytest.MonkeyPatch) -> None:
+    """A worker that comes back pushes a step as a whole of which some shards have had their part."""
+    _says_of_all_shards(patch, min)
+
+
 RULES = (
     Mutation(hears_no_hyper_parameters, ("local:4",), frozenset({"wrong update", "torn", "own update missing"})),
     Mutation(sends_codes_to_newcomers, ("sync int4",), frozenset({"codes without their base"})),
@@ -322,7 +349,7 @@ REPAIRS = (
         faults=(SHARD_HANGS, WORKER_DIES),
         known=("async", 26),
     ),
-    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 19)),
+    Mutation(books_shards_that_were_not_restored, EVERY_MODE, HANGS, faults=(SHARD_DIES,), known=("sync", 124)),
     Mutation(
         admits_what_is_not_on_disk,
         EVERY_MODE,
@@ -335,7 +362,7 @@ REPAIRS = (
         EVERY_MODE,
         MIXED | {"round failed", "internal error"},
         faults=(SHARD_DIES, SHARD_HANGS, SHARD_HANGS),
-        known=("async", 47),
+        known=("async", 15),
         besides=keeps_the_job_of_an_earlier_run,
     ),
     Mutation(keeps_the_job_of_an_earlier_run, EVERY_MODE, MIXED),
@@ -477,6 +504,17 @@ def forgets_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 WORKER_HANGS = "a worker hangs"
+LOSSES = SHARD_HANGS, WORKER_HANGS, "a worker is cut off"  # of places, in the middle of a step
+
+lost_halves = partial(Mutation, takes_a_part_of_a_step_for_all, faults=LOSSES)
+doubled_halves = partial(Mutation, takes_a_part_of_a_step_for_none, faults=LOSSES)
+
+HALF_STEPS = (
+    lost_halves(("async", "ssp:2"), frozenset({"lost"}), known=("async", 0)),
+    lost_halves(("sync", "local:4"), frozenset({"half a step"}), known=("sync", 3)),
+    doubled_halves(("async", "ssp:2"), frozenset({"doubled"}), known=("ssp:2", 2)),
+    doubled_halves(("sync", "local:4"), frozenset({"half a step"}), known=("local:4", 0)),
+)
 IN_ROWS = frozenset({"doubled", "lost", "torn", "wrong row", "wrong update", "lost row"})
 in_rows = partial(Mutation, kinds=IN_ROWS, tables=True)
 
@@ -498,4 +536,31 @@ ROWS = (
     in_rows(divides_by_those_with_rows, ("sync",), faults=(WORKER_HANGS,), known=("sync", 0)),
     in_rows(forgets_nothing, ("async", "sync"), kinds=frozenset({"row stays"}), known=("async", 2)),
     in_rows(forgets_counts, ("sync", "async"), faults=(SHARD_DIES,), known=("sync", 2)),
+)
+
+
+# -- what strikes a whole launch, or the store -----------------------------------------------------------------------
+
+
+def forgets_that_all_died(patch: pytest.MonkeyPatch) -> None:
+    """The first worker that comes back after all have died trains alone."""
+    patch.setattr(Membership, "_is_carried", lambda *_: True)
+
+
+def goes_on_when_deposed(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator whose lease another one has taken over goes on, and shards obey it."""
+    patch.setattr(Charge, "lost", "")
+    patch.setattr(Terms, "check", lambda *_, **__: None)
+
+
+DEPOSED = frozenset({"lost its place", "wrong roster", "wrong members", "gave up", "stuck", "another run", "no job"})
+WHOLESALE = (
+    Mutation(
+        forgets_that_all_died,
+        EVERY_MODE,
+        frozenset({"trains alone"}),
+        faults=("all workers are killed",),
+        known=("sync", 2),
+    ),
+    Mutation(goes_on_when_deposed, EVERY_MODE, DEPOSED, faults=("another coordinator takes over",), known=("sync", 1)),
 )

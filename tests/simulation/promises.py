@@ -144,6 +144,18 @@ class Promises:
             return False
         return not holder.host.alive or (holder.place.incarnation != incarnation and not holder.host.stopped)
 
+    def steps(self, worker: Worker) -> None:
+        """After all workers have died, none trains before the others are back: what these would train is left out."""
+        run, now = worker.run, self._world.now
+        comeback, coordinator = run.comeback, self._cluster.servers.coordinator.host
+        if comeback is None or not comeback.waits(now, self._cluster.lease):
+            return
+        disturbed = max([self._cluster.faults.disturbed.get(host, 0.0) for host in self._world.hosts], default=0.0)
+        missing = comeback.missing - run.gone
+        if missing and disturbed <= comeback.died and coordinator.since <= comeback.died:
+            said = f"{worker.host.name} trains, and workers {sorted(missing)} are not back since all died"
+            self._broken("trains alone", said, clock=worker.clock)
+
     def lost_place(self, worker: Worker, place: Place) -> None:
         """A worker whose heartbeats can come keeps its place, unless the job is rolled back."""
         cluster, faults = self._cluster, self._cluster.faults

@@ -122,7 +122,7 @@ def wrong_row(table: Table, number: int, row: Rows, rules: Rules) -> Violation |
         return Violation("unknown row", f"an id that may not be one is a row: {values}", where)
     step = step_of(number)
     expected = vector(number, what.row, step, rules.unit)
-    averages = table.averages(rules)
+    averages = rules.averaged
     means = range(1, WORKERS + 1) if averages else (1,)
     if not any(values == [each / n for each in expected] for n in means):
         said = f"{values}, where step {step} alone makes it {expected}"
@@ -172,7 +172,7 @@ class RowWitness:
 
         since: updates after that of this step at most, after that of the one before
         """
-        row, workers = self._row, WORKERS if table.averages(self._rules) else 1
+        row, workers = self._row, WORKERS if self._rules.averaged else 1
         if since and has_fresh(shard, row, step) and table.keeps(since[0], workers):
             yield id_of(shard, FRESH, row, step)
         admitted = table.admit_after and has_twice(row, step) and step % 2
@@ -236,7 +236,7 @@ def wrong_tables(
            made again, but by the workers that are there then
     staying: the lives that are there to the end: in sync they make all of theirs again
     """
-    averages = table.averages(rules)
+    averages = rules.averaged
     course = Course(writers, averages) if table.expire_after or table.capacity else None
     for shard, content in enumerate(contents):
         is_lossy = any(lossy) if rules.averaged else lossy[shard]

@@ -25,7 +25,7 @@ from tests.simulation.row_oracle import (
     wrong_at_any_time,
     wrong_beginning,
 )
-from tests.simulation.rows import COUNTS, START, Part, Rows, Table
+from tests.simulation.rows import COUNTS, START, Part, Rows, Table, nothing
 from tests.simulation.supervision import SHARDS
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class WorkerRows:
     """The rows of one worker.
 
     saves:   clocks at which it was told to save its state
+    parts:   each table on each shard
     content: whole tables as it was asked to fetch them last, by table and shard; None: they have not come
     """
 
@@ -50,7 +51,7 @@ class WorkerRows:
         self.content: dict[tuple[int, int], Content] | None = None
         self._world, self._network = worker.world, worker.cluster.network
         self._witness = RowWitness(run.rules, row)
-        self._parts = list(itertools.product(run.job.tables, range(SHARDS)))
+        self.parts = list(itertools.product(run.job.tables, range(SHARDS)))
         self._pulled: dict[tuple[int, int], Pulled] = {}
 
     def lost_track(self) -> None:
@@ -59,13 +60,19 @@ class WorkerRows:
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def pushes(self, place: Place, clock: int, step: int) -> list[Callable[[], object]]:
-        """Returns what pushes the rows of a step, each message by itself."""
+    def pushes(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
+        """Returns what pushes the rows of a step, each message by itself. begun: as in Worker.pushes"""
         return [
             partial(self._push, place, shard, message)
-            for table, shard in self._parts
-            for message in self._messages(place, table, clock, table.pushed(shard, self.row, step, self.run.rules.unit))
+            for table, shard in self.parts
+            for part in [table.pushed(shard, self.row, step, self.run.rules.unit)]
+            for left in [nothing(table) if self.has_had(place, table, shard, begun) else part]
+            for message in self._messages(place, table, clock, left)
         ]
+
+    def has_had(self, place: Place, table: Table, shard: int, clock: int) -> bool:
+        """Whether a shard's part of a table had had what is pushed for a clock when the worker took its place."""
+        return place.has_had(shard, self.run.job.shape.buckets + table.number, clock)
 
     def _messages(self, place: Place, table: Table, clock: int, part: Part) -> Iterator[RowsPush]:
         draw, total = self._world.random, len(part.ids)
@@ -85,7 +92,7 @@ class WorkerRows:
 
     def beginnings(self, place: Place) -> list[Callable[[], object]]:
         """Returns what sends the rows that tables begin with: to each shard one message after the other."""
-        return [partial(self._begin, place, table, shard) for table, shard in self._parts]
+        return [partial(self._begin, place, table, shard) for table, shard in self.parts]
 
     def _begin(self, place: Place, table: Table, shard: int) -> None:
         rows = table.first(shard, self.run.number)
@@ -115,7 +122,7 @@ class WorkerRows:
 
     def pulls(self, place: Place, step: int) -> list[Callable[[], object]]:
         """Returns what fetches the rows that are looked at after a step."""
-        return [partial(self._pull, place, table, shard, step) for table, shard in self._parts]
+        return [partial(self._pull, place, table, shard, step) for table, shard in self.parts]
 
     def _pull(self, place: Place, table: Table, shard: int, step: int) -> None:
         ids = table.asked(shard, self.row, step)
@@ -159,12 +166,12 @@ class WorkerRows:
         buckets: of that oracle, one for each shard: [SHARDS, LIVES, 1 + COLUMNS]
         """
         found: list[Violation] = []
-        for table, shard in self._parts:
+        for table, shard in self.parts:
             pulled = self._pulled[table.number, shard]
             found += self._witness.check(table, shard, pulled, step)
             if table.number == COUNTS:
                 buckets[shard] = in_counting_order(pulled.rows - START)
-        if self._parts and step % STEPS_BETWEEN_LOOKS == 0:
+        if self.parts and step % STEPS_BETWEEN_LOOKS == 0:
             self.worker.host.spawn("tables", self._look_at_all)
         return found
 
@@ -178,7 +185,7 @@ class WorkerRows:
     def _fetch(self) -> None:
         place = self.worker.place
         try:
-            content = {(table.number, shard): self._fetched(place, table, shard) for table, shard in self._parts}
+            content = {(table.number, shard): self._fetched(place, table, shard) for table, shard in self.parts}
         except PSError as error:
             self._world.trace(f"{self.worker.host.name}: its tables do not come: {error}")
             return
@@ -188,7 +195,7 @@ class WorkerRows:
     def _look_at_all(self) -> None:
         """Looks at whole tables while they are trained."""
         place, run = self.worker.place, self.run
-        for table, shard in self._parts:
+        for table, shard in self.parts:
             try:
                 content = self._fetched(place, table, shard)
             except PSError:  # its place is lost

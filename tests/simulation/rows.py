@@ -23,9 +23,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from ps_protocol.modes import parse_table_consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
-from tests.chaos.oracle import Rules
 from tests.simulation.supervision import SHARDS
 from tests.tools.row_ids import mixed
 
@@ -99,16 +97,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the job under test. The limits are those of ps_protocol.tables.TableSpec.
-
-    consistency: its own, where it is looser than the mode; empty: it has none
-    """
+    """One table of the job under test. The limits are those of ps_protocol.tables.TableSpec."""
 
     number: int
     admit_after: int = 0
     expire_after: int = 0
     max_rows: int = 0
-    consistency: str = ""
 
     @property
     def dim(self) -> int:
@@ -124,12 +118,7 @@ class Table:
         """Returns it as its workers register it."""
         start = Initializer("constant", START)
         limits = self.admit_after, self.expire_after, self.max_rows or ROOM
-        own = parse_table_consistency(self.consistency) if self.consistency else None
-        return JobTable(TableSpec(self.name, self.dim, start, *limits, own, initial_rows=True), "SGD", {"lr": 1.0})
-
-    def averages(self, rules: Rules) -> bool:
-        """Whether an update of it is a mean over workers. rules: of its job"""
-        return rules.averaged and not self.consistency
+        return JobTable(TableSpec(self.name, self.dim, start, *limits, initial_rows=True), "SGD", {"lr": 1.0})
 
     @property
     def expires_within(self) -> int:
@@ -193,6 +182,11 @@ class Table:
         return [*fresh, id_of(shard, TWICE, row, step // 2), id_of(shard, NEVER, row, step)]
 
 
+def nothing(table: Table) -> Part:
+    """Returns what a push has that leaves a table out."""
+    return Part((), (), np.empty((0, table.dim), np.float32), present=False, in_mean=False)
+
+
 def column(step: int) -> int:
     """Returns where a step marks, from 0."""
     return step % COLUMNS
@@ -230,17 +224,14 @@ def first_row(number: int) -> Rows:
     return row
 
 
-def draw_tables(mode: str, seed: int, always: bool, loose: bool = False) -> tuple[Table, ...]:
+def draw_tables(mode: str, seed: int, always: bool) -> tuple[Table, ...]:
     """Returns the tables of a seed's job: none in most.
 
-    always: it has some; loose: one of them is looser than the mode, in sync and ssp
+    always: it has some
 
     They are drawn beside the world's own chance, so that seeds without tables stay what they were.
     """
     draw = random.Random(f"tables {mode} {seed}")
-    if loose:  # where nothing is forgotten, all steps of a worker that stays are in the rows, whatever is rolled back
-        own = draw.choice(["async", "ssp:1"]) if mode == "sync" else "async"
-        return Table(COUNTS, draw.choice([0, 3])), Table(PASSING, draw.choice([0, 3]), consistency=own)
     if draw.random() >= SHARE and not always:
         return ()
     counts = Table(COUNTS, draw.choice([0, 3]))

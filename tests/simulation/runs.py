@@ -7,7 +7,8 @@ run alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,12 @@ from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.local import Local
 from ps_protocol.modes import local_rounds
 from ps_protocol.optimizers import hyper_parameters
+from ps_server.core.membership import RETURN_LEASES
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_beginning, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
 from tests.simulation.supervision import SHARDS
+from tests.simulation.whole_steps import WholeSteps
 from tests.tools.modes import consistency, wire_of
 
 if TYPE_CHECKING:
@@ -131,11 +134,33 @@ class Tries:
         return replace(life, done=done)
 
 
+class Comeback:
+    """A launch that has died as a whole, and comes back one by one.
+
+    missing:   the ranks that are not back
+    is_judged: nothing else had gone wrong before, so that nobody could be taken for live who is not
+    """
+
+    def __init__(self, missing: set[int], died: float, is_judged: bool) -> None:
+        self.missing, self.died, self.is_judged = missing, died, is_judged
+        self._first = math.inf  # when the first was back
+
+    def joined(self, rank: int, now: float) -> None:
+        """Notes that a rank is back."""
+        self.missing.discard(rank)
+        self._first = min(self._first, now)
+
+    def waits(self, now: float, lease: float) -> bool:
+        """Whether those that are back have to wait for the others."""
+        return self.is_judged and bool(self.missing) and now < self._first + (RETURN_LEASES - 1) * lease
+
+
 class Run:
     """One run of a job.
 
     identity: by which the servers tell it from others
     workers:  by rank, the process that was started last
+    comeback: of its launch, which has died as a whole
     gone:     ranks that are not started again
     target:   the clock at which all of them hold; None: they train on
     may_end:  why the job may be lost; empty: it may not
@@ -153,7 +178,9 @@ class Run:
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []
         self.tries = Tries()
+        self.whole_steps = WholeSteps()
         self.gone: set[int] = set()
+        self.comeback: Comeback | None = None
         self.target: int | None = None
         self.may_end, self.over, self.saved = "", False, False
         self.end_is_forgotten = False
@@ -210,6 +237,7 @@ class Run:
         """
         self.lives[:0] = earlier.lives
         self.tries.follow(earlier.tries)
+        self.whole_steps.follow(earlier.whole_steps)
         for row, lives in earlier.writers.items():
             self.writers.setdefault(row, [])[:0] = lives
         self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
@@ -234,6 +262,13 @@ class Run:
     def furthest(self) -> int:
         """Returns the highest clock that a step was acknowledged at: after a rollback, steps are made once more."""
         return max((clock for life in self.lives for clock in life.done.values()), default=0)
+
+    def _half_steps(self) -> Iterator[Violation]:
+        """Yields the workers of which a part of a step counts, where their updates are means."""
+        for worker in self.everybody if self.rules.averaged else ():
+            if worker.unfinished:
+                self.whole_steps.broken_off[self.row(worker.life.number, worker.rank)] += 1
+        yield from self.whole_steps.judge()
 
     def judge(self, view: torch.Tensor, content: Mapping[tuple[int, int], Content]) -> list[Violation]:
         """Returns what is wrong with the weights after all have finished.
@@ -260,4 +295,5 @@ class Run:
                 ]
             ),
             *too_stale(self.lives, self.rules, until),
+            *self._half_steps(),
         ]

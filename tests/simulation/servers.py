@@ -14,7 +14,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import Deposed, InvalidRequest, PSError
+from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
@@ -26,6 +27,7 @@ from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
+from ps_server.shard.terms import Terms
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.own_disk import take_own_disk
@@ -72,12 +74,19 @@ METRICS = SilentMetrics(CollectorRegistry())
 class RemoteShard:
     """A shard as the coordinator calls it: coordinator.shards.ShardApi, with the deadlines of rpc.shard_client."""
 
-    def __init__(self, network: Network, address: str) -> None:
-        self._network, self._address = network, address
+    def __init__(self, network: Network, address: str, charge: Charge) -> None:
+        self._network, self._address, self._charge = network, address, charge
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        seconds = SECONDS.get(method, DEFAULT_SERVER_CALL_SECONDS)
-        return partial(self._network.call, self._address, method, seconds=seconds, repeats=False)
+        def call(*arguments: Any) -> Any:
+            seconds, asked = SECONDS.get(method, DEFAULT_SERVER_CALL_SECONDS), (method, self._charge.term, *arguments)
+            try:
+                return self._network.call(self._address, "for_coordinator", *asked, seconds=seconds, repeats=False)
+            except Deposed as error:
+                self._charge.refused(error)
+                raise
+
+        return call
 
     def close(self) -> None:
         """Closes the connection."""
@@ -101,10 +110,10 @@ class CoordinatorProcess:
         self.host.spawn("main", self._main)
 
     def _main(self) -> None:
-        world = self.host.world
+        world, charge = self.host.world, Charge()
 
         def connect(index: int, address: str) -> RemoteShard:
-            return RemoteShard(self._network, address)
+            return RemoteShard(self._network, address, charge)
 
         coordinator = Coordinator(
             self._shards,
@@ -114,6 +123,7 @@ class CoordinatorProcess:
             clock=WorldClock(world),
             make_executor=partial(ThreadPoolExecutor, world),  # type: ignore[arg-type]
             disk=self._disk,
+            charge=charge,
         )
         coordinator.start()
         self.coordinator = coordinator
@@ -181,7 +191,13 @@ class ShardProcess:
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods["process"] = lambda: self.process
         self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, seconds=RESTORE_SECONDS)
+        self.host.methods["for_coordinator"] = partial(self._obey, Terms(), dict(self.host.methods))
         self.host.spawn("registration", self._register)
+
+    def _obey(self, terms: Terms, methods: dict[str, Callable[..., Any]], method: str, term: int, *rest: Any) -> Any:
+        """Does as rpc.shard_service."""
+        terms.check(term, is_look=method in ("statistics", "process"))
+        return methods[method](*rest)
 
     def _open_checkpoints(self, now: float) -> CheckpointStore | None:
         if self._store is None or not self._own_disk:

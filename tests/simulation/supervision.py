@@ -62,6 +62,18 @@ class Servers:
         """Returns the processes, each once."""
         return list(dict.fromkeys([self.coordinator.host, *(shard.host for shard in self.shards)]))
 
+    def depose(self) -> None:
+        """Another coordinator takes the lease of the store over, and the place where it is called. The one of now goes
+        on for a while, and finds out late."""
+        before, draw = self.coordinator.host, self.world.random
+        if self.setup.together or self.setup.policy is None or not before.alive:
+            return
+        self.world.trace("another coordinator takes over")
+        self.disks[0].take_over(self.world.now + draw.uniform(0.0, 3 * self.setup.lease))
+        before.on_death.clear()
+        self._start(True, None)
+        self.world.at(draw.uniform(1.0, 6 * self.setup.lease), before.kill)
+
     def disk_of(self, host: Host) -> SimulatedDisk:
         """Returns the disk of the machine of a server."""
         return self.disks[0 if host is self.coordinator.host else 1 + [s.host for s in self.shards].index(host)]

@@ -30,6 +30,7 @@ from tests.simulation.row_worker import WorkerRows
 from tests.simulation.runs import moved_in
 from tests.simulation.servers import COORDINATOR
 from tests.simulation.threads import Condition
+from tests.simulation.whole_steps import marks_of
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -74,6 +75,11 @@ class Place:
         """Its secret."""
         return self.result.member.key
 
+    def has_had(self, shard: int, part: int, clock: int) -> bool:
+        """Whether a bucket or a table there had had what its rank pushes for a clock, when it was taken."""
+        counted = self.result.member.on_shards.get(shard)
+        return counted is not None and max(counted.pushed or 0, (counted.further or {}).get(part, 0)) >= clock
+
     def cut(self) -> None:
         """Ends every call that is under way."""
         self.closed = True
@@ -88,6 +94,7 @@ class Worker:
     row:      its own in the weights
     computes: it is in a step, and waits for no server
     stepped:  when its last step was acknowledged
+    unfinished: it is in a step of which a part may count
     rows:     its part of the job's tables
     """
 
@@ -99,7 +106,7 @@ class Worker:
         self.places: list[Place] = []
         self.error: PSError | None = None
         self.holds, self.leaving, self.left, self.ended = False, False, False, False
-        self.computes, self.stepped = False, 0.0
+        self.computes, self.stepped, self.unfinished = False, 0.0, False
         self._begun, self._joining = False, False
         self._at: Place | None = None  # where the training thread is
         self._disowned: Place | None = None  # one that a shard does not know
@@ -108,6 +115,7 @@ class Worker:
         shape = run.rules.shape
         self._view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
         self._buckets = list(self._view.view(shape.buckets, -1))  # each as it is sent
+        self._before: tuple[int, torch.Tensor] | None = None  # what it saw last, and at which clock
         self._versions: dict[int, int] = {}  # of the buckets that it has, where weights travel in blocks
         self._made = 0  # steps of the round at hand
         self._counts = torch.zeros(shape.buckets, shape.rows)
@@ -179,7 +187,7 @@ class Worker:
 
     def _join(self, run: str, before: Place | None) -> Place:
         attempt, since = self.world.random.getrandbits(62), math.inf
-        clock = 0 if before is None else before.clock
+        clock = 0 if before is None else before.clock - (self.unfinished and before is self._at)
         request = JoinRequest(
             pid=self.life.number,
             host="there",
@@ -219,6 +227,7 @@ class Worker:
         self.places.append(place)
         if before is not None:
             before.cut()
+        self.run.whole_steps.joined(place.result.restore_count, place.result.clock)
         self.cluster.took(self, place)
         self.cluster.promises.joined(self, place)
         with self._changed:
@@ -347,6 +356,7 @@ class Worker:
 
     def _enter(self, place: Place) -> None:
         self._witness.lost_track()
+        self._before = None
         self.rows.lost_track()
         self._versions.clear()
         self._made = 0
@@ -356,6 +366,7 @@ class Worker:
                 self.all(place, [*self.pushes(place, 0, self.run.initial), *self.rows.beginnings(place)])
             self._await_started(place)
         self.all(place, self.pulls(place, place.clock))
+        self._before = None if self.rows.parts else (place.clock, self._view.clone())
         self._begun = True
         self._await_started(place)
 
@@ -404,22 +415,31 @@ class Worker:
         return await_all
 
     def pushes(
-        self, place: Place, clock: int, values: torch.Tensor, buckets: Collection[int] | None = None
+        self,
+        place: Place,
+        clock: int,
+        values: torch.Tensor,
+        buckets: Collection[int] | None = None,
+        begun: int | None = None,
     ) -> list[Callable[[], object]]:
-        """Returns what pushes the same to some buckets, or all: to each shard one after the other, to all at once."""
+        """Returns what pushes the same to some buckets, or all: to each shard one after the other, to all at once.
+
+        begun: the clock for which it was pushed first; what had come of that then is skipped
+        """
         codec = BLOCKS.get(self.run.spec.gradient_wire) if clock else None
         payload = bytes(bytes_of(values.flatten() if codec is None else codec.encode(values.flatten())))
 
         def push(shard: int, buckets: list[int]) -> None:
             for bucket in buckets:
-                self._push(place, shard, bucket, clock, payload)
+                had = begun is not None and place.has_had(shard, bucket, begun)
+                self._push(place, shard, bucket, clock, b"" if had else payload)
 
         return [partial(push, shard, held) for shard, held in self._homes(place, buckets).items()]
 
     def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
-        kind = PushKind.GRADIENT if clock else PushKind.INITIAL_VALUE
+        kind = PushKind.INITIAL_VALUE if not clock else PushKind.GRADIENT if payload else PushKind.SKIP
         spec = self.run.spec
-        narrow = spec.gradient_wire if clock and spec.gradient_wire in BLOCKS else ""
+        narrow = spec.gradient_wire if kind is PushKind.GRADIENT and spec.gradient_wire in BLOCKS else ""
         call = PushCall(
             self.run.name,
             self.rank,
@@ -488,27 +508,80 @@ class Worker:
 
     def _step(self, number: int) -> None:
         self._made = 0
-        place = self.place
         if self.error is not None:
             raise self.error
-        if place is not self._at:
-            self._connect(place)
-            return
-        self.attempt(place, number)
-        place.clock += 1
-        clock = place.clock
-        try:
-            buckets = [*self.pulls(place, clock), *self.pushes(place, clock, self.gradient(number, clock))]
-            self.all(place, [*buckets, *self.rows.pulls(place, number), *self.rows.pushes(place, clock, number)])
-        except PlaceLost as lost:
-            self._lose(place, lost)
-            return
-        self.acknowledge(place, number, clock)
+        is_late = self.place is not self._at
+        if is_late:
+            self._connect(self.place)
+        self._make(number, is_late=is_late)
+
+    def _make(self, number: int, begun: int | None = None, is_late: bool = False) -> None:
+        """Makes a step, from as many places as it takes.
+
+        begun:   the clock for which it was pushed first; what shards have had of it since is skipped
+        is_late: the place is lost in which it began
+        """
+        while True:
+            place = self._at
+            assert place is not None
+            clock = place.clock + 1
+            number = clock if self.run.rules.averaged else number
+            self.attempt(place, number)
+            place.clock, begun = clock, begun or clock
+            if self.run.target is not None and is_late and not self.run.rules.late:  # all go on to where that is
+                self.run.target = max(self.run.target, clock)
+            try:
+                buckets = self.pushes(place, clock, self.gradient(number, clock), begun=begun)
+                rows = [*self.rows.pulls(place, number), *self.rows.pushes(place, clock, number, begun)]
+                self.all(place, [*self.pulls(place, clock), *buckets, *rows])
+                break
+            except PlaceLost as lost:
+                self._lose(place, lost)
+            if not self._is_to_be_pushed_again(place, number, begun):
+                return
+            assert self._at is not None
+            if not any(self._had(self._at, begun)):  # clocks may come a second time, after a rollback
+                begun = None
+            is_late = True
+        self.unfinished = False
+        if self.run.rules.averaged and any(self._had(place, begun)):
+            # Its step is in other updates of some buckets than of others: it is not acknowledged as that of one clock.
+            if self.rows.parts:
+                self._before = None
+            else:
+                self._look_who_was_in(clock, place.result.restore_count)
+        else:
+            self.acknowledge(place, number, clock)
         self._streamed.begin(clock)
+
+    def _had(self, place: Place, begun: int) -> list[bool]:
+        """Returns of all buckets, and of the tables, which had had a step when a place was taken."""
+        homes = enumerate(place.result.placement)
+        tables = [self.rows.has_had(place, table, shard, begun) for table, shard in self.rows.parts]
+        return [*(place.has_had(shard, bucket, begun) for bucket, shard in homes), *tables]
+
+    def _is_to_be_pushed_again(self, lost: Place, number: int, begun: int) -> bool:
+        """Whether a step whose place was lost is to be pushed again: some shard has not had it, and it still can be."""
+        assert self._at is not None
+        result, averaged = self._at.result, self.run.rules.averaged
+        rolled_back = result.restore_count > lost.result.restore_count
+        if not result.member.on_shards:  # the coordinator came back, and does not know: a part may count
+            self.run.whole_steps.broken_off[self.run.row(self.life.number, self.rank)] += 1
+        elif all(self._had(self._at, begun)):
+            if not averaged or number == begun:
+                self.run.tries.acknowledged(self.life.number, number, result.restore_count)
+                self.life.done[number], self.life.at[number] = begun, self.world.now
+        elif not (rolled_back and averaged and result.clock < begun - 1):  # in a mean, it is of later weights
+            return True
+        self.unfinished = False
+        return False
 
     def attempt(self, place: Place, number: int) -> None:
         """Notes that it begins a step."""
-        self.life.attempted.append(number)
+        self.cluster.promises.steps(self)
+        self.unfinished = True
+        if number not in self.life.attempted[-2:]:
+            self.life.attempted.append(number)
         self.run.tries.begun(number, place.result.restore_count)
 
     def gradient(self, number: int, clock: int) -> torch.Tensor:
@@ -517,16 +590,20 @@ class Worker:
 
     def _stream(self) -> None:
         """Ends a step of a round whose buckets leave fragment by fragment."""
-        place = self.place
         if self.error is not None:
             raise self.error
-        if place is not self._at:
-            self._connect(place)
-            return
+        place = self._at
+        assert place is not None
         try:
+            if self.place is not place:
+                raise PlaceLost
             self._streamed.stepped(place)
+            return
         except PlaceLost as lost:
+            begun = self._streamed.begun_in(place)
             self._lose(place, lost)
+        if begun is None or self._is_to_be_pushed_again(place, begun, begun):  # all that is left of the round, at once
+            self._make(0, begun, is_late=True)
 
     def _lose(self, place: Place, lost: PlaceLost) -> None:
         """Goes on from the place that follows one that was lost in a step."""
@@ -535,11 +612,22 @@ class Worker:
 
     def acknowledge(self, place: Place, number: int, clock: int) -> None:
         """Ends a step that all shards have acknowledged, and whose weights are here."""
+        self.unfinished = False
         self.run.tries.acknowledged(self.life.number, number, place.result.restore_count)
         self._acknowledged(number, clock)
+        if self.run.rules.averaged:
+            self._look_who_was_in(number, place.result.restore_count)
         if clock in self._saves:
             self._saves.discard(clock)
             self.host.spawn("state", partial(self._save_state, place, clock))
+
+    def _look_who_was_in(self, clock: int, rollbacks: int) -> None:
+        """Has the run know who was in the last update, if this worker has seen the one before."""
+        view = self._view.clone()
+        if self._before is not None and self._before[0] == clock - 1:
+            marks = marks_of(self._before[1], view, self._witness.column(clock))
+            self.run.whole_steps.saw(clock, rollbacks, marks)
+        self._before = clock, view
 
     def _save_state(self, place: Place, clock: int) -> None:
         who = self.run.name, place.run, self.rank, place.incarnation, place.key

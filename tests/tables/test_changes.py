@@ -150,9 +150,9 @@ def test_where_removed_ids_are_forgotten_the_copy_begins_anew() -> None:
         pass
     log = shard.table._table._removed
     assert log.after(copy.since or 0), "rows had to make room"
-    log.add(10**9, np.arange(LEAST_KEPT), 0)  # a flood: what was before is forgotten
+    log.add(10**9, np.arange(1_024), 0)  # a flood: what was before is forgotten
     assert copy.begin(shard.table).full
-    assert log.nbytes == 8 * LEAST_KEPT
+    assert log.nbytes == 8 * 1_024
     while copy.walk is not None:
         copy.step(100)
     assert copy.rows == rows_of(shard.table)
@@ -169,7 +169,7 @@ def test_a_table_that_was_restored_begins_anew() -> None:
 
 
 def test_a_quarter_as_many_removed_ids_as_rows_are_kept() -> None:
-    log = RemovedIds()
+    log = RemovedIds(32 * LEAST_KEPT)
     for version in range(1, 9):
         log.add(version, np.arange(LEAST_KEPT), 16 * LEAST_KEPT)
     assert (log.since, log.nbytes) == (4, 8 * 4 * LEAST_KEPT)
@@ -178,6 +178,10 @@ def test_a_quarter_as_many_removed_ids_as_rows_are_kept() -> None:
     log.add(9, np.arange(4 * LEAST_KEPT + 1), 16 * LEAST_KEPT)
     assert log.nbytes == 0, "more than a quarter at once: a full copy costs little more"
     assert log.after(8) is None
+    small = RemovedIds(2_000)
+    small.add(1, np.arange(1_200), 800)
+    small.add(2, np.arange(1_200), 800)
+    assert (small.since, small.nbytes) == (1, 8 * 1_200), "not more than there is room for rows"
     assert log.after(9) == []
 
 

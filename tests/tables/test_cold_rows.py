@@ -20,8 +20,9 @@ from ps_protocol.tables import Initializer, TableSpec
 from ps_server.storage import row_files
 from ps_server.storage.row_files import DiskRows, RowFiles
 from ps_tables import cold
-from ps_tables.contributions import RowGradients
-from ps_tables.table import Applied, Beyond, Table, record_bytes
+from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.sizes import record_bytes
+from ps_tables.table import Applied, Beyond, Table
 
 IN_MEMORY, CAPACITY = 200, 3_000
 SPEC = TableSpec("item", 5, Initializer("normal", 1.0, 7))
@@ -99,6 +100,10 @@ def test_rows_in_a_file_change_no_result(tmp_path: Path, optimizer: str, rule: d
     moved = 0
     for version in range(1, 100):
         step = update(random)
+        if version % 7 == 0:
+            ids = np.unique(random.integers(-5, 2_100, 90))
+            set_rows = RowValues(ids, torch.from_numpy(random.random((len(ids), SPEC.dim), np.float32)))
+            assert one.assign(set_rows, version) == other.assign(set_rows, version)
         assert one.apply(step, 2, version) == other.apply(step, 2, version)
         asked = random.integers(-5, 2_100, 300)
         assert pulled(one, asked) == pulled(other, asked)

@@ -13,10 +13,11 @@ import torch
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_server.storage.row_files import RowFiles
 from ps_tables import entries
+from ps_tables.contributions import RowValues
 from ps_tables.copies import TableCopy
 from ps_tables.increments import in_order, merged
-from ps_tables.removed import LEAST_KEPT
-from ps_tables.table import Beyond, Table, record_bytes
+from ps_tables.sizes import record_bytes
+from ps_tables.table import Beyond, Table
 from tests.tools.one_thread import one_thread
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC
@@ -50,8 +51,11 @@ def made(rules: dict[str, int], optimizer: str = "Adam", directory: Path | None 
 
 
 def train(table: Table, seed: int, version: int) -> None:
-    """Makes one update. Popular ids move on, so that rows expire, and some come back."""
+    """Makes one update. Popular ids move on, so that rows expire, and some come back. A few rows are set."""
     random = np.random.default_rng((seed, version))
+    if version % 4 == 0:
+        ids = np.unique(random.integers(0, 120, 12)) * 7919 - 300
+        table.assign(RowValues(ids, torch.from_numpy(random.random((len(ids), DIM), np.float32))), version)
     ids = (random.zipf(1.3, 30) % 120 + version * 3 % 97) * 7919 - 300
     gradients = torch.from_numpy(random.standard_normal((30, DIM)).astype(np.float32))
     table.apply(summed(ids.astype(np.int64), gradients), 1, version)
@@ -152,7 +156,7 @@ def test_where_admitted_ids_are_forgotten_the_copy_is_of_all_rows() -> None:
         train(table, 0, version)
     assert table.copy(9).since == 9
     assert table._candidates is not None
-    table._candidates.admitted.add(11, np.arange(LEAST_KEPT + 1), 0)
+    table._candidates.removed.add(11, np.arange(1_025), 0)
     assert table.copy(9).since is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import PSError
-from ps_protocol.modes import Consistency
 from ps_runtime.quantities import size_text
 from ps_server.core.figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
 from ps_server.ops import screen, status
-from ps_server.rpc import convert
 from ps_server.rpc.figure_messages import table_figures, table_message
+from ps_server.rpc.plain import plain
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.table_model import LookUps
 
@@ -271,7 +269,6 @@ def test_tables_behind_the_first_hundred_are_told_as_one() -> None:
 
 
 def test_what_is_told_of_a_table_comes_back_from_its_message() -> None:
-    figures = TableFigures("items", 9, 10, RowCounts(*range(1, 10)), 11, 12, Consistency(4, aggregate=False))
-    for each in (figures, replace(figures, consistency=None)):
-        assert table_figures(table_message(each)) == each
-    assert convert.plain(table_message(figures))["evicted_row_count"] == figures.counts.evicted
+    figures = TableFigures("items", 9, 10, RowCounts(*range(1, 10)), 11, 12)
+    assert table_figures(table_message(figures)) == figures
+    assert plain(table_message(figures))["evicted_row_count"] == figures.counts.evicted

@@ -124,13 +124,6 @@ def test_a_model_that_was_trained_in_the_same_process_goes_on(shared: Cluster, j
         assert same(run.until(STEPS), after)
 
 
-def test_a_table_with_a_consistency_of_its_own_goes_on(
-    shared: Cluster, job: str, before: State, after: State, small: None
-) -> None:
-    with shared.connect("sync", job=job) as session:
-        assert same(Run(session, before, consistency="async").until(STEPS), after)
-
-
 @pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
 def test_the_rows_of_rank_0_count_and_no_others(
     shared: Cluster, job: str, before: State, small: None, mode: str

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import InvalidRequest
-from ps_protocol.row_ids import Ids
+from ps_protocol.row_ids import Ids, by_shard, chance_order
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.distinct import distinct
@@ -114,11 +114,59 @@ def test_beyond_the_most_rows_those_trained_longest_ago_go_and_those_of_the_upda
         rows.apply(gradients(*range(10 * version, 10 * version + 10)), 1, version)
     assert len(rows) == 100
     applied = rows.apply(gradients(10, 1_000), 1, 11)  # 10 is of the oldest ones
-    assert (applied.admitted, applied.evicted) == (1, 9), "those of one version go together"
-    assert rows.pull(np.array([10, 1_000, *range(11, 20)]), torch.empty(11, 4)) == 2
+    assert (applied.admitted, applied.evicted) == (1, 6), "a sixteenth of the rows, of the oldest version"
+    assert rows.pull(np.array([10, 1_000, *range(11, 20)]), torch.empty(11, 4)) == 2 + 3
     applied = rows.apply(gradients(*range(2_000, 2_300)), 1, 12)
     assert (applied.stepped, applied.no_room, len(rows)) == (100, 200, 100), "more than fit at all"
     assert rows.apply(gradients(*range(3_000, 3_100)), 1, 13) == Applied(100, 100, evicted=100)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4, 16])
+def test_one_new_id_takes_the_place_of_a_sixteenth_however_many_updates_filled_the_table(updates: int) -> None:
+    rows = table(capacity=1_600)
+    ids = np.random.default_rng(updates).permutation(1_600)
+    for version, part in enumerate(np.split(ids, updates), 1):
+        rows.apply(gradients(*part), 1, version)
+    applied = rows.apply(gradients(10**12), 1, updates + 1)
+    assert (applied.evicted, len(rows)) == (100, 1_501)
+    oldest = np.split(ids, updates)[0]
+    went = set(range(1_600)) - set(rows.snapshot()["ids"].tolist())
+    assert went == set(oldest[np.argsort(chance_order(oldest))[:100]]), "by chance, and the same ones each time"
+
+
+def test_rows_that_came_from_elsewhere_make_room_a_sixteenth_at_a_time() -> None:
+    """All are of one version: those that a script has put together, and those of a table with one update."""
+    full = table(capacity=1_600)
+    full.apply(gradients(*range(1_600)), 1, 1)
+    rows = table(capacity=1_600)
+    rows.restore(full.snapshot())
+    assert rows.apply(gradients(10**12, 10**12 + 1), 1, 2) == Applied(2, 2, evicted=100)
+
+
+def test_waiting_ids_make_room_a_sixteenth_at_a_time() -> None:
+    rows = table(capacity=1_600, admit_after=2)
+    rows.apply(gradients(*range(1_600)), 1, 1)
+    rows.apply(gradients(10**12), 1, 2)
+    waiting = rows.snapshot()["waiting.ids"]
+    assert len(waiting) == 1_501
+    applied = rows.apply(gradients(*waiting.tolist()), 1, 3)
+    assert (applied.admitted, applied.waiting) == (1_501, 0), "no count of the others is lost"
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_on_each_shard_rows_make_room_in_the_same_order(shards: int) -> None:
+    """The ids that stay on several shards are those that come last on one: none is nearer to the first shard."""
+    ids = np.arange(6_000)
+    order = chance_order(ids)
+    parts = [ids[which] for which in by_shard(ids, shards)]
+    for part in parts:
+        rows = table(capacity=len(part))
+        rows.apply(gradients(*part), 1, 1)
+        rows.apply(gradients(10**12), 1, 2)
+        stayed = np.setdiff1d(rows.snapshot()["ids"].numpy(), [10**12])
+        assert len(stayed) == len(part) - len(part) // 16
+        assert order[stayed].min() > order[np.setdiff1d(part, stayed)].max()
+        assert abs(np.mean(order[part] < 2**63) - 0.5) < 0.05, "half of each shard's ids come first"
 
 
 def test_memory_of_rows_that_went_is_used_again() -> None:

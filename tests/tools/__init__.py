@@ -8,6 +8,7 @@ rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data con
 http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
 slow_client.py          Clients that send one byte at a time
 frame_client.py         A data connection without a session: every frame by hand
+pythons.py              What needs no torch, on every Python that is promised and here: `make test-pythons`
 raw_worker.py           A worker without a session: a test sends every message by hand
 rules.py                Looks at update rules, as tests need them
 contract_client.py      A worker that knows the contract and nothing else of this project
@@ -33,6 +34,7 @@ disturbed_rounds.py     Rounds of local steps that are disturbed in the middle: 
 counting.py             The counting oracle for data: each sample adds 1 to a cell of its own
 one_thread.py           Has torch compute in the calling thread alone, as servers do
 oracle_run.py           A job of the counting oracle in threads, to which something happens on the way
+crowd.py                The view of a job of many workers, without these
 cases.py                The cases of a claim: a few in every run, the others among the long tests
 terminal.py             A terminal in place of standard error
 launching.py            Commands as processes, to their end or while they run; scripts as modules

@@ -103,9 +103,16 @@ class Cluster:
         members = coordinated.members
         with members._lock:
             live, rejoining = members._membership.members, members._membership.rejoining
-            live.update({rank: replace(live[rank], expires=-math.inf)} if rank in live else {})
+            incarnation = live[rank].incarnation if rank in live else None
             rejoining.update({rank: -math.inf} if rank in rejoining else {})
-        coordinated.expire()
+        while True:
+            with members._lock:
+                is_live = rank in live and live[rank].incarnation == incarnation
+                live.update({rank: replace(live[rank], expires=-math.inf)} if is_live else {})
+            coordinated.expire()
+            with members._lock:  # a heartbeat may have come between the two
+                if not (is_live and rank in live and live[rank].incarnation == incarnation):
+                    return
 
     def waits(self, job: str) -> dict[int, tuple[int, list[int]]]:
         """Who waits, as `ps-server status` tells it: by rank, its clock and the ranks it waits for."""

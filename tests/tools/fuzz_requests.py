@@ -75,6 +75,7 @@ def _rows(kind: str, payload: bytes = b"", rows: int = 0, total: int = 0) -> row
         kind=rows_pb2.RowPushKind.Value(f"ROW_PUSH_KIND_{kind}"),
         row_count=rows,
         total_row_count=total,
+        assignment=int(kind == "ASSIGN"),
         hyper_parameters=_GROUP.hyper_parameters[:1],
         ranges=[types_pb2.DataRange(**_RANGE)],
         payload=payload,
@@ -102,11 +103,14 @@ _IN_BLOCKS = types_pb2.WorkerIdentity(job=BLOCKS_SPEC.name, rank=1, incarnation=
 _BLOCK = b"\x80\x3f" + bytes(range(8))  # 16 elements as int4, with scale 1
 _IDS = (7).to_bytes(8, "little") + (9).to_bytes(8, "little")
 _ROWS = _IDS + (1).to_bytes(4, "little") * 2 + bytes(16)
+_ASSIGNED = _IDS + bytes(16)  # rows that are set
 _REQUESTS = [
     _rows("GRADIENT", _ROWS, 2, 2),
     _rows("GRADIENT", _ROWS, 2, 5),
     _rows("NO_GRADIENT"),
     _rows("SKIP"),
+    _rows("ASSIGN", _ASSIGNED, 2, 2),
+    _rows("ASSIGN", _ASSIGNED, 2, 5),
     rows_pb2.PullRowsRequest(worker=WORKER, payload=_IDS),
     rows_pb2.PullRowsRequest(worker=WORKER, clock=1, payload=_IDS),
     rows_pb2.PushRowsRequest(

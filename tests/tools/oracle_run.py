@@ -115,7 +115,9 @@ class Run:
             self._train(session, model, optimizer, rank)
             self._barrier.wait()  # then everybody's last step is in
             if rank == 0:
+                saved = session.global_weights()
                 self._ended = self._look(model)
+                self._check_saved(saved, self._ended)
             self._barrier.wait()
 
     def _train(self, session: ps_worker.Session, model: Model, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -147,6 +149,14 @@ class Run:
 
     def _kept(self) -> bool:
         return self._store is not None and bool(self._store.names("default"))
+
+    def _check_saved(self, saved: dict[str, torch.Tensor], ended: Ended) -> None:
+        """What rank 0 saves is what the servers have when all have made their last step."""
+        if not self._rules.averaged:
+            before = Model(self._rules)
+            before.load_state_dict(saved)
+            if not torch.equal(before.view(), ended.weights["cells"]):
+                ended.found.append(Violation("updates that are not saved", "rank 0's weights are not the servers'", {}))
 
     def _look(self, model: Model) -> Ended:
         now = status.fetch(self._address)

@@ -17,7 +17,7 @@ from ps_server.core.requests import RowPushKind, RowsPush
 from ps_server.core.snapshot import TableSnapshot
 from ps_server.core.tables import joined
 from ps_tables.contributions import RowGradients
-from ps_tables.table import row_bytes
+from ps_tables.sizes import index_bytes, record_bytes
 
 DIM, WORKERS = 5, 3
 SPEC = TableSpec("t", DIM, Initializer("uniform", 0.1, 1))
@@ -31,7 +31,8 @@ class TableShard:
         self, table: JobTable, consistency: Consistency, shard: int = 0, shards: int = 1, place: Place | None = None
     ) -> None:
         spec = JobSpec("t", (), "SGD", ({"lr": 0.1},), consistency, 64, WORKERS, tables=(table,))
-        place = place or Place(shard, shards, 4_000 * row_bytes(table.rows, table.optimizer, table.values))
+        record = record_bytes(table.rows, table.optimizer, table.values)
+        place = place or Place(shard, shards, 4_000 * record + index_bytes(4_000, table.rows.admit_after > 1))
         self.partition = JobPartition(spec, [], place=place)
         self.first = 1  # incarnation
         for rank in range(WORKERS):

@@ -34,7 +34,7 @@ def train(nursery: Nursery, mode: str, directory: Path, **where: str) -> list[di
         for rank in range(WORKERS)
     ]
     assert [process.wait(60) for process in processes] == [0] * WORKERS, log.read_text()
-    kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything ServerOptimizer"}
+    kinds = {"ddp": "DistributedDataParallel AdamW", "sync": "Everything AdamW"}
     assert sorted(line for line in log.read_text().splitlines() if line.startswith("worker")) == [
         f"worker {rank} of {WORKERS}: {mode} {kinds[mode]}" for rank in range(WORKERS)
     ]

@@ -475,7 +475,7 @@ def test_a_round_whose_calls_have_failed_has_no_global_weights(
         assert same(session.global_weights().values(), weights_of(model))
 
 
-def cut(*_: object) -> None:
+def cut(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 

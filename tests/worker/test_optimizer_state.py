@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.optimizers import ELEMENTWISE, is_scalar_state, required_state
+from ps_protocol.optimizer_state import is_scalar_state, required_state
+from ps_protocol.optimizers import ELEMENTWISE
 from ps_worker import InvalidRequest, PSError, Session, Unsupported
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of

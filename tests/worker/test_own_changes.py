@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_worker import InvalidRequest, Session, Unsupported
+from ps_worker import InvalidRequest, Session
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
@@ -232,14 +232,6 @@ def test_a_model_that_stays_another_type_is_refused_and_can_go_on(shared: Cluste
         model.float()
         optimizer.step()
         assert session.clock == 1
-
-
-def test_memory_that_is_moved_as_a_whole_is_refused(shared: Cluster, job: str) -> None:
-    with shared.connect("sync", job=job, transport="shm") as session:
-        model, optimizer = prepared(session)
-        model.share_memory()
-        with pytest.raises(Unsupported, match="do that before prepare, or use transport grpc"):
-            step(model, optimizer, drawn(0, 8, 3, 6, 6))
 
 
 def test_a_late_worker_does_not_set_a_running_job_back(

@@ -261,13 +261,15 @@ class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, 2, sparse=True)
-        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+        self.norm = nn.SyncBatchNorm(2)
+        self.register_buffer("graph", torch.eye(2).to_sparse())
 
 
 REFUSED = [
     "optimizer LBFGS cannot run on a parameter server: it evaluates the loss several times a step (known: SGD",
+    "norm is a SyncBatchNorm, which needs a process group, and there is none: it would be a BatchNorm with each ",
     "table makes sparse gradients; use sparse=False",
-    "phases has dtype torch.complex64; known are ",
+    "graph is a sparse tensor (torch.sparse_coo): keep its indices and its values as two buffers",
     "the loader's WeightedRandomSampler cannot be divided among workers; use shuffle=True or False",
 ]
 
@@ -419,7 +421,7 @@ class Recorded(Single):
         super().__init__(metrics, device, wanted=False)
         self.called: list[str] = []
 
-    def keep(self, things: Sequence[Any]) -> None:
+    def keep(self, things: Sequence[Any], own: Sequence[Any] = ()) -> None:
         self.called.append(f"keep {len(things)}")
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -348,6 +348,7 @@ def test_schedulers_go_back(make: Callable[[torch.optim.Optimizer], lr_scheduler
     rates(3)
     checkpoint.want(3)
     checkpoint.stepped()
+    checkpoint.close()  # no further step is told
     first = rates(8)
     checkpoint.rollback(states[0], 3)
     checkpoint.try_restore()
@@ -512,3 +513,84 @@ def test_what_cannot_be_saved_is_refused_when_it_is_handed_over() -> None:
     said = r"Unsavable\.call holds a builtin_function_or_method, which cannot be saved"
     with pytest.raises(Unsupported, match=said):
         Worker().checkpoint.add(Unsavable())
+
+
+# -- without a loader ------------------------------------------------------------------------------------------------
+
+
+class Looping(Worker):
+    """A worker whose script draws its batches itself, and steps its schedule where `place` says."""
+
+    def run(self, place: str, until: int) -> None:
+        """The loop of a script that goes by the job's clock."""
+        while self.clock < until:
+            batch = torch.rand(BATCH, 4) + random.random() + numpy.random.rand()
+            if place == "before":
+                self.cycle.step()
+            self.model(batch).square().mean().backward()
+            self.optimizer_step()
+            if place == "behind":
+                self.cycle.step()
+            if self.clock % 5 == 0:
+                self.passes.step()
+
+
+def looping(place: str) -> Script:
+    def script(worker: Worker) -> None:
+        assert isinstance(worker, Looping)
+        worker.run(place, 60)
+
+    return script
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the order that torch advises against
+@pytest.mark.parametrize("place", ["behind", "before"])
+@pytest.mark.parametrize("back", [[25], [21, 22, 27]])
+def test_a_loop_without_a_loader_is_rolled_back_to_the_bit(place: str, back: list[int]) -> None:
+    """Once, and again and again."""
+
+    class Thrice(Looping):
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            if back_at and self.clock == back_at[0] and self.kept is not None:
+                del back_at[0]
+                self.take(self.kept)
+                self.optimizer.zero_grad()
+
+    back_at: list[int] = []
+    expected = Looping().ends(looping(place))
+    back_at = list(back)
+    assert same(Thrice(keep=20).ends(looping(place)), expected)
+    assert not back_at
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the order that torch advises against
+@pytest.mark.parametrize("place", ["behind", "before"])
+def test_a_new_process_without_a_loader_goes_on_to_the_bit(place: str) -> None:
+    """Several in a row, each from a checkpoint of the one before."""
+    expected = Looping().ends(looping(place))
+    kept = None
+    for keep in (20, 24, 30):
+        worker = Looping(keep, keep + 2, dies=True)
+        if kept is not None:
+            worker.take(kept)
+        with pytest.raises(Died):
+            worker.run(place, 60)
+        kept = worker.kept
+    last = Looping()
+    assert kept is not None
+    last.take(kept)
+    assert same(last.ends(looping(place)), expected)
+
+
+def test_a_state_without_a_next_step_is_that_of_the_end_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that is long between two steps does not keep a checkpoint waiting."""
+    monkeypatch.setattr("ps_worker.state.checkpoint.NEXT_STEP_SECONDS", 0.01)
+    saved = threading.Event()
+    states: list[bytes] = []
+    checkpoint = WorkerCheckpoint(CPU, lambda clock, state: (states.append(state), saved.set())[0])
+    checkpoint.want(1)
+    checkpoint.stepped()
+    assert saved.wait(30)
+    checkpoint.stepping()
+    assert [decode(state).at_step for state in states] == [None]

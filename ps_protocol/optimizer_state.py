@@ -1,0 +1,60 @@
+"""What torch.optim's optimizers keep for each parameter, by name. It needs no torch: see optimizers.py."""
+
+from __future__ import annotations
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.hyper_parameters import HyperParameters
+
+# What each keeps for a parameter: tensors of the parameter's shape and type, and single numbers (float32), as its
+# state_dict has them.
+_ELEMENTWISE_STATE: dict[str, tuple[str, ...]] = {
+    "SGD": ("momentum_buffer",),
+    "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adagrad": ("sum",),
+    "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+}
+_SCALAR_STATE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ELEMENTWISE_STATE, ("step",)),
+    "SGD": (),
+    "NAdam": ("step", "mu_product"),
+}
+
+KNOWN = tuple(_ELEMENTWISE_STATE)  # the optimizers that shards run
+
+
+def is_scalar_state(optimizer: str, state: str) -> bool:
+    """Returns whether this state is one number a parameter (float32), and not a tensor like it.
+
+    Raises InvalidRequest for a state that the optimizer does not have.
+    """
+    if state in _SCALAR_STATE[optimizer]:
+        return True
+    if state not in _ELEMENTWISE_STATE[optimizer]:
+        known = ", ".join((*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]))
+        raise InvalidRequest(f"the state of {optimizer} is {known}, got {state[:80]!r}")
+    return False
+
+
+def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
+    """Returns what a parameter's state must have, if it has any, for an optimizer with these values to continue."""
+    required = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
+    if not values.get("amsgrad"):
+        required.discard("max_exp_avg_sq")
+    if not values.get("centered"):
+        required.discard("grad_avg")
+    if not values.get("momentum") or optimizer == "SGD":
+        required.discard("momentum_buffer")
+    return frozenset(required)
+
+
+def tensors_kept(optimizer: str, values: HyperParameters) -> tuple[str, ...]:
+    """Returns the names of the tensors like a parameter that an optimizer with these values keeps for it once it has
+    stepped."""
+    required = required_state(optimizer, values)
+    has_momentum = optimizer == "SGD" and bool(values.get("momentum"))
+    return tuple(name for name in _ELEMENTWISE_STATE[optimizer] if name in required or has_momentum)

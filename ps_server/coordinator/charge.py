@@ -1,0 +1,65 @@
+"""Whether a coordinator is still in charge: where a lease keeps others out, another one may have taken it over.
+
+A coordinator that stood still, or was cut off, hears nothing any more of workers that live: their heartbeats go to the
+other one. So it must not take them off the shards, nor end or roll back their jobs. It finds out by its lease, and by
+the shards: each call to one has the coordinator's term, and a shard refuses a term before the highest that it has seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from ps_protocol.errors import Deposed, TryLater
+
+log = logging.getLogger("ps_server")
+
+
+class Leased(Protocol):
+    """What keeps other coordinators out; see storage.files.Files."""
+
+    def term(self) -> int:
+        """Returns the number of the lease; 0 where there is none."""
+
+    def taken_over(self) -> str:
+        """Returns who has the lease now, in words; empty: this process, as far as it knows."""
+
+
+class Charge:
+    """Of one coordinator. Thread-safe, and waits for nothing."""
+
+    def __init__(self) -> None:
+        self._leased: Leased | None = None
+        self._refused = ""  # what a shard, or the disk, has said
+        self._is_told = False
+
+    def begin(self, leased: Leased) -> None:
+        """Has a lease decide: it has been taken."""
+        self._leased = leased
+
+    @property
+    def term(self) -> int:
+        """The term of this coordinator; 0: it has none, and none is refused because of it."""
+        return self._leased.term() if self._leased is not None else 0
+
+    def refused(self, error: Deposed) -> None:
+        """Notes that a shard has refused a call because it knows a later coordinator."""
+        self._refused = str(error)
+
+    @property
+    def lost(self) -> str:
+        """Why this coordinator is not in charge any more; empty: it is, as far as it knows."""
+        why = self._refused or (self._leased.taken_over() if self._leased is not None else "")
+        if why and not self._is_told:
+            self._is_told = True
+            log.error(
+                "this coordinator is not in charge any more, and changes nothing: %s. Its workers find the other one "
+                "when this process has ended: end it",
+                why,
+            )
+        return why
+
+    def check(self) -> None:
+        """Raises TryLater where another coordinator is in charge: callers may find that one."""
+        if self.lost:
+            raise TryLater(f"another coordinator is in charge: {self.lost}")

@@ -1,0 +1,113 @@
+"""What the script of one job has set that is the job's and no worker's: its learning-rate schedule above all.
+
+tell   One live worker is asked for it with each of its heartbeats, and each that leaves tells it. The newest is kept.
+ask    A worker that joined late asks for it before its first step. One live worker after the other is asked what it has
+       set by now, until one tells it. Where none does, the newest counts of what was told and of what checkpoints have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import MAX_SCRIPT_BYTES
+from ps_server.coordinator.members import JobMembers
+
+Told = tuple[int, bytes]  # the clock of the worker that told it, and what it has set
+
+
+class JobScript:
+    """What the script of one job has set. Thread-safe.
+
+    in_step: all workers are at one clock: those of the lowest rank count; otherwise those of the furthest worker do
+    saved:   returns what checkpoints have of a clock above this one; None: nothing
+    changed: is called when another worker is asked
+    """
+
+    def __init__(
+        self,
+        members: JobMembers,
+        in_step: bool,
+        saved: Callable[[int], Told | None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._members, self._in_step, self._saved, self._changed = members, in_step, saved, changed
+        self._told: Told | None = None
+        self._asking: dict[tuple[int, int], int] = {}  # by rank and incarnation, the request of a worker that came late
+        self._number = self._answered = 1
+        self._candidates: list[int] = []  # ranks that may be asked for the last request, the first one first
+        self._teller: int | None = None  # the rank that tells with each heartbeat; None: is to be chosen
+        self._lock = threading.Lock()
+
+    def workers_changed(self) -> None:
+        """Notes that a worker came or went."""
+        self._teller = None
+
+    def asked_by_heartbeat(self, rank: int) -> int:
+        """Returns the request that a worker of this rank is to answer with its next heartbeat; 0: none."""
+        teller = self._teller
+        if teller is None:
+            self._teller = teller = next(iter(self._by_preference()), None)
+        with self._lock:
+            asked = self._number > self._answered and self._candidates[:1] == [rank]
+            return self._number if asked or rank == teller else 0
+
+    def asked_now(self) -> tuple[int, int] | None:
+        """Returns the rank that a worker which came late waits for, and the request's number; None: there is none."""
+        with self._lock:
+            waits = self._number > self._answered and self._candidates
+            return (self._candidates[0], self._number) if waits else None
+
+    def tell(self, rank: int, request: int, told: Told | None) -> None:
+        """Takes what a live worker has set; None: it has nothing to tell. request: that it answers. Raises
+        InvalidRequest for too much."""
+        if told is not None and len(told[1]) > MAX_SCRIPT_BYTES:
+            raise InvalidRequest(f"what a script has set may have {MAX_SCRIPT_BYTES} bytes, got {len(told[1])}")
+        asks_next = False
+        with self._lock:
+            if told is not None and (self._told is None or told[0] >= self._told[0]):
+                self._told = told
+            if request == self._number > self._answered and self._candidates[:1] == [rank]:
+                if told is None:
+                    del self._candidates[0]
+                if told is not None or not self._candidates:
+                    self._answered = self._number
+                asks_next = self._number > self._answered
+        if asks_next:
+            self._changed()
+
+    def ask(self, rank: int, incarnation: int) -> tuple[Told | None, bool]:
+        """Returns the newest that is known, for a worker that came late, and whether a newer one is coming."""
+        worker = rank, incarnation
+        is_new = worker not in self._asking
+        candidates = self._by_preference(but=rank) if is_new else []
+        with self._lock:
+            if is_new:
+                if candidates:
+                    self._number, self._candidates = self._number + 1, candidates
+                self._asking[worker] = self._number if candidates else 0
+            is_coming = self._asking[worker] > self._answered
+            if not is_coming:
+                del self._asking[worker]
+            told = self._told
+        if is_new and candidates:
+            self._changed()
+        saved = None if is_coming else self._saved(-1 if told is None else told[0])
+        return saved or told, is_coming
+
+    def forget(self) -> None:
+        """Notes that the job was rolled back: what was told since is void."""
+        with self._lock:
+            self._told = None
+
+    def _by_preference(self, but: int | None = None) -> list[int]:
+        """Returns the live ranks, the one first whose script counts; those last that ask themselves."""
+        live = self._members.all()
+        with self._lock:
+            there = {(member.rank, member.incarnation) for member in live}
+            self._asking = {worker: number for worker, number in self._asking.items() if worker in there}
+            asking = {rank for rank, _ in self._asking}
+        clock = {member.rank: 0 if self._in_step else -member.clock for member in live}
+        ranks = sorted(clock, key=lambda rank: (clock[rank], rank))
+        return [rank for rank in ranks if rank != but and rank not in asking]

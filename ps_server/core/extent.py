@@ -1,0 +1,50 @@
+"""Checks how large a job is, and that its parts fit together: all of a registration but its hyper-parameters.
+
+It needs no torch, which hyper-parameters do: `ps-server plan` refuses here what a coordinator would refuse.
+"""
+
+from __future__ import annotations
+
+from ps_protocol.errors import LimitExceeded
+from ps_protocol.job import JobSpec, validate
+from ps_protocol.layout import ALIGNMENT_BYTES
+from ps_server.core.limits import Limits
+
+# A bucket costs a shard 5 KiB and 30 us, whatever it holds: a job of few bytes may not have a shard make very many.
+FREE_BUCKETS, BYTES_OF_A_BUCKET = 1_024, 16 * 2**10
+
+
+def check_extent(spec: JobSpec, limits: Limits) -> None:
+    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a job. Makes nothing of its size."""
+    _check_counts(spec, limits)
+    validate(spec)
+    _check_sizes(spec, limits)
+
+
+def _check_counts(spec: JobSpec, limits: Limits) -> None:
+    """What takes time by its number alone comes first."""
+    if len(spec.parameters) > limits.parameters:
+        raise LimitExceeded(f"max-parameters is {limits.parameters}, got a job of {len(spec.parameters)}")
+    if len(spec.groups) > limits.groups:
+        raise LimitExceeded(f"max-groups is {limits.groups}, got a job of {len(spec.groups)} parameter groups")
+
+
+def _check_sizes(spec: JobSpec, limits: Limits) -> None:
+    for name in [parameter.name for parameter in spec.parameters] + [table.rows.name for table in spec.tables]:
+        if len(name) > limits.name_length:
+            raise LimitExceeded(f"max-name-length is {limits.name_length}, got a name of {len(name)}")
+    if spec.world_size > limits.workers:
+        raise LimitExceeded(f"max-workers is {limits.workers}, got a world_size of {spec.world_size}")
+    # One more for each parameter is more than alignment and the ends of spaces can add.
+    size = sum(parameter.nbytes + ALIGNMENT_BYTES for parameter in spec.parameters)
+    if size > limits.job_bytes:
+        raise LimitExceeded(f"max-job-bytes is {limits.job_bytes}, got a job of {size}")
+    buckets = size // spec.bucket_bytes
+    if buckets > limits.buckets:
+        raise LimitExceeded(f"max-buckets is {limits.buckets}, got a job of about {buckets}; use larger bucket_bytes")
+    allowed = FREE_BUCKETS + size // BYTES_OF_A_BUCKET
+    if buckets > allowed:
+        raise LimitExceeded(
+            f"a job of {size} bytes may have {allowed} buckets, because each costs a shard 5 KiB; got about "
+            f"{buckets}: use larger bucket_bytes"
+        )

@@ -1,0 +1,43 @@
+"""Tables for a terminal: columns as wide as what is in them, and none wider than the window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CUT = "…"
+
+
+def lines_of(rows: Sequence[Sequence[str]], width: int | None = None, droppable: Sequence[str] = ()) -> list[str]:
+    """Returns rows as lines, the first of which has the columns' names.
+
+    width:     of the window: columns are left out until it is kept, and the last one is cut; None: there is no limit
+    droppable: the names of columns that may be left out, the first one first
+    """
+    kept = list(range(len(rows[0])))
+    for name in droppable:
+        if width is None or _width(rows, kept) <= width:
+            break
+        kept = [column for column in kept if rows[0][column] != name]
+    widths = [max(len(row[column]) for row in rows) for column in kept]
+    lines = ["  ".join(row[column].ljust(size) for column, size in zip(kept, widths, strict=True)) for row in rows]
+    return [cut(line.rstrip(), width) for line in lines]
+
+
+def _width(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
+    return sum(max(len(row[column]) for row in rows) for column in columns) + 2 * (len(columns) - 1)
+
+
+def cut(line: str, width: int | None) -> str:
+    """Returns a line that is no wider than the window, with a mark where something is missing."""
+    return line if width is None or len(line) <= width else line[: max(0, width - 1)] + CUT
+
+
+def wrapped(parts: Sequence[str], width: int | None, between: str = " · ") -> list[str]:
+    """Returns parts as lines, as many parts in each as the window takes."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and (width is None or len(lines[-1]) + len(between) + len(part) <= width):
+            lines[-1] += between + part
+        else:
+            lines.append(part)
+    return [cut(line, width) for line in lines]

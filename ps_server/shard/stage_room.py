@@ -1,0 +1,57 @@
+"""Room for what optimizers keep in a later stage of a script: a shard refuses it before the kernel would kill it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ps_protocol.errors import LimitExceeded
+from ps_protocol.layout import BucketSpec
+from ps_protocol.optimizer_state import tensors_kept
+from ps_protocol.stages import StageSpec
+from ps_runtime.memory import free_bytes
+from ps_server.core.checking import PushChecker
+
+
+class StageRoom:
+    """What the optimizers of one job come to keep here, beside what it was admitted with. Not thread-safe.
+
+    promised: returns the bytes of what is free that the job has been promised and has not taken
+    more:     bytes that later stages have been promised
+    """
+
+    def __init__(self, name: str, checker: PushChecker, promised: Callable[[], int]) -> None:
+        self._name, self._checker, self._promised = name, checker, promised
+        self.more = 0
+        self._kept: dict[int, tuple[int, int]] = {}  # by bucket, the last stage, and what is kept in it
+        self._number, self._free = 0, 0.0  # of the stage that begins, and what was free when it did
+
+    def make(self, bucket: BucketSpec, stage: StageSpec) -> None:
+        """Makes room for a bucket in a stage, once. Raises LimitExceeded where there is none."""
+        number, kept = self._kept.get(bucket.index) or (0, _bytes_kept(bucket, self._checker.stage(bucket, 0)))
+        if stage.number <= number:
+            return
+        wanted = _bytes_kept(bucket, stage)
+        if stage.number > self._number:  # once a stage: it goes through all buckets
+            free = free_bytes()
+            self._number, self._free = stage.number, float("inf") if free is None else free - self._promised()
+        more = max(0, wanted - kept)
+        if more and more > self._free:
+            self._number = 0  # whoever tries once more may find more
+            raise LimitExceeded(
+                f"job {self._name!r}: what {stage.optimizer} keeps in stage {stage.number} does not fit into this "
+                f"shard's memory: bucket {bucket.index} comes to {wanted} bytes, for {kept} before, and "
+                f"{max(0, self._free):.0f} are free for more. Take an optimizer that keeps less, or more shards"
+            )
+        self._free -= more
+        self.more += more
+        self._kept[bucket.index] = stage.number, wanted
+
+
+def _bytes_kept(bucket: BucketSpec, stage: StageSpec) -> int:
+    """Returns the bytes of what an optimizer keeps of a bucket once it has stepped."""
+    itemsize = bucket.nbytes // bucket.numel if bucket.numel else 0
+    return sum(
+        part.length * itemsize * len(tensors_kept(stage.optimizer, stage.groups[group]))
+        for part, group in zip(bucket.slices, stage.members, strict=True)
+        if group is not None
+    )

@@ -1,0 +1,30 @@
+"""The terms of coordinators, as a shard knows them: it obeys the latest one alone."""
+
+from __future__ import annotations
+
+import threading
+
+from ps_protocol.errors import Deposed
+
+
+class Terms:
+    """The highest term that a shard has seen. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._highest = 0
+        self._lock = threading.Lock()
+
+    def check(self, term: int, is_look: bool = False) -> None:
+        """Notes the term of a call. Raises Deposed if it is before the highest.
+
+        term:    0: the caller has none, as a coordinator without a lease, or of an earlier version
+        is_look: the call changes nothing, and may not come from a coordinator at all
+        """
+        with self._lock:
+            if term < self._highest and not (is_look and not term):
+                caller = f"term {term}" if term else "one without a term"
+                raise Deposed(
+                    f"this shard obeys the coordinator of term {self._highest}, the call came from {caller}. If that "
+                    "is the right one, because the lock was removed by hand, start the shard again"
+                )
+            self._highest = max(term, self._highest)

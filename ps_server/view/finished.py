@@ -1,0 +1,102 @@
+"""The last few jobs that have ended: how each was at its end, with its curves, for as long as the servers live."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ps_protocol.figures import WorkerFigures
+from ps_server.core.statistics import CheckpointStatistics
+from ps_server.view.history import Samples
+from ps_server.view.view import JobView, View
+
+KEPT = 4  # jobs; each has at most as many samples as the history: 170 kB
+
+
+@dataclass(frozen=True)
+class End:
+    """What is known of a job once it has ended.
+
+    checkpoints: None where none were made
+    figures:     the last ones of the workers whose scripts came to their end, by rank
+    """
+
+    checkpoints: CheckpointStatistics | None = None
+    figures: Mapping[int, WorkerFigures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """A job that has ended.
+
+    job:     how it was when it was looked at last with workers
+    ended:   when it was gone, in seconds since 1970
+    gone:    the number of the first sample without it
+    samples: its own, from its beginning to its end
+    end:     what its coordinator knew of it then
+    """
+
+    job: JobView
+    ended: float
+    gone: int
+    samples: Samples
+    end: End
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that its workers had finished: of those whose scripts came to their end, else of the last ones."""
+        if self.end.figures:
+            return tuple(figures.done for figures in self.end.figures.values())
+        return tuple(worker.clock for worker in self.job.statistics.workers)
+
+    @property
+    def began(self) -> float | None:
+        """When its run began, in seconds since 1970; None: not known."""
+        return None if self.job.age is None else self.ended - self.job.age
+
+
+class FinishedJobs:
+    """Notices which jobs are gone, and keeps the last few. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: list[FinishedJob] = []
+        self._running: dict[str, tuple[JobView, float]] = {}  # by run: as it was last with workers, and when
+
+    @property
+    def kept(self) -> tuple[FinishedJob, ...]:
+        """The jobs that are kept, the one that ended last first."""
+        return tuple(self._kept)
+
+    def look(
+        self,
+        view: View,
+        next_sample: int,
+        samples: Callable[[str], Samples],
+        end: Callable[[str], End],
+    ) -> None:
+        """Compares a view with the one before it, and keeps the jobs that are gone; one whose name is taken again is
+        forgotten.
+
+        next_sample: the number of this view's sample
+        samples:     returns what the history has of a job; end: returns what is known of the end of a run
+        """
+        running = {job.statistics.run: job for job in view.jobs.values()}
+        for run, (job, seen) in self._running.items():
+            if run not in running:
+                age = None if job.age is None else job.age + view.time - seen
+                own = _since(samples(job.statistics.name), None if age is None else view.time - age)
+                ended = FinishedJob(replace(job, age=age), view.time, next_sample, own, end(run))
+                self._kept.insert(0, ended)
+        self._kept = [each for each in self._kept if each.job.statistics.name not in view.jobs][:KEPT]
+        before = self._running
+        self._running = {
+            run: (job, view.time) if job.workers or run not in before else before[run] for run, job in running.items()
+        }
+
+
+def _since(samples: Samples, began: float | None) -> Samples:
+    """Returns the samples from a moment on: those before it are of an earlier job of the name."""
+    skip = 0 if began is None else bisect_left(samples.times, began)
+    series = {job: {name: values[skip:] for name, values in each.items()} for job, each in samples.series.items()}
+    return Samples(samples.first + skip, samples.times[skip:], series)

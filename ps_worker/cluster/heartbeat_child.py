@@ -1,0 +1,205 @@
+"""A small process that sends a worker's heartbeats while the worker's own thread cannot: see heartbeat_process.py.
+
+It is run as a script by `python -I -S`, and imports nothing but what it needs of the standard library: no package of
+this project, no torch, no gRPC. So it takes 5 MB of memory of its own and 40 ms. Its calls are gRPC's (HTTP/2 with
+one request; see https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md); the messages in them were made by
+the worker.
+
+The worker writes lines of JSON to its stdin: first what a `Plan` holds, then at each turn of its thread the message of
+the heartbeat that it is about to send. Where a line is late, this process sends the last message itself, as long as the
+worker's process runs. It sends nothing while that is stopped (SIGSTOP, a debugger), which is silence indeed, and ends
+with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+
+TYPE_CHECKING = False  # as in typing, which takes long to import
+if TYPE_CHECKING:
+    from typing import Any
+
+_LATE = 1.5  # pauses between two turns, from which on the thread has missed one
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7  # kinds of frames
+_END_STREAM = _ACK = 1  # flags of frames
+_END_HEADERS = 4
+_MAX_LINE = 2**20
+
+
+class Plan:
+    """What the worker says of itself, and of how the coordinator is called.
+
+    parent:     the worker's process
+    address:    HOST:PORT; path: of the method
+    pause:      seconds between two turns; busy: seconds after which a thread that has no turn any more counts as hung
+    token:      bearer token, or token_file: where it stands; both may be None
+    tls:        None: plaintext; otherwise `cert`, `key` and `ca`, each a file or None
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.parent: int = told["parent"]
+        self.address: str = told["address"]
+        self.path: str = told["path"]
+        self.pause: float = told["pause"]
+        self.busy: float = told["busy"]
+        self.token: str | None = told["token"]
+        self.token_file: str | None = told["token_file"]
+        self.tls: dict[str, str | None] | None = told["tls"]
+
+    def current_token(self) -> str | None:
+        """Returns the token as its file has it now."""
+        if self.token_file is None:
+            return self.token
+        with open(self.token_file, encoding="utf-8") as file:
+            return file.read().strip()
+
+
+# -- one call --------------------------------------------------------------------------------------------------------
+
+
+def call(plan: Plan, message: bytes) -> None:
+    """Makes one call, on a connection of its own: certificates and the token are those of now. Raises OSError."""
+    host, _, port = plan.address.rpartition(":")
+    host = host.strip("[]")
+    until = time.monotonic() + plan.pause
+    with socket.create_connection((host, int(port)), plan.pause) as plain:
+        connection = plain if plan.tls is None else _encrypted(plain, host, plan.tls)
+        with connection:
+            connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0, b"") + request(plan, message))
+            _await_end(connection, until)
+
+
+def request(plan: Plan, message: bytes) -> bytes:
+    """Returns the frames of a request."""
+    headers = [
+        (":method", "POST"),
+        (":scheme", "http" if plan.tls is None else "https"),
+        (":path", plan.path),
+        (":authority", plan.address),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        ("grpc-timeout", f"{max(1, int(plan.pause * 1000))}m"),
+    ]
+    token = plan.current_token()
+    if token is not None:
+        headers.append(("authorization", f"Bearer {token}"))
+    block = b"".join(b"\0" + _text(name) + _text(value) for name, value in headers)  # literal, never indexed
+    body = b"\0" + len(message).to_bytes(4, "big") + message
+    return frame(_HEADERS, _END_HEADERS, 1, block) + frame(_DATA, _END_STREAM, 1, body)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Returns one frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def _text(text: str) -> bytes:
+    """Returns a string as HPACK has it: its length, a number with a prefix of seven bits, and its bytes as they are."""
+    data = text.encode("ascii")
+    size = len(data)
+    if size < 127:
+        return bytes([size]) + data
+    size, prefix = size - 127, b"\x7f"
+    while size >= 128:
+        prefix, size = prefix + bytes([size % 128 + 128]), size // 128
+    return prefix + bytes([size]) + data
+
+
+def _encrypted(plain: socket.socket, host: str, files: dict[str, str | None]) -> socket.socket:
+    """Returns a TLS connection by the rules of ps_runtime.tls_contexts.client_context."""
+    import ssl
+
+    context = ssl.create_default_context(cafile=files["ca"] or files["cert"])
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)
+    context.set_alpn_protocols(["h2"])
+    if files["cert"] is not None:
+        context.load_cert_chain(files["cert"], files["key"])
+    return context.wrap_socket(plain, server_hostname=host)
+
+
+def _await_end(connection: socket.socket, until: float) -> None:
+    """Reads until the call is over: to hang up earlier might cancel it before it is carried out.
+
+    What the answer says is of no matter here: the worker's thread asks for itself as soon as it can.
+    """
+    held = b""
+    while True:
+        while len(held) < 9 or len(held) < 9 + int.from_bytes(held[:3], "big"):
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            found = connection.recv(65536)
+            if not found:
+                return
+            held += found
+        size, kind, flags = int.from_bytes(held[:3], "big"), held[3], held[4]
+        payload, held = held[9 : 9 + size], held[9 + size :]
+        if kind == _SETTINGS and not flags & _ACK:
+            connection.sendall(frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            connection.sendall(frame(_PING, _ACK, 0, payload))
+        elif kind in (_GOAWAY, _RST_STREAM) or (kind in (_HEADERS, _DATA) and flags & _END_STREAM):
+            return  # of this call: the connection has no other
+
+
+# -- the worker's process --------------------------------------------------------------------------------------------
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process, and it is not stopped by a signal or a debugger; see proc_pid_stat(5)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+    except OSError:
+        return False
+
+
+class Lines:
+    """The lines of stdin, as they come. is_over: it has been closed, as it is when the worker ends."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._rest = b""
+
+    def wait(self, seconds: float) -> list[bytes]:
+        """Returns those that have come, at the latest after so many seconds."""
+        ready, _, _ = select.select([0], [], [], max(0.0, seconds))
+        if not ready:
+            return []
+        found = os.read(0, 65536)
+        self.is_over = not found
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        self.is_over |= len(self._rest) > _MAX_LINE
+        return lines
+
+
+def main() -> None:
+    """Beats in the worker's place until its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
+    lines, message = Lines(), b""
+    first: list[bytes] = []
+    while not first and not lines.is_over:
+        first = lines.wait(60.0)
+    if not first:
+        return
+    plan = Plan(json.loads(first[0]))
+    came = first[1:]
+    turn = time.monotonic()  # the last one of the worker's thread
+    while not lines.is_over and os.getppid() == plan.parent:
+        if came:
+            message, turn = bytes.fromhex(came[-1].decode()), time.monotonic()
+        silent, late = time.monotonic() - turn, _LATE * plan.pause
+        if message and late <= silent <= plan.busy and is_running(plan.parent):
+            with contextlib.suppress(OSError, ValueError):  # the next one may come through
+                call(plan, message)
+        came = lines.wait(late - silent if silent < late else plan.pause)
+
+
+if __name__ == "__main__":
+    main()

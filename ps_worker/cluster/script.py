@@ -1,0 +1,88 @@
+"""What this worker tells the coordinator of its script: what it has set that is the job's, for workers that join late.
+
+It is captured where the script stands still, because it is in a call of the session. The training thread does that when
+it comes there next; a thread beside it, if the script stands already: it may wait in a step for the very worker that
+asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ps_worker.values import SavedState
+
+log = logging.getLogger("ps_worker")
+
+
+class ScriptTelling:
+    """Answers the coordinator's requests. Thread-safe.
+
+    send: sends an answer: the request's number, and what the script has set; returns at once
+    """
+
+    def __init__(self) -> None:
+        self.send: Callable[[int, SavedState | None], None] = lambda request, script: None
+        self._capture: Callable[[], SavedState | None] | None = None
+        self._at_any_time = False
+        self._depth = 0  # of the calls that the script is in
+        self._moves = False  # in such a call, the session changes what the script has set
+        self._request = 0
+        self._lock = threading.RLock()
+
+    def begin(self, capture: Callable[[], SavedState | None], at_any_time: bool = False) -> None:
+        """Answers requests from here on: what the script has set now is the job's.
+
+        capture:     returns it; None: there is nothing to tell
+        at_any_time: it need not be called where the script stands still
+        """
+        with self._lock:
+            self._capture, self._at_any_time = capture, at_any_time
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Says that the script stands still inside. For the training thread."""
+        with self._lock:
+            self._depth += 1
+            self._try()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                self._moves &= self._depth > 0
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Says that what the script has set changes inside, and that it is no clock's until the script has gone on."""
+        with self._lock:
+            self._moves = self._depth > 0
+            yield
+
+    def want(self, request: int) -> None:
+        """Takes a request; 0: there is none. One that comes again is answered anew."""
+        with self._lock:
+            self._request = request
+            self._try()
+
+    def last(self) -> SavedState | None:
+        """Returns what the script has set, for a worker that leaves."""
+        with self._lock:
+            return self._captured()
+
+    def _try(self) -> None:
+        """Answers the request that is open, if that can be done now."""
+        stands = self._at_any_time or (self._depth > 0 and not self._moves)
+        if self._request and (stands or self._capture is None):
+            request, self._request = self._request, 0
+            self.send(request, self._captured())
+
+    def _captured(self) -> SavedState | None:
+        try:
+            return None if self._capture is None else self._capture()
+        except Exception:
+            log.exception("what the script has set could not be caught for workers that join later")
+            self._capture = None
+            return None

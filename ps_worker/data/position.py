@@ -1,0 +1,136 @@
+"""The script's position in the data, where no server keeps it (single, ddp): for a file of the script's own.
+
+A loop's batches are counted as the script has them, whatever the loader has read ahead. A loop that the script leaves
+early is over, as it is for the script: its next loop begins a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ps_protocol.errors import InvalidRequest
+from ps_worker.data.loaders import ShareSampler, check_position
+
+UNDER_WAY = "a loop over this loader is under way: load its state before the loop begins"
+
+
+class Loops:
+    """The loops of a script over one loader. `taken`: the batches that it has had in the one that is under way."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._loop: object = None  # the one that is under way
+
+    @property
+    def is_going(self) -> bool:
+        """Whether one is under way."""
+        return self._loop is not None
+
+    def over(self, batches: Iterator[Any], ended: Callable[[], None], taken: int = 0) -> Iterator[Any]:
+        """Yields the batches of one loop, behind those that were taken before; calls `ended` when it is over, unless
+        another one has begun."""
+        loop = self._loop = object()
+        self.taken = taken
+        try:
+            for batch in batches:
+                if self._loop is loop:
+                    self.taken += 1
+                yield batch
+        finally:
+            if self._loop is loop:
+                self._loop, self.taken = None, 0
+                ended()
+
+
+class ShareLoop:
+    """A loader of this worker's share. Its position is that of all workers, if they have had as many batches."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: ShareSampler) -> None:
+        self._loader, self._sampler = loader, sampler
+        self._loops = Loops()
+        self._epoch = self._over = 0
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the batches of one loop."""
+        if self._loops.is_going:  # the script left that one behind
+            self._next()
+        self._sampler.begin(self._epoch, None, 0, self._over)
+        yield from self._loops.over(iter(self._loader), self._next)
+
+    def _next(self) -> None:
+        self._epoch, self._over = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position: see Position."""
+        _, count = self._sampler.share()
+        own = min(self._loops.taken * (self._loader.batch_size or 1), self._sampler.length(count, self._over))
+        return self._sampler.position(self._epoch, self._over + own * count)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the next loop begin there."""
+        if self._loops.is_going:
+            raise InvalidRequest(UNDER_WAY)
+        self._epoch, self._over = self._sampler.read_position(state)
+
+
+class WholeLoop:
+    """A loader that is used as it is, with all of the data: torch's random numbers decide on its order.
+
+    A pass begins once more with the random numbers that it began with, and its first batches are loaded and left out.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._loops = Loops()
+        self._began: tuple[torch.Tensor, torch.Tensor | None] | None = None  # the pass, with these random states
+        self._skip = 0  # batches of the next loop that are over
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the batches of one loop."""
+        skip, self._skip = self._skip, 0
+        if skip and self._began is not None:
+            batches = self._behind(self._began, skip)
+        else:
+            own = self._loader.generator
+            self._began = torch.get_rng_state(), None if own is None else own.get_state()
+            batches = iter(self._loader)
+        yield from self._loops.over(batches, lambda: None, skip)
+
+    def _behind(self, began: tuple[torch.Tensor, torch.Tensor | None], skip: int) -> Iterator[Any]:
+        """Returns the batches of a pass but for the first ones. Torch's random state stays what the script has set;
+        the loader's own generator is behind the pass then, as it was."""
+        now = torch.get_rng_state()
+        torch.set_rng_state(began[0])
+        if self._loader.generator is not None and began[1] is not None:
+            self._loader.generator.set_state(began[1])
+        batches = iter(self._loader)
+        for _ in range(skip):
+            next(batches, None)
+        torch.set_rng_state(now)
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position: see Position."""
+        random, generator = self._began if self._loops.is_going and self._began is not None else (None, None)
+        return {"batches": self._loops.taken, "size": self._size, "random": random, "generator": generator}
+
+    @property
+    def _size(self) -> int | None:
+        try:
+            return len(self._loader.dataset)  # type: ignore[arg-type]
+        except TypeError:  # an IterableDataset
+            return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the next loop begin there."""
+        if self._loops.is_going:
+            raise InvalidRequest(UNDER_WAY)
+        check_position(
+            state, ("batches", "size", "random", "generator"), "that is used as it is, in single", self._size
+        )
+        self._skip = int(state["batches"])
+        self._began = (state["random"], state["generator"]) if self._skip else None

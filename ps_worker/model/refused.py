@@ -1,0 +1,65 @@
+"""Models that servers cannot train, told before anything joins, and in a dry run."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from ps_protocol.errors import InvalidRequest, Unsupported
+
+_WHOLE = (
+    "hand the plain model to prepare. Each worker holds the whole model, maybe over several GPUs, and the servers hold "
+    "the optimizer's state"
+)
+# By the name of a class, whose package need not be installed: what has become of the model, and what to do.
+_WRAPPERS = {
+    "DistributedDataParallel": "is wrapped in DistributedDataParallel; hand the plain model to prepare",
+    "FullyShardedDataParallel": f"is sharded by FullyShardedDataParallel; {_WHOLE}",
+    "FSDPModule": f"is sharded by fully_shard (FSDP2); {_WHOLE}",
+    "DeepSpeedEngine": f"is a DeepSpeedEngine, which steps an optimizer of its own; {_WHOLE}",
+}
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises InvalidRequest for a parameter without a shape."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            owner = model.get_submodule(key.rpartition(".")[0])
+            raise InvalidRequest(
+                f"{key} of a {type(owner).__name__} has no shape yet: run one batch through the model before prepare"
+            )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises Unsupported for a model that another way to train has taken over: it would reduce gradients twice, or its
+    parameters are not all here."""
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise Unsupported(f"the model {_WRAPPERS[kind.__name__]}")
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+            raise Unsupported(f"{key} is a DTensor, of which each process has a part; {_WHOLE}")
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raises Unsupported for layers with sparse gradients."""
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise Unsupported(f"{key} makes sparse gradients; use sparse=False, or mode local:H")
+
+
+def refuse_sync_batch_norm(model: nn.Module) -> None:
+    """Raises Unsupported for SyncBatchNorm, unless the script has a process group of its own for it."""
+    for key, module in model.named_modules():
+        named = any(kind.__name__ == "SyncBatchNorm" for kind in type(module).__mro__)  # torch's own, and Apex's
+        if named and not _has_process_group():
+            raise Unsupported(
+                f"{key or 'the model'} is a SyncBatchNorm, which needs a process group, and there is none: it would be "
+                "a BatchNorm with each worker's own statistics. Leave convert_sync_batchnorm out if that will do, use "
+                "GroupNorm, or train in mode ddp"
+            )
+
+
+def _has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,140 @@
+"""Notices an optimizer that steps a session's parameters past it: each worker would train them alone.
+
+Two habits lead there. A script makes a fresh optimizer over the prepared model for its next stage, or it steps the one
+that it has handed to `prepare`, and not the one that came back. In one process both are right. In DDP the former is,
+because there the model averages the gradients, and not the optimizer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ps_protocol.errors import InvalidRequest
+from ps_worker.tables.modules import named_tables
+
+NAMES_SHOWN = 3
+
+
+# What looks at each step. Replaced as a whole: another thread may go through it.
+_watching: tuple[Callable[[Optimizer], None], ...] = ()
+_changing = threading.Lock()
+
+
+def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Has `look` called before each step of each optimizer of this process; returns what ends that."""
+
+    def end() -> None:
+        global _watching
+        with _changing:
+            _watching = tuple(each for each in _watching if each is not look)
+
+    global _watching
+    with _changing:
+        _watching = (*_watching, look)
+    return end
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for look in _watching:
+        look(optimizer)
+
+
+# Of all optimizers, because a script may make others later. Never removed: torch goes through its hooks without a lock,
+# and a thread that adds or removes one would break the steps of all others.
+register_optimizer_step_pre_hook(_before_step)
+
+
+class SteppedAlone:
+    """Looks at each step of each optimizer of this process, from here until `close`.
+
+    steps:     how many the session's own optimizers have begun
+    is_closed: it looks no more
+    """
+
+    def __init__(self, models: Sequence[nn.Module], met: Callable[[str], None]) -> None:
+        """met: called with a message before such a step of parameters of these models; it may prevent the step"""
+        self.steps = 0
+        self.is_closed = False
+        self._names = _parameter_names(models)
+        self._handles = {id(table.weight) for table in named_tables(models).values()}
+        self._met = met
+        self._own: list[Optimizer] = []
+        self._handed_over: list[Optimizer] = []
+        self._replaced: list[Optimizer] = []
+        self._end = watch_steps(self._before_step)
+
+    def know(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
+        """Adds optimizers that are the session's own, and what the script handed to `prepare` in their places."""
+        self._own += prepared
+        self._handed_over += [each for each in handed_over if not _is_in(each, prepared)]
+
+    def take_over(self, prepared: Sequence[Optimizer], handed_over: Sequence[Optimizer]) -> None:
+        """As `know`; and counts those as the session's own no more that had any of their parameters."""
+        taken = {id(tensor) for each in prepared for tensor in _tensors(each)}
+        replaced = [each for each in self._own if any(id(tensor) in taken for tensor in _tensors(each))]
+        self._own = [each for each in self._own if not _is_in(each, replaced)]
+        self._replaced += replaced
+        self.know(prepared, handed_over)
+
+    def close(self) -> None:
+        """Looks no more, and lets go of all optimizers."""
+        self.is_closed = True
+        self._end()
+        self._own, self._handed_over, self._replaced = [], [], []
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if _is_in(optimizer, self._own):
+            self.steps += 1
+            return
+        tensors = [tensor for tensor in _tensors(optimizer) if tensor in self._names]
+        # A step changes nothing that has no gradient. So a script may keep an optimizer of old. A table's handle never
+        # has one: its rows do.
+        names = [self._names[each] for each in tensors if each.grad is not None or id(each) in self._handles]
+        if names or _is_in(optimizer, self._replaced):
+            self._met(self._message(optimizer, names))
+
+    def _message(self, optimizer: Optimizer, names: list[str]) -> str:
+        shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN))
+        name = type(optimizer).__name__  # a prepared one has that of the script's own
+        if _is_in(optimizer, self._replaced):
+            return (
+                f"this {name} was replaced by a later call of prepare: step the optimizer that this call has returned"
+            )
+        what = f"{name} steps {shown} on this worker alone: "
+        if _is_in(optimizer, self._handed_over):
+            return (
+                f"{what}it was handed to prepare, which has returned another optimizer. Step that one: "
+                "model, optimizer, loader = session.prepare(model, optimizer, loader)"
+            )
+        return (
+            f"{what}the session trains them, and does not know this optimizer. Hand it over before its first step: "
+            "optimizer = session.prepare(optimizer)"
+        )
+
+
+def refuse(message: str) -> None:
+    """Raises InvalidRequest with a message about such a step: nothing has changed yet."""
+    raise InvalidRequest(message)
+
+
+def _parameter_names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
+    """Returns the names of the parameters of models, those of several with the model's number in front."""
+    return {
+        parameter: f"{number}.{name}" if len(models) > 1 else name
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _is_in(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
+    return any(each is optimizer for each in optimizers)

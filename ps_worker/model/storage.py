@@ -1,0 +1,34 @@
+"""A storage of its own for a part of a flat buffer.
+
+What saves models takes tensors of one storage for one shared tensor: safetensors, and with it Accelerate and the
+Hugging Face Hub, would drop all but one of a model's parameters, and `torch.save` of one parameter would write them
+all. So each parameter, and each gradient, has a storage that begins and ends with it, at its place in the buffer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+_DEVICES = ("cpu", "cuda")
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous part of a buffer as a tensor that is no view, with a storage as large as it.
+
+    The storage keeps the buffer's memory. In-place changes of the tensor count in a `_version` of its own. On devices
+    whose memory DLPack does not hand over, it is the view.
+    """
+    if view.device.type not in _DEVICES:
+        return view
+    flat = view.detach().reshape(-1).view(torch.uint8)  # DLPack does not know all types in all versions of torch
+    # torch does not share a storage with what came by DLPack: to it, that is another library's memory.
+    alone: torch.Tensor = torch.from_dlpack(to_dlpack(flat))  # type: ignore[attr-defined]
+    return alone.view(view.dtype).view(view.shape).detach()
+
+
+def counting_with(view: torch.Tensor) -> torch.Tensor:
+    """Returns what `with_own_storage` does, of which in-place changes count in the `_version` of the whole buffer."""
+    counting = view.detach()
+    counting.data = with_own_storage(view)  # takes the memory, and keeps the count
+    return counting

@@ -1,0 +1,181 @@
+"""What a script has set that is the job's and no worker's: brought from worker to worker, to one that joins late.
+
+Schedulers, a GradScaler, and everything else that was handed to `prepare`, but for what the script names as the
+worker's own; and with them the hyper-parameters of the optimizers' groups, which schedulers write into. Random states,
+positions in the data and the model's buffers are the worker's own.
+
+The newcomer takes it over at its first step, right before the update: by then its script has gone through the passes
+over the data that were over, with a step of a schedule behind each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.job import MAX_SCRIPT_BYTES
+from ps_runtime.troubles import Troubles
+from ps_worker.state.documents import UNREADABLE, copied, plain, read_document, value_of, write_document
+
+log = logging.getLogger("ps_worker")
+
+FORMAT = 1  # that of a worker's whole state, from which this is read too
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of each thing that was handed to `prepare`, and the hyper-parameters of each group.
+
+    kinds:    the names of the things' types; None: not known
+    stateful: None for what is the worker's own
+    stage:    of the script, whose optimizers these groups are of
+    """
+
+    clock: int
+    kinds: list[str] | None
+    stateful: list[Any]
+    groups: list[dict[str, Any]]
+    stage: int = 0
+
+    def encode(self) -> bytes:
+        """Returns it as bytes. Raises Unsupported for a value of an unknown type."""
+        tensors: dict[str, torch.Tensor] = {}
+        document = {
+            "clock": self.clock,
+            "kinds": self.kinds,
+            "stateful": plain(self.stateful, tensors),
+            "groups": plain(self.groups, tensors, "groups"),
+            "stage": self.stage,
+        }
+        return write_document(document, tensors, FORMAT)
+
+    @classmethod
+    def decode(cls, data: bytes) -> JobState:
+        """Reads what `encode` wrote, or the part of a worker's whole state. Raises InvalidRequest."""
+        try:
+            document, tensors = read_document(data, FORMAT)
+
+            def decoded(value: Any) -> Any:
+                return value_of(value, tensors.__getitem__)
+
+            at_step = document.get("at_step")  # of a worker without a loader
+            stateful, groups = (document["stateful"], document["groups"]) if at_step is None else at_step[1:]
+            stage = int(document.get("stage" if at_step is None else "stage_at_step", 0))  # earlier versions have none
+            kinds = document.get("kinds")
+            return cls(int(document["clock"]), kinds, list(decoded(stateful)), list(decoded(groups)), stage)
+        except UNREADABLE as error:
+            raise InvalidRequest(f"what another worker told of its script cannot be read: {error}") from None
+
+
+class JobThings:
+    """The things of a script whose state is the job's.
+
+    state_of: returns a thing's state as values of Python's own types, and tensors. Raises Unsupported
+    groups:   returns the live groups of all optimizers
+    """
+
+    def __init__(self, state_of: Callable[[Any], Any], groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        self._state_of, self._groups = state_of, groups
+        self._things: list[Any] = []
+        self._own: list[bool] = []
+        self._troubles = Troubles(log, None)  # nothing of this worker is lost
+
+    def add(self, thing: Any, own: bool) -> None:
+        """Takes in a thing. own: its state is this worker's alone"""
+        self._things.append(thing)
+        self._own.append(own)
+
+    @property
+    def are_some(self) -> bool:
+        """Whether any thing's state is the job's."""
+        return not all(self._own)
+
+    def told(self, clock: int, stage: int) -> bytes | None:
+        """Returns the state as it is told to others; None where there is none, or too much."""
+        if not self.are_some:
+            return None
+        encoded = self.state(clock, stage).encode()
+        if len(encoded) <= MAX_SCRIPT_BYTES:
+            return encoded
+        sizes = {_kind(thing): len(JobState(0, None, [self._state_of(thing)], []).encode()) for thing in self._things}
+        self._troubles.met(
+            "size",
+            "what was handed to prepare has a state of %d bytes, of which %s has the most, and at most %d travel to "
+            "workers that join later: these begin with the state that their scripts make. Name what is of each worker "
+            "alone: prepare(..., own=[...])",
+            *(len(encoded), max(sizes, key=lambda kind: sizes[kind]), MAX_SCRIPT_BYTES),
+        )
+        return None
+
+    def state(self, clock: int, stage: int) -> JobState:
+        """Returns the state as it is."""
+        pairs = list(zip(self._things, self._own, strict=True))
+        return JobState(
+            clock,
+            [_kind(thing) for thing in self._things],
+            [None if own else self._state_of(thing) for thing, own in pairs],
+            [copied({key: value for key, value in group.items() if key != "params"}) for group in self._groups()],
+            stage,
+        )
+
+    def adopt(self, state: JobState, force: bool) -> str | None:
+        """Takes the state over, all of it or nothing; returns why not.
+
+        force: also where a schedule goes back
+        """
+        kinds = [_kind(thing) for thing in self._things]
+        if len(state.stateful) != len(kinds) or state.kinds not in (None, kinds):
+            return f"it is of {state.kinds or len(state.stateful)}, and here prepare was given {kinds}"
+        others = [
+            (thing, saved)
+            for thing, own, saved in zip(self._things, self._own, state.stateful, strict=True)
+            if not own and saved is not None
+        ]
+        if not force and any(_goes_back(thing, saved) for thing, saved in others):
+            return None  # the script has brought itself as far
+        before = self.state(0, 0)
+        try:
+            self._set([(thing, saved) for thing, saved in others], state.groups)
+        except Exception as error:  # of the things themselves
+            self._set(
+                [(thing, kept) for thing, kept in zip(self._things, before.stateful, strict=True) if kept is not None],
+                before.groups,
+            )
+            return f"{type(error).__name__}: {error}"
+        log.info("schedules and the like are those of the job at clock %d", state.clock)
+        return None
+
+    def _set(self, states: Collection[tuple[Any, Any]], groups: Sequence[dict[str, Any]]) -> None:
+        set_groups(self._groups(), groups)
+        for thing, state in states:
+            thing.load_state_dict(copied(state))
+
+
+def set_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Sets the hyper-parameters of groups. Those that were added after they were saved keep theirs."""
+    for group, values in zip(groups, saved, strict=False):
+        for key, value in copied(values).items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _kind(thing: Any) -> str:
+    return type(thing).__name__
+
+
+def _goes_back(thing: Any, state: Any) -> bool:
+    """Whether a schedule is further than its state that was told."""
+    here, told = getattr(thing, "last_epoch", None), state.get("last_epoch") if isinstance(state, dict) else None
+    return isinstance(here, int) and isinstance(told, int) and told < here
+
+
+def steers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler of torch was made for an optimizer: they mark its `step`."""
+    return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))

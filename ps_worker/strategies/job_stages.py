@@ -1,0 +1,137 @@
+"""The stages of one job on a worker: `session.prepare(optimizer)` has other optimizers step its parameters.
+
+begun  The script hands optimizers over. They take the places of those that had any of their parameters. Parameters that
+       none has had become a job beside this one (added.py).
+told   With the next step each bucket is told what steps it from then on (ps_worker/model/stages.py). It is told once a
+       place: a bucket that has come to the stage stays as it is, and one that was rolled back to before it comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
+from ps_worker.cluster.participation import Participation
+from ps_worker.model.optimizer_state import check_states, states_of
+from ps_worker.model.stages import Stage, tensors_in
+from ps_worker.model.step import StepMaker
+from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_worker.strategies.added import AddedGroups
+from ps_worker.strategies.assignments import Assignments
+from ps_worker.values import Assignment
+
+
+class JobStages:
+    """Which optimizers step the parameters of one job. For the training thread.
+
+    checkpoint: returns this worker's part of the job's checkpoints
+    """
+
+    def __init__(
+        self,
+        participation: Participation,
+        steps: StepMaker,
+        assignments: Assignments,
+        added: AddedGroups,
+        checkpoint: Callable[[], WorkerCheckpoint],
+    ) -> None:
+        self._participation = participation
+        self._steps = steps
+        self._assignments = assignments
+        self._added = added
+        self._checkpoint = checkpoint
+        self._numbers = len(steps.stage.optimizers)  # that optimizers have had
+        self._told = 0  # the stage that the shards have been told, from the present place
+
+    @property
+    def rows_of(self) -> Mapping[str, str]:
+        """By the name of a table, the optimizer that steps its rows."""
+        return {table.rows.name: table.optimizer for table in self._steps.model.spec.tables}
+
+    def check_steps(self, optimizer: int) -> None:
+        """Raises InvalidRequest for an optimizer that others have replaced."""
+        if optimizer not in self._steps.stage.optimizers:
+            raise InvalidRequest(
+                "this optimizer was replaced by a later call of prepare: use the one that this call has returned"
+            )
+
+    # -- begun -------------------------------------------------------------------------------------------------------
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+        """Has these optimizers step their parameters from the next step on, in place of those that had any of them;
+        returns their numbers. Their state is what they have, taken over as at `prepare`.
+
+        Blocks as `AddedGroups.add` where they have parameters that were frozen. Raises Unsupported or InvalidRequest
+        for what the shards cannot do, and errors of joining a job; nothing has changed then.
+        """
+        self._check_limit()
+        known, taken = self._steps.stage.optimizers, {id(tensor) for each in optimizers for tensor in tensors_in(each)}
+        live = {n: each for n, each in known.items() if not any(id(tensor) in taken for tensor in tensors_in(each))}
+        new = dict(enumerate(optimizers, self._numbers))
+        stage = self.following(live | new, new.keys())
+        states = {n: states_of([each]) for n, each in new.items()}
+        for each in states.values():
+            check_states(stage.spec, self._assignments.by_index(each, stage.owner))
+        fresh = self._added.begin_stage(live | new, new.keys())
+        self._numbers += len(new)
+        self.enter(stage)
+        for number, each in states.items():
+            if each:
+                self._assignments.load(stage.parameters_of(number), each)
+                self._added.load_first(number, each, fresh)
+        for optimizer in optimizers:
+            optimizer.state.clear()  # the shards come to have it
+        self._assignments.note_between_passes(self._participation.connection.clock + 1)
+        self._checkpoint().enter(stage.number, list(stage.optimizers.values()))
+        self._checkpoint().trains(fresh)
+        return list(new)
+
+    def _check_limit(self) -> None:
+        """Raises Unsupported or LimitExceeded where the servers can begin no other stage."""
+        limit = self._participation.stage_limit
+        if limit == 0:
+            raise Unsupported(
+                "the servers are of an earlier version, and step a job's parameters with the optimizers that it began "
+                "with: upgrade them, or begin another job: session.close(), then connect(job=...) with another name"
+            )
+        if self._steps.stage.number + 1 >= limit:
+            raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
+
+    def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
+        """Returns the stage in which these optimizers step, by number, of which some are new. Raises as `next_stage`;
+        nothing has changed yet."""
+        return self._steps.following(optimizers, new)
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage. The shards are told with the next step."""
+        self._participation.connection.drop_drafts()
+        self._steps.enter(stage)
+        self._assignments.enter(stage)
+
+    def read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes hyper-parameters from these groups, in place of those that the job began with."""
+        self._steps.read_groups(groups)
+
+    # -- told --------------------------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Has the shards step the buckets as the stage says, from the step at hand on. It is told before all else that
+        belongs to this stage."""
+        stage, connection = self._steps.stage, self._participation.connection
+        if self._told == stage.number:
+            return
+        for index, told in stage.buckets.items():
+            bucket = self._steps.model.layout.buckets[index]
+            connection.assign(connection.clock + 1, Assignment(bucket, (), None, None, stage.number, told))
+        self._participation.settle()
+
+    def told(self) -> None:
+        """Notes that a step counts on all shards with which they were told."""
+        self._told = self._steps.stage.number
+
+    def place_lost(self) -> None:
+        """Has the shards told once more: the job may have been rolled back to before the stage."""
+        self._told = 0

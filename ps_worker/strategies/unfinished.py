@@ -1,0 +1,82 @@
+"""A step that has ended on this worker, from its end until it counts; and what becomes of it where the place is lost.
+
+A place may be lost in the middle of a step: some shards have had it then, and others have not. The gradient is still
+here, so the step is pushed again from the next place, for the clock after the one that this begins at. Shards that have
+had it get a skip. So it counts as a whole, once, and the worker goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ps_worker.model.step import EndedStep
+from ps_worker.values import JoinResult
+
+
+class Fate(enum.Enum):
+    """What becomes of a step whose place was lost, in words for the log."""
+
+    COUNTS = "its last gradient counts"
+    AGAIN = "its last gradient is pushed from there"
+    DATA_COMES_AGAIN = "the data of its last step comes again"
+    NOT_KNOWN = (
+        "its last gradient is lost, or a part of it: the coordinator does not say which shards have had it, because a "
+        "server is of an earlier version, or it was started anew while this worker joined"
+    )
+    OF_LATER_WEIGHTS = "its last gradient is lost: it was taken at later weights than those that the job went back to"
+    INTERRUPTED = "its last gradient is lost, or a part of it: the step was interrupted, and the script has gone on"
+    NO_STEP = "it was in no step"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its gradient is in no weights, and its data does not come again."""
+        return self in (Fate.NOT_KNOWN, Fate.OF_LATER_WEIGHTS, Fate.INTERRUPTED)
+
+
+@dataclass
+class Unfinished:
+    """A step that has ended on this worker.
+
+    step:     as it is pushed
+    done:     the clock before it, in the place in which it ended
+    is_early: it is a round of local steps that ended with the loss of the place, before it had all its steps
+    begun:    the clock for which it was pushed first, of what shards have had of it; None: they have had nothing
+    """
+
+    step: EndedStep
+    done: int
+    is_early: bool = False
+    begun: int | None = None
+
+    def counts(self, now: JoinResult) -> bool:
+        """Whether every shard has had all of it. now: the place that follows the lost one"""
+        return self.begun is not None and now.pushed is not None and now.pushed >= self.begun
+
+    def goes_on_from(self, now: JoinResult) -> None:
+        """Takes the place from which it is pushed again. Where no shard has had any of it, it has not begun: after a
+        rollback of all shards its next clock may be below the one for which it was pushed first."""
+        if self.begun is not None and now.on_shards and not now.has_some(self.begun):
+            self.begun = None
+
+    def fate(self, now: JoinResult, rolled_back: bool, one_clock: bool, is_leased: bool, waits_for_data: bool) -> Fate:
+        """Returns what becomes of it.
+
+        now:            the place that follows the lost one
+        rolled_back:    this worker went back with the job to before the step, or to even earlier
+        one_clock:      all workers share a clock
+        is_leased:      leased batches are in it: where no shard has had them, they are leased anew
+        waits_for_data: this worker goes on with the data of a checkpoint
+        """
+        if self.counts(now):
+            return Fate.COUNTS
+        if self.begun is not None and now.pushed is not None and not now.on_shards:
+            return Fate.NOT_KNOWN
+        is_somewhere = self.begun is not None and now.has_some(self.begun)
+        if is_leased and (rolled_back or not is_somewhere):
+            return Fate.DATA_COMES_AGAIN
+        if rolled_back and waits_for_data and now.clock <= self.done:
+            return Fate.DATA_COMES_AGAIN
+        if rolled_back and one_clock and now.clock < self.done:
+            return Fate.OF_LATER_WEIGHTS
+        return Fate.AGAIN

@@ -1,0 +1,316 @@
+"""A worker that joins a job under way continues the job's learning-rate schedule, whoever has the job by then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+import ps_worker
+from ps_protocol.errors import InvalidRequest
+from tests.tools.cases import cases
+from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
+
+GAMMA = 0.97
+LOCAL = {"outer": {"warm_up": 2}}
+MODES = cases(["sync", "async", "local:4"], ["ssp:2", "quorum", "local:4/2"])
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return ExponentialLR(optimizer, GAMMA)
+
+
+class Trainer:
+    """A worker in a thread of its own, which steps a schedule once a step until it is told to stop.
+
+    rates: of its steps, by the clock that each led to
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: str,
+        mode: str,
+        make: Callable[[torch.optim.Optimizer], Any] = exponential,
+        is_handed: bool = True,
+        **more: Any,
+    ) -> None:
+        quorum: dict[str, Any] = {"quorum": "all-1"} if mode == "quorum" else {}
+        self.rates: dict[int, float] = {}
+        self.error: BaseException | None = None
+        self._stopping = threading.Event()
+        self._model = nn.Linear(1, 1)
+        own = torch.optim.SGD(self._model.parameters(), lr=1.0)
+        self.scheduler = make(own)
+        where = {"elastic": True, **more}
+        self.session = ps_worker.connect(cluster.address, mode.replace("quorum", "sync"), job=job, **quorum, **where)
+        outer: dict[str, Any] = LOCAL if mode.startswith("local") else {}
+        things = [self.scheduler] if is_handed else []
+        _, self._optimizer, *_ = self.session.prepare(self._model, own, *things, **outer)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._model(torch.ones(1, 1)).sum().backward()
+                self._optimizer.step()
+                self.rates[self.session.clock] = self._optimizer.param_groups[0]["lr"]
+                self._optimizer.zero_grad()
+                if isinstance(self.scheduler, ReduceLROnPlateau):
+                    self.scheduler.step(1.0)
+                else:
+                    self.scheduler.step()
+        except BaseException as error:
+            self.error = error
+
+    def reaches(self, clock: int) -> None:
+        """Waits until it has made the step to this clock."""
+        until(lambda: self.error is not None or self.session.clock >= clock, f"clock {clock}")
+        assert self.error is None, self.error
+
+    def leaves(self) -> None:
+        """Leaves the job, after its step."""
+        self._stopping.set()
+        self._thread.join(TEST_SECONDS)
+        self.session.close()
+        assert self.error is None, self.error
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[Trainer]]:
+    """Those that are still there at the end leave."""
+    made: list[Trainer] = []
+    yield made
+    for trainer in made:
+        trainer.leaves()
+
+
+def begins_at(late: Trainer, steps: int = 3) -> int:
+    """The clock that its first step has led to."""
+    until(lambda: late.error is not None or len(late.rates) >= steps, "steps of the newcomer")
+    assert late.error is None, late.error
+    return min(late.rates)
+
+
+def assert_follows(late: Trainer, others: list[Trainer], mode: str) -> None:
+    """The newcomer's first steps are made at the rates of its clocks; where clocks differ, at one that was in use."""
+    first = begins_at(late)
+    assert first > 10
+    if mode in ("sync", "local:4", "local:4/2"):
+        assert late.rates[first] == pytest.approx(GAMMA ** (first - 1), rel=1e-6)
+    else:
+        rates = [rate for other in others for rate in list(other.rates.values())[10:]]
+        assert late.rates[first] in [pytest.approx(rate, rel=1e-6) for rate in rates]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_joins_late_continues_the_jobs_schedule(
+    shared: Cluster, job: str, trainers: list[Trainer], mode: str
+) -> None:
+    """And so does one that joins when the first one has left: the schedule passes from worker to worker."""
+    first = Trainer(shared, job, mode)
+    trainers.append(first)
+    first.reaches(20)
+    second = Trainer(shared, job, mode)
+    trainers.append(second)
+    assert_follows(second, [first], mode)
+    trainers.remove(first)
+    first.leaves()
+    second.reaches(second.session.clock + 8)
+    third = Trainer(shared, job, mode)
+    trainers.append(third)
+    assert_follows(third, [first, second], mode)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_process_started_again_without_a_checkpoint_continues_the_jobs_schedule(
+    shared: Cluster, job: str, trainers: list[Trainer], mode: str
+) -> None:
+    """In a job with a world size, too."""
+    fixed = {"elastic": False, "world_size": 2}
+    both: list[Trainer] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: both.append(Trainer(shared, job, mode, **fixed, rank=rank)))
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TEST_SECONDS)
+    zero, one = sorted(both, key=lambda trainer: trainer.session.rank)
+    trainers += both
+    zero.reaches(20)
+    one.reaches(20)
+    trainers.remove(zero)
+    zero.leaves()
+    one.reaches(one.session.clock + 3)
+    again = Trainer(shared, job, mode, **fixed, rank=0)
+    trainers.append(again)
+    assert_follows(again, [zero, one], mode)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda optimizer: StepLR(optimizer, 3, 0.9),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+    "chained": lambda optimizer: ChainedScheduler([StepLR(optimizer, 3, 0.9), ExponentialLR(optimizer, GAMMA)]),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.9, patience=2),
+}
+
+
+@pytest.mark.parametrize("name", cases(["chained", "plateau"], ["step", "lambda"]))
+def test_every_kind_of_schedule_continues(shared: Cluster, job: str, trainers: list[Trainer], name: str) -> None:
+    first = Trainer(shared, job, "sync", SCHEDULES[name])
+    trainers.append(first)
+    first.reaches(20)
+    late = Trainer(shared, job, "sync", SCHEDULES[name])
+    trainers.append(late)
+    clock = begins_at(late, 8)
+    until(lambda: clock + 7 in first.rates, "the same steps of the first")
+    steps = range(clock, clock + 8)
+    assert [late.rates[step] for step in steps] == [first.rates[step] for step in steps]
+    assert late.rates[clock] < 0.9
+
+
+def test_a_schedule_that_was_not_handed_over_begins_anew_with_a_warning(
+    shared: Cluster, job: str, trainers: list[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Trainer(shared, job, "async", is_handed=False)
+    trainers.append(first)
+    first.reaches(20)
+    late = Trainer(shared, job, "async", is_handed=False)
+    trainers.append(late)
+    begins_at(late)
+    assert "its learning-rate schedule begins anew: hand the scheduler to prepare" in caplog.text
+    assert late.rates[min(late.rates)] == 1.0
+
+
+def test_a_schedule_that_nobody_has_begins_anew_with_a_warning(
+    shared: Cluster, job: str, trainers: list[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Trainer(shared, job, "async", is_handed=False)
+    trainers.append(first)
+    first.reaches(20)
+    late = Trainer(shared, job, "async")
+    trainers.append(late)
+    begins_at(late)
+    assert "begin anew at clock" in caplog.text
+    assert "no live worker and no checkpoint has their state" in caplog.text
+
+
+def test_a_late_worker_of_another_script_keeps_its_schedule_and_says_so(
+    shared: Cluster, job: str, trainers: list[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Trainer(shared, job, "async")
+    trainers.append(first)
+    first.reaches(20)
+    late = Trainer(shared, job, "async", lambda optimizer: StepLR(optimizer, 1000))
+    trainers.append(late)
+    begins_at(late)
+    assert "it is of ['ExponentialLR'], and here prepare was given ['StepLR']" in caplog.text
+    assert late.rates[min(late.rates)] == 1.0
+
+
+class Tally:
+    """Something with a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_what_is_a_workers_own_is_not_brought_to_another(shared: Cluster, job: str) -> None:
+    """With the size of what travels, and a reason where it is too large."""
+
+    def begun(count: int) -> tuple[Any, Callable[[], None], Tally, Tally]:
+        model, theirs, own = nn.Linear(1, 1), Tally(count), Tally(count)
+        session = ps_worker.connect(shared.address, "async", job=job, elastic=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        _, optimizer, *_ = session.prepare(model, optimizer, theirs, own, own=[own])
+
+        def step() -> None:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+        return session, step, theirs, own
+
+    first, step, *_ = begun(7)
+    step()
+    late, first_step, theirs, own = begun(1)
+    asks = threading.Thread(target=first_step)
+    asks.start()
+    while asks.is_alive():
+        step()
+    assert (theirs.count, own.count) == (7, 1)
+    first.close()
+    late.close()
+
+
+def test_only_what_is_handed_over_can_be_a_workers_own(shared: Cluster, job: str) -> None:
+    model = nn.Linear(1, 1)
+    with ps_worker.connect(shared.address, "async", job=job, elastic=True) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(InvalidRequest, match=r"names things with a state_dict .* got SGD"):
+            session.prepare(model, optimizer, own=[optimizer])
+
+
+def test_a_state_that_is_too_large_stays_where_it_is(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Large(Tally):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": torch.zeros(2**15)}
+
+    model = nn.Linear(1, 1)
+    with ps_worker.connect(shared.address, "async", job=job, elastic=True) as session:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), Large(1))
+    assert "of which Large has the most, and at most 65536 travel to workers that join later" in caplog.text
+
+
+PASSES, SAMPLES = 8, 12
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_schedule_stepped_once_a_pass_is_not_stepped_twice(shared: Cluster, job: str, mode: str) -> None:
+    """A late worker's loops over past passes are empty, and its script steps the schedule behind each."""
+    found: list[tuple[int, int, float]] = []
+    joins = threading.Event()
+
+    def run(index: int) -> None:
+        if index:
+            assert joins.wait(TEST_SECONDS)
+        model = nn.Linear(1, 1)
+        own = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = StepLR(own, 1, 0.5)
+        session = ps_worker.connect(shared.address, mode, job=job, elastic=True)
+        _, optimizer, scheduler, loader = session.prepare(
+            model,
+            own,
+            scheduler,
+            DataLoader(torch.ones(SAMPLES, 1), batch_size=1),  # type: ignore[arg-type]
+        )
+        for number in range(PASSES):
+            for batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                found.append((index, number, optimizer.param_groups[0]["lr"]))
+                if number == 3:
+                    joins.set()
+                    until(lambda: index or session.world_size == 2, "the newcomer")
+            scheduler.step()
+        session.close()
+
+    in_parallel(2, run)
+    assert any(index == 1 for index, *_ in found), "the newcomer has had a batch"
+    assert all(rate == 0.5**number for _, number, rate in found), found

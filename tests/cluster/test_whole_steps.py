@@ -1,0 +1,213 @@
+"""A step counts on all shards, once, also where its worker loses its place before it, or in the middle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker
+from ps_server.core.requests import PushKind
+from ps_server.shard.job import HostedJob
+from ps_server.shard.pushes import Pushes
+from tests.tools.cases import cases
+from tests.tools.cluster import Cluster, in_parallel, scrape, until
+
+MakeCluster = Callable[..., Cluster]
+
+STEPS, CUT = 5, 3
+
+
+class Net(nn.Module):
+    """A bucket on each shard, and rows on both; all go down by 1 with each step."""
+
+    def __init__(self, with_table: bool) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(2))
+        self.table = ps_worker.Embedding(1, initial="constant", scale=0.0) if with_table else None
+
+    def forward(self) -> torch.Tensor:
+        rows = torch.zeros(()) if self.table is None else self.table(torch.arange(8)).sum()
+        return sum((layer.sum() for layer in self.layers), rows)
+
+    def values(self) -> list[float]:
+        """All of them."""
+        rows = [] if self.table is None else self.table.rows(torch.arange(8))[:, 0].tolist()
+        return [*(value for layer in self.layers for value in layer.tolist()), *rows]
+
+
+def take_off(cluster: Cluster, job: str = "default") -> None:
+    """Has the lease of worker 0 end, and the shards know of it: what it pushes before that would count there."""
+    rosters = [shard.jobs()[job].state.roster for shard in cluster.shards]
+    before = [roster.get(0) for roster in rosters]
+    cluster.end_lease(0, job)
+    until(lambda: all(roster.get(0) != live for roster, live in zip(rosters, before, strict=True)), "a removal")
+
+
+class CutInHalf:
+    """Has the lease of worker 0 end once one shard has had all of a step, and before the other has had any.
+
+    times: so often, also when the step is pushed again
+    first: the shard that has it
+    """
+
+    def __init__(self, cluster: Cluster, patch: pytest.MonkeyPatch, times: int = 1, first: int = 0) -> None:
+        self.left, self._cluster = times, cluster
+        self._first, self._second = cluster.shards[first], cluster.shards[1 - first]
+        self._clock = CUT
+        for name in ("_stage_all", "_stage_rows"):
+            patch.setattr(Pushes, name, self._held(getattr(Pushes, name)))
+
+    def _held(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any) -> Any:
+            if pushes is self._second._pushes and self._is_of_step(call) and self.left:
+                rules = self._first.jobs()[job.name].state.rules.values()
+                until(lambda: all(rule.pushed.get(0, 0) >= self._clock for rule in rules), "the step on one shard")
+                if self.left and call.clock == self._clock:  # the first of several calls
+                    self.left, self._clock = self.left - 1, self._clock + 1
+                    take_off(self._cluster, job.name)
+            return stage(pushes, job, call, *rest)
+
+        return staged
+
+    def _is_of_step(self, call: Any) -> bool:
+        """Whether a call brings a step, and not what is assigned before it, or what a table begins with."""
+        kinds = {bucket.kind for bucket in getattr(call, "buckets", ())}
+        return getattr(call, "clock", 0) == self._clock and kinds.isdisjoint({PushKind.ASSIGN, PushKind.ASSIGN_STATE})
+
+
+def prepared(session: ps_worker.Session, mode: str) -> tuple[Any, Callable[..., None]]:
+    """Returns a model, and what makes a step of it, or in local:2 a round of two.
+
+    before: is called in the last step of it, before that ends
+    """
+    is_local = mode.startswith("local")
+    net: Any = Net(with_table=not is_local)
+    options: dict[str, Any] = {"outer": {"warm_up": 0, "lr": 1.0, "momentum": 0.0}} if is_local else {}
+    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64, **options)
+
+    def step(before: Callable[[], None] | None = None) -> None:
+        for is_last in (False, True) if is_local else (True,):
+            optimizer.zero_grad()
+            model().backward()
+            if is_last and before is not None:
+                before()
+            optimizer.step()
+
+    return net, step
+
+
+def check_all_count(session: ps_worker.Session, net: Any, mode: str, rejoins: int) -> None:
+    """Checks that all steps count, once, and that the worker has counted none as lost."""
+    steps = STEPS * (2 if mode.startswith("local") else 1)
+    assert net.values() == [-float(steps)] * len(net.values())
+    figures = scrape(session.metrics_address)
+    assert (figures["ps_worker_rejoins_total"], figures["ps_worker_lost_steps_total"]) == (rejoins, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    cases(
+        [("sync", "shm"), ("async", "tcp"), ("local:2", "grpc")],
+        [("async", "shm"), ("sync", "grpc"), ("ssp:1", "shm"), ("ssp:0", "tcp"), ("local:2", "shm")],
+    ),
+)
+@pytest.mark.parametrize(("times", "first"), cases([(1, 0), (2, 1)], [(1, 1), (2, 0)]))
+def test_a_step_that_is_cut_in_half_counts_as_a_whole_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str, times: int, first: int
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        net, step = prepared(session, mode)
+        cut = CutInHalf(cluster, monkeypatch, times, first)
+        for _ in range(STEPS):
+            step()
+        assert cut.left == 0
+        check_all_count(session, net, mode, times)
+
+
+@pytest.mark.parametrize("transport", cases(["shm"], ["tcp"]))
+@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async", "local:2"])
+def test_a_step_whose_place_is_lost_before_it_is_pushed_counts_once(
+    make_cluster: MakeCluster, mode: str, transport: str
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        net, step = prepared(session, mode)
+        for number in range(1, STEPS + 1):
+            step(before=(lambda: take_off(cluster)) if number == CUT else None)
+        check_all_count(session, net, mode, 1)
+
+
+def test_two_workers_in_sync_lose_no_gradient_of_either(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two buckets go the same way, though one of them gets worker 0's gradient an update later than the other."""
+    cluster = make_cluster(shards=2)
+    cut = CutInHalf(cluster, monkeypatch)
+
+    def is_back() -> bool:
+        """Whether worker 0 has another place. Where the other one had come to its end by then, an update with nothing
+        but the skip of worker 0 would be none: one bucket would have a step less, and no gradient less."""
+        return any(
+            member.rank == 0 and member.incarnation > 2 for member in cluster.coordinator.job("default").members.all()
+        )
+
+    def work(rank: int) -> list[float]:
+        with cluster.connect("sync", rank=rank, world_size=2, transport="tcp") as session:
+            net, step = prepared(session, "sync")
+            for number in range(STEPS):
+                if rank == 1 and number == CUT:
+                    until(is_back, "worker 0 in another place")
+                step()
+            session.barrier()
+            return list(net.values())
+
+    each = in_parallel(2, work)
+    assert cut.left == 0
+    assert len({value for values in each for value in values}) == 1
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_what_a_narrow_wire_has_left_out_of_a_step_that_was_cut_in_half_is_sent_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """What was sent and what is still to be sent are the gradients together, on both shards alike."""
+    cluster = make_cluster(shards=2)
+    gradient = torch.linspace(0.1, 1.7, 16)
+    with cluster.connect("async", transport="tcp") as session:
+        net: Any = Net(with_table=False)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer = session.prepare(net, sgd, bucket_bytes=64, gradient_wire=wire)
+        cut = CutInHalf(cluster, monkeypatch)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            sum((layer * gradient).sum() for layer in model.layers).backward()
+            optimizer.step()
+        assert cut.left == 0
+        residuals = session._strategy._training._model.residuals.copy()  # type: ignore[attr-defined]
+        for layer, left in zip(net.layers, residuals.values(), strict=True):
+            torch.testing.assert_close(-layer.detach() + left, STEPS * gradient)
+
+
+def test_weights_that_a_script_has_set_count_with_a_step_that_was_cut_in_half(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect("async") as session:
+        net: Any = Net(with_table=False)
+        model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), bucket_bytes=64)
+        cut = CutInHalf(cluster, monkeypatch)
+        for number in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            model().backward()
+            if number == CUT:
+                with torch.no_grad():
+                    for layer in net.layers:
+                        layer.fill_(100.0)
+            optimizer.step()
+        assert cut.left == 0
+        assert net.values() == [100.0 - (STEPS - CUT + 1)] * 32

@@ -1,0 +1,168 @@
+"""A whole launch dies and is started again, one worker later than the other: none trains alone, and the run ends as one
+that nothing has disturbed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.tools.cluster import until
+from tests.tools.launching import Command, Commands, kill_family
+
+END_SECONDS = 120.0
+DIES_AT, SAMPLES, PASSES = 13, 48, 2
+
+# Says each sample that it trains, and the weights at the end. Arguments: the clock at which it stands still, for one
+# who kills it, and a file that worker 1 waits for before it connects.
+SCRIPT = f"""
+import sys, threading
+from pathlib import Path
+import torch
+import ps_worker
+from ps_worker import launched
+
+stands_at, go = int(sys.argv[1]), Path(sys.argv[2])
+while launched.launched_rank() == "1" and not go.exists():
+    threading.Event().wait(0.02)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+data = torch.utils.data.TensorDataset(torch.arange(float({SAMPLES})).reshape(-1, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+session = ps_worker.connect()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for epoch in range({PASSES}):
+    for (x,) in loader:
+        if session.clock == stands_at:
+            sys.stdout.write(f"stands at {{stands_at}}\\n")
+            threading.Event().wait()
+        model(x / {SAMPLES}).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.stdout.write(f"pass {{epoch}} trained {{sorted(map(int, x.flatten()))}}\\n")
+weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+sys.stdout.write(f"weights {{[each.hex() for each in weights.tolist()]}}\\n")
+session.close()
+"""
+
+
+class At:
+    """Servers and launches of two workers in one directory."""
+
+    def __init__(self, directory: Path, commands: Commands) -> None:
+        self._directory, self._start = directory, commands.start
+        self._script = directory / "train.py"
+        self._script.write_text(SCRIPT)
+        self.go = directory / "go"
+
+    def servers(self, *flags: str, lease: str = "2") -> tuple[Command, str]:
+        """Starts two shards; returns the command, and where they are."""
+        ports = ("--shards", "2", "--port", "0", "--metrics-port", "0", "--lease", lease)
+        keeps = ("--checkpoint-dir", str(self._directory / "kept"), "--checkpoint-every", "5steps")
+        command = self._start("-m", "ps_server", "up", *ports, *keeps, *flags)
+        [address] = command.says(r"ps-server: ready at (\S+) \(2 shards\)\n")
+        return command, address
+
+    def launch(self, address: str, mode: str, stands_at: int = -1) -> Command:
+        """Starts a launch. stands_at: the clock at which its workers stand still"""
+        where = ("--server", address, "--workers", "2", "--mode", mode, "--metrics-host", "127.0.0.1")
+        return self._start("-m", "ps_worker", "run", *where, str(self._script), str(stands_at), str(self.go))
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one of trained weights."""
+        manifests = [manifest.read_text() for manifest in self._directory.glob("kept/*/*/manifest.json")]
+        return any(re.search(r'"clock": ?[1-9]', manifest) for manifest in manifests)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[At]:
+    with closing(Commands(tmp_path)) as commands:
+        yield At(tmp_path, commands)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run in sync that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with closing(Commands(directory)) as commands:
+        at = At(directory, commands)
+        at.go.touch()
+        _, address = at.servers()
+        launch = at.launch(address, "sync")
+        assert launch.process.wait(END_SECONDS) == 0, launch.err
+        [weights] = set(re.findall(r"weights (\[.*\])", launch.out))
+        return str(weights)
+
+
+def stands(at: At, launch: Command) -> None:
+    """Waits until both workers of a launch stand still."""
+    launch.says(r"stands at", count=2)
+    until(lambda: at.has_checkpoint(), "a checkpoint")
+
+
+def kill(command: Command) -> None:
+    """Ends a launch as a crash of its host does: all at once."""
+    command.process.send_signal(signal.SIGSTOP)  # a launcher reports the end of its workers
+    for process in command.family():
+        process.kill()
+    command.process.kill()
+    command.process.wait(END_SECONDS)
+
+
+def trained(*launches: Command) -> dict[str, list[int]]:
+    """By pass, the samples that the workers of these launches say that they have trained."""
+    by_pass: dict[str, list[int]] = {}
+    for launch in launches:
+        for number, samples in re.findall(r"pass (\d) trained \[(.*)\]", launch.out):
+            by_pass.setdefault(number, []).extend(map(int, samples.split(", ")))
+    return {number: sorted(samples) for number, samples in by_pass.items()}
+
+
+EVERYTHING = {str(number): list(range(SAMPLES)) for number in range(PASSES)}
+
+
+@pytest.mark.long
+def test_workers_that_died_together_come_back_one_by_one_and_leave_no_sample_out(at: At, undisturbed: str) -> None:
+    servers, address = at.servers()
+    at.go.touch()
+    first = at.launch(address, "sync", DIES_AT)
+    stands(at, first)
+    at.go.unlink()
+    kill(first)
+    until(lambda: servers.err.count("is gone: no sign of life") == 2, "the ends of both leases")
+    second = at.launch(address, "sync")
+    until(lambda: "no worker was left: it waits for worker 1 to join again" in servers.err, "worker 0")
+    # Longer than a lease after that, by the coordinator's own words: for those that a launch starts it has no limit.
+    until(lambda: "waiting for ranks 1 to join job 'default'" in second.err, "a word of worker 0")
+    at.go.touch()
+    assert second.process.wait(END_SECONDS) == 0, second.err
+    assert "continues without workers" not in servers.err
+    assert trained(first, second) == EVERYTHING
+    assert set(re.findall(r"weights (\[.*\])", second.out)) == {undisturbed}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "mode"), [("--resume", "sync"), ("--restore", "sync"), ("--resume", "ssp:2")])
+def test_after_the_death_of_everything_no_worker_trains_alone(at: At, undisturbed: str, how: str, mode: str) -> None:
+    servers, address = at.servers()
+    at.go.touch()
+    first = at.launch(address, mode, DIES_AT)
+    stands(at, first)
+    at.go.unlink()
+    kill(first)
+    kill_family(servers.process.pid)
+    servers.process.wait(END_SECONDS)
+    again, address = at.servers(how)
+    second = at.launch(address, mode)
+    until(lambda: re.search(r"job default: worker 0 joins at clock \d+", again.err), "worker 0")
+    until(lambda: "waiting for ranks 1 to join job 'default'" in second.err, "a word of worker 0")
+    assert not trained(second), "it waits"
+    at.go.touch()
+    assert second.process.wait(END_SECONDS) == 0, second.err
+    if mode == "sync":
+        assert set(re.findall(r"weights (\[.*\])", second.out)) == {undisturbed}

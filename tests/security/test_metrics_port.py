@@ -1,0 +1,59 @@
+"""The metrics port on loopback: a page that a browser shows on this machine learns nothing from it."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ps_runtime.metrics import serve_metrics
+from tests.tools.cluster import Cluster
+
+
+def ask(address: str, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    """A request as a browser makes it: status, headers and body."""
+    connection = http.client.HTTPConnection(address, timeout=20)
+    try:
+        connection.request(method, path, headers={"Host": host or address})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/sd"])
+def test_no_other_name_than_one_of_loopback_is_answered(shared: Cluster, path: str) -> None:
+    """DNS rebinding: the page's own name is pointed at 127.0.0.1, and the browser sends that name."""
+    address = shared.servers[0].metrics_address
+    port = address.rpartition(":")[2]
+    for host in (address, f"localhost:{port}", f"LOCALHOST.:{port}", f"[::1]:{port}"):
+        assert ask(address, path, host)[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "10.0.0.1"):
+        code, _, body = ask(address, path, host)
+        assert (code, b"this machine alone" in body) == (403, True)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/sd", "/nothing"])
+def test_it_is_only_to_be_read(shared: Cluster, path: str) -> None:
+    address = shared.servers[0].metrics_address
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(address, path, method=method)[0] == 405
+    code, headers, body = ask(address, path, method="HEAD")
+    assert (code, body) == (404 if path == "/nothing" else 200, b"")
+    assert int(headers["Content-Length"]) > 0
+
+
+@pytest.mark.parametrize(("path", "method"), [("/metrics", "GET"), ("/", "GET"), ("/" + "x" * 70_000, "GET")])
+def test_no_answer_tells_a_version(shared: Cluster, path: str, method: str) -> None:
+    _, headers, _ = ask(shared.servers[0].metrics_address, path, method=method)
+    assert headers["Server"] == "ps-torch"
+
+
+def test_beyond_loopback_each_name_is_answered() -> None:
+    """There a scraper has the name that its configuration gives, and a browser learns no more than all others."""
+    port, stop = serve_metrics("0.0.0.0", 0, CollectorRegistry())
+    try:
+        assert ask(f"127.0.0.1:{port}", "/metrics", "shard-0.example:9100")[0] == 200
+    finally:
+        stop()

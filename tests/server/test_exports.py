@@ -1,0 +1,121 @@
+"""An export takes the checkpoint that a restore would take, and says which it has passed over, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from ps_protocol.errors import CheckpointDamaged
+from ps_protocol.optimizers import with_defaults
+from ps_server.cli import main
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.export import export
+from tests.tools.checkpoint_files import filled, write_checkpoint
+from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+SPEC = with_defaults(vector_job("job", "sync", 64, 1))
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path, by: int = 1) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+SHARD, STATES, MANIFEST = "shard-0.safetensors", ("worker-0.state", "worker-1.state"), "manifest.json"
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "a bit of the header": lambda at: flip(at / SHARD, 0.05),
+    "a bit of the weights": lambda at: flip(at / SHARD, 0.9),
+    "a byte less": lambda at: cut(at / SHARD),
+    "nothing left": lambda at: (at / SHARD).write_bytes(b""),
+    "no file": lambda at: (at / SHARD).unlink(),
+    "an older file": lambda at: (at / SHARD).write_bytes((at.parent / "000001" / SHARD).read_bytes()),
+    "a bit of the manifest": lambda at: flip(at / MANIFEST, 0.3),
+    "an older manifest": lambda at: (at / MANIFEST).write_bytes((at.parent / "000001" / MANIFEST).read_bytes()),
+    "a bit of a worker's state": lambda at: flip(at / STATES[0]),
+    "a bit of another worker's state": lambda at: flip(at / STATES[1]),
+    "a worker's state less": lambda at: (at / STATES[1]).unlink(),
+    "states of workers swapped": lambda at: swap(at / STATES[0], at / STATES[1]),
+}
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory with two checkpoints, of which the second is damaged."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for number in (1, 2):
+        states = {rank: save({"seen": torch.tensor([rank, number])}) for rank in range(2)}
+        write_checkpoint(store, SPEC, filled(SPEC, float(number)), f"{number:06d}", states)
+    DAMAGE[request.param](store.path(SPEC.name, "000002"))
+    return store.directory
+
+
+def weights_in(output: Path) -> set[float]:
+    return {float(each) for tensor in load_file(output / "model.safetensors").values() for each in tensor.flatten()}
+
+
+@pytest.mark.parametrize("damaged", DAMAGE, indirect=True)
+def test_an_export_takes_what_a_restore_takes_and_says_why(
+    damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    said = export(damaged, "job", None, tmp_path / "out", told=told.append)
+    assert "checkpoint 000001 at clock 3" in said
+    assert weights_in(tmp_path / "out") == {1.0}
+
+    cluster = OneProcess(damaged, 1)
+    cluster.start_coordinator(CheckpointPolicy(damaged, restore=True))
+    DirectWorker(cluster, SPEC, 0)
+    buckets = cluster.shards[0].jobs()["job"].buckets.values()
+    restored = {float(each) for bucket in buckets for each in bucket.weights.flat}
+    for job in cluster.coordinator.jobs().values():
+        job.end()
+    cluster.stop()
+    assert restored == {1.0}
+    [line] = told
+    assert line.startswith("job job: checkpoint 000002 cannot be used, trying the one before: ")
+    assert line in caplog.text
+
+
+@pytest.mark.parametrize("damaged", ["a bit of the weights", "a worker's state less"], indirect=True)
+def test_an_export_without_fallback_is_an_error(damaged: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"000002/(shard-0|worker-1)"):
+        export(damaged, "job", None, tmp_path / "out", fallback=False)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointDamaged):
+        export(damaged, "job", "000002", tmp_path / "out")
+
+
+@pytest.mark.parametrize("damaged", ["a bit of the weights"], indirect=True)
+def test_the_command_says_it_on_stderr(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["ps-server", "export", "--checkpoint-dir", str(damaged), "--job", "job", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    out, err = capsys.readouterr()
+    assert "checkpoint 000001" in out
+    assert err.startswith("ps-server: job job: checkpoint 000002 cannot be used, trying the one before: ")
+    monkeypatch.setattr("sys.argv", [*command, "--no-fallback"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert "000002/shard-0.safetensors: its SHA-256 is not the one in the manifest" in str(ended.value.code)

@@ -1,0 +1,131 @@
+"""What the page shows of jobs of 4, 64 and 512 workers, and of one that has ended: its script, run without a browser.
+
+tests/browser has a real one, and a real cluster. Here the view is made up, and the document is a stub.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from ps_protocol.v1 import cluster_pb2, figures_pb2
+from ps_server.ops.page import FILES, view_json
+from tests.tools.crowd import SILENT, clock_of, response
+from tests.tools.launching import ROOT
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed, which runs the page's script")
+
+NOW = 1_800_000_000
+
+
+def view(workers: int, samples: int = 0, first: int = 0) -> cluster_pb2.WatchStatusResponse:
+    """The view of a job that began 200 s ago, with samples of a second of the time up to now."""
+    made = response(workers)
+    made.process = 7
+    made.view_time.FromSeconds(NOW)
+    if samples:
+        made.history.CopyFrom(history("demo", samples, first))
+    return made
+
+
+def history(job: str, samples: int, first: int = 0) -> cluster_pb2.History:
+    """A curve of the loss: NaN, where there was none, in its first sample."""
+    times = [NOW - samples + 1 + number for number in range(samples)]
+    values = [math.nan, *(float(number) for number in range(1, samples))]
+    series = [cluster_pb2.Series(job=job, name="value.loss", values=values)]
+    return cluster_pb2.History(first_sample=first, times=times, series=series)
+
+
+def page(*views: cluster_pb2.WatchStatusResponse, address: str = "") -> dict[str, Any]:
+    """What the page shows after each of these answers."""
+    answers = "[" + ",".join(view_json(each).decode() for each in views) + "]"
+    assert NODE is not None
+    words = [NODE, str(ROOT / "tests" / "tools" / "page_stub.mjs"), str(FILES / "page.js"), address]
+    done = subprocess.run(words, input=answers, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert not [each["trouble"] for each in found["shown"] if each["trouble"]]
+    return found
+
+
+def test_of_few_workers_each_has_its_row() -> None:
+    [shown] = page(view(4))["shown"]
+    assert [row[0] for row in shown["workers"]] == ["0", "1", "2", "3"]
+    assert (shown["race"], shown["button"]) == (4, "")
+
+
+@pytest.mark.parametrize("workers", [64, 512])
+def test_of_many_workers_those_in_trouble_are_shown_and_the_fastest(workers: int) -> None:
+    found = page(view(workers))
+    [shown] = found["shown"]
+    rows = [row[0] for row in shown["workers"]]
+    assert len(rows) == 8 + 1 + 2
+    assert rows[:2] == [str(SILENT), "3"]
+    assert {clock_of(int(rank)) for rank in rows[9:]} == {186}
+    assert shown["workers"][8][1] == f"{workers - 10} more between"
+    assert f"{workers - 10} more between" in shown["raceTexts"]
+    assert shown["race"] == 10
+    assert shown["raceHeight"] < 320, "as high as the race of a dozen"
+    assert shown["button"] == f"show all {workers} workers"
+    assert found["afterClick"] == {"race": workers, "button": "show those in trouble and the fastest"}
+
+
+def test_steps_time_left_and_how_long_it_runs_are_the_first_figures() -> None:
+    [shown] = page(view(4))["shown"]
+    figures = {name: value for value, name in shown["figures"]}
+    assert shown["figures"][0] == ["45 %", "of 400 steps, 2 min left"]
+    assert figures["running for"] == "3 min"
+    assert "leased data" not in figures, "an ordinary loader leases none"
+
+
+def test_curves_begin_with_the_job() -> None:
+    """The servers may have been there for 15 minutes when it begins."""
+    [shown] = page(view(4, samples=800))["shown"]
+    times, losses = shown["curves"]["loss"]
+    assert (times[0], times[-1]) == (NOW - 200, NOW)
+    assert len(times) == len(losses) == 201
+
+
+def test_a_job_that_has_ended_stays_with_its_curves_and_its_end() -> None:
+    gone = view(4, samples=3)
+    del gone.jobs[:]
+    del gone.status.jobs[:]
+    ended = cluster_pb2.FinishedJob(job="demo", run="1", text="the job has finished", min_clock=400, max_clock=401)
+    ended.end_time.FromSeconds(NOW - 60)
+    ended.age_duration.FromSeconds(300)
+    ended.values.append(figures_pb2.LoggedValue(name="loss", last=0.2, mean=0.25))
+    ended.history.CopyFrom(history("demo", 50))
+    gone.finished_jobs.append(ended)
+    later = cluster_pb2.WatchStatusResponse()
+    later.CopyFrom(gone)
+    later.ClearField("history")
+    later.finished_jobs[0].ClearField("history")  # the curves come once
+    first, second = page(gone, later)["shown"]
+    for shown in (first, second):
+        assert shown["title"] == "demo · ended"
+        assert shown["diagnosis"] == "the job has finished, 60 s ago"
+        assert ["0.25", "loss, mean at the end"] in shown["figures"]
+        assert ["5 min", "ran for"] in shown["figures"]
+        times, losses = shown["curves"]["loss"]
+        assert len(times) == 50
+        assert losses[:2] == [None, 1.0]
+        assert "race-part" in shown["hidden"]
+        assert "empty" in shown["hidden"]
+
+
+def test_a_job_that_runs_is_shown_before_one_that_has_ended_unless_the_address_names_it() -> None:
+    both = view(4)
+    both.finished_jobs.add(job="earlier", run="0", text="the job has finished").end_time.FromSeconds(NOW - 60)
+    [shown] = page(both)["shown"]
+    assert shown["title"].startswith("demo · ")
+    assert shown["jobs"] == ["demo", "earlier, ended"]
+    [shown] = page(both, address="#job=earlier")["shown"]
+    assert shown["title"] == "earlier · ended"
+    [shown] = page(both, address="#job=%E0%A4%A")["shown"]
+    assert shown["title"].startswith("demo · "), "an address that is no text names none"

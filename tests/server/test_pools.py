@@ -1,0 +1,116 @@
+"""Where no thread can be had any more, servers go on with those that they have."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Queue
+
+import pytest
+import torch
+
+from ps_runtime.background import Background
+from ps_runtime.pools import Pool
+from ps_server.shard.threads import OwnThreads
+from tests.tools.cluster import Cluster
+from tests.tools.raw_worker import joined, vector_job
+
+ROOT = Path(__file__).parents[2]
+POOLS = {"push", "pull", "send", "control", "heartbeat", "watch", "watch-rows", "feed", "status", "health", "apply"}
+SECONDS = 20.0
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: Collection[str] = POOLS) -> Queue[str]:
+    """From now on no thread of these can be started, as where `pids.max` is reached. Returns those that were wanted."""
+    start, refused = threading.Thread.start, Queue[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.rpartition("_")[0] in names or thread.name in names:
+            refused.put(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return refused
+
+
+def test_a_pool_that_gets_no_more_threads_does_its_work_with_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Pool(8, "push") as pool:
+        refuse_threads(monkeypatch)
+        entered, leave = threading.Event(), threading.Event()
+        first = pool.submit(lambda: entered.set() or leave.wait(SECONDS))
+        entered.wait(SECONDS)
+        others: list[Future[int]] = [pool.submit(int, number) for number in range(5)]
+        leave.set()
+        assert [future.result(SECONDS) for future in (first, *others)] == [True, 0, 1, 2, 3, 4]
+        monkeypatch.undo()
+    assert caplog.text.count("the pool 'push' goes on with the threads that it has, 1: can't start new thread") == 1
+
+
+def test_a_pool_that_gets_no_thread_at_all_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Pool(8, "push")
+
+
+def test_a_server_without_another_thread_goes_on_with_joins_pushes_pulls_and_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """grpcio's own thread calls `submit`, and would end with its exception: then nothing is answered any more."""
+    cluster = Cluster(shards=1)
+    try:
+        refused = refuse_threads(monkeypatch)
+        with joined(cluster.address, vector_job("job", "sync", 16, 2)) as workers:
+            waiting = [worker.ask(1, [0]) for worker in workers]
+            for worker in workers:
+                worker.step(torch.ones(16))
+                worker.heartbeat()
+            for worker, call in zip(workers, waiting, strict=True):
+                assert next(worker.answers(call)).buckets[0].version == 1
+        assert not refused.empty(), "a thread was wanted"
+        monkeypatch.undo()
+    finally:
+        cluster.stop()
+
+
+def test_what_runs_beside_a_coordinator_is_begun_when_there_is_a_thread_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a job's checkpoints: otherwise it would have none for good."""
+    background, ran = Background(), threading.Event()
+    background.start()
+    refuse_threads(monkeypatch, {"checkpoints"})
+    background.run("checkpoints", ran.set)
+    assert not ran.is_set()
+    assert "can't start new thread" in caplog.text
+    background.repeat("looks", 0.01, lambda: None)
+    monkeypatch.undo()
+    assert ran.wait(SECONDS)
+    background.stop()
+
+
+def test_what_did_not_start_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, threads = Background(), OwnThreads()
+    refuse_threads(monkeypatch, {"looks", "notices"})
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        background.repeat("looks", 1.0, lambda: None)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        threads.repeat(1.0, lambda: None)
+    background.stop()
+    threads.stop()
+
+
+def test_no_server_has_a_pool_of_another_kind() -> None:
+    """But of rows in files: their readers are few, and what reads without one fails alone."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "ps_server").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ThreadPoolExecutor")
+    ]
+    assert found == ["ps_server/storage/row_files.py"]

@@ -1,0 +1,98 @@
+"""What `ps-server status --watch` shows of jobs of 4, 64 and 512 workers in a window of 80 columns and 24 lines."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+
+from ps_server.ops import screen, status
+from ps_server.ops.columns import lines_of, wrapped
+from tests.tools.crowd import SILENT, clock_of, seen
+
+COLUMNS, LINES = 80, 24
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(view: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of a terminal of COLUMNS and LINES."""
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("LINES", str(LINES))
+    out = Terminal()
+    screen._redraw(out, view)
+    text = out.getvalue().removeprefix("\x1b[H").removesuffix("\x1b[J")
+    return [line.removesuffix("\x1b[K") for line in text.splitlines()]
+
+
+def ranks(lines: list[str]) -> list[int]:
+    """The ranks of the race, from its first line to its last."""
+    return [int(found[1]) for line in lines if (found := re.match(r" +(\d+)  +\d+  [─●]+", line))]
+
+
+@pytest.mark.parametrize("workers", [4, 64, 512])
+def test_the_sentence_and_the_race_come_first_and_all_fits(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = drawn(seen(workers), monkeypatch)
+    assert max(map(len, lines)) <= COLUMNS
+    assert len(lines) < LINES
+    assert lines[0] == f"demo · ssp:4 · training · {2.5 * workers:.1f} steps/s · running for 3 min"
+    assert lines[1] == "54 % of the workers' time is waiting, most of it for worker 3"
+    assert re.fullmatch(r"step 120-18\d of 400 · 45 % · 2 min left · checkpoint 8 s ago", lines[2])
+    assert re.match(r" rank +clock +\S+ → \S+ +steps/s +loss  now", lines[3])
+    assert [line for line in lines if line.startswith("ROLE ")], "and then the processes"
+    assert len([line for line in lines if line.startswith("shard ")]) == 2
+    assert not [line for line in lines if "make the window higher" in line]
+
+
+def test_of_few_workers_all_are_shown_with_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = drawn(seen(4), monkeypatch)
+    assert ranks(lines) == [0, 1, 2, 3]
+    assert lines[4].endswith("waits 0.4 s for worker 3"), "whole: this is what the window is looked at for"
+    assert not [line for line in lines if "more between" in line]
+
+
+@pytest.mark.parametrize("workers", [64, 512])
+def test_of_many_workers_those_in_trouble_are_shown_and_the_fastest(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = drawn(seen(workers), monkeypatch)
+    shown = ranks(lines)
+    assert len(shown) == 10
+    assert shown[:2] == [SILENT, 3], "one that is silent, then the one that is furthest behind"
+    clocks = [clock_of(rank) for rank in shown[1:]]
+    assert clocks == sorted(clocks)
+    assert {clock_of(rank) for rank in shown[8:]} == {186}
+    [between] = [line for line in lines if "more between" in line]
+    assert between == f" {workers - 10} more between, at clocks 180 to 186"
+    assert lines.index(between) == 4 + 8
+
+
+@pytest.mark.parametrize("workers", [4, 64, 512])
+def test_the_table_is_no_wider_than_the_window(workers: int) -> None:
+    """Each shard's row had the clock of each worker: 1,538 columns with 256 of them."""
+    view = seen(workers)
+    assert max(map(len, status.table(view["status"], COLUMNS).splitlines()[: workers + 4])) <= COLUMNS
+    whole = status.table(view["status"]).splitlines()
+    assert max(map(len, whole[: workers + 4])) < 250
+    [row] = [line.split() for line in whole if line.split()[:2] == ["shard", "0"]]
+    head = whole[0].split()
+    assert row[head.index("CLOCK")] == ("120-182" if workers == 4 else "120-186")
+
+
+def test_a_window_that_is_very_low_shows_who_is_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = screen.screen(seen(64), 80, 8)
+    assert ranks(lines[:8])[0] == SILENT
+    assert "more between" in "\n".join(lines[:8])
+
+
+def test_columns_are_left_out_in_their_order_and_lines_are_cut() -> None:
+    rows = [("A", "LONG", "B"), ("1", "x" * 10, "2")]
+    assert lines_of(rows, 20, ["LONG"]) == ["A  LONG        B", "1  xxxxxxxxxx  2"]
+    assert lines_of(rows, 12, ["LONG"]) == ["A  B", "1  2"]
+    assert lines_of(rows, 8) == ["A  LONG…", "1  xxxx…"]
+    assert wrapped(["one", "two", "three"], 9) == ["one · two", "three"]
