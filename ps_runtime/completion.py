@@ -37,7 +37,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandWords:
     """A command of a program. rest: what comes after its last word belongs to another program"""
 
     name: str
@@ -56,23 +56,23 @@ def add_completion(program: CommandLine) -> None:
 
 def script(program: CommandLine, shell: str) -> str:
     """Returns what a shell reads to complete a program's command lines. shell: of SHELLS"""
-    make: dict[str, Callable[[str, list[Command]], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+    make: dict[str, Callable[[str, list[CommandWords]], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     return "\n".join(make[shell](program.prog, commands(program))) + "\n"
 
 
-def commands(program: CommandLine) -> list[Command]:
+def commands(program: CommandLine) -> list[CommandWords]:
     """Returns the commands of a program with all that may be typed after each."""
     assert program._commands is not None
     texts = {action.dest: action.help or "" for action in program._commands._choices_actions}
     return [_command(name, texts[name], parser) for name, parser in program._commands.choices.items()]
 
 
-def _command(name: str, text: str, parser: CommandLine) -> Command:
+def _command(name: str, text: str, parser: CommandLine) -> CommandWords:
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     rest = any(action.nargs == argparse.REMAINDER for action in actions)
     flags = tuple(_flag(action) for action in actions if action.option_strings)
     words = tuple(_flag(action) for action in actions if not action.option_strings and action.nargs is None)
-    return Command(name, text, flags, words, rest)
+    return CommandWords(name, text, flags, words, rest)
 
 
 def _flag(action: argparse.Action) -> Flag:
@@ -132,7 +132,7 @@ _BASH = """\
 complete -F {function} {program}"""
 
 
-def _bash(program: str, known: list[Command]) -> Iterator[str]:
+def _bash(program: str, known: list[CommandWords]) -> Iterator[str]:
     cases, values, words = [], [], []
     for command in known:
         valued = _names(tuple(flag for flag in command.flags if flag.value is not None))
@@ -166,7 +166,7 @@ def _bash_value(flag: Flag) -> str:
     }.get(flag.value or OTHER, ":")
 
 
-def _pattern(command: Command, word: str) -> str:
+def _pattern(command: CommandWords, word: str) -> str:
     return f'"{command.name} {word}"'
 
 
@@ -208,7 +208,7 @@ else
 fi"""
 
 
-def _zsh(program: str, known: list[Command]) -> Iterator[str]:
+def _zsh(program: str, known: list[CommandWords]) -> Iterator[str]:
     names = [f"    {shlex.quote(command.name.replace(':', chr(92) + ':') + ':' + command.text)}" for command in known]
     cases = []
     for command in known:
@@ -244,7 +244,7 @@ def _zsh_values(flag: Flag) -> str:
 # -- fish ------------------------------------------------------------------------------------------------------------
 
 
-def _fish(program: str, known: list[Command]) -> Iterator[str]:
+def _fish(program: str, known: list[CommandWords]) -> Iterator[str]:
     names = [command.name for command in known]
     yield f"# Completion of {program} in fish: made by `{program} completion fish`."
     yield f"complete -c {program} -f"

@@ -230,7 +230,7 @@ PROCESS = (
         metavar="FILE",
     ),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
-    Setting("audit_log", "who was refused, joined, ended what: a JSON object a line, - is stderr", metavar="FILE"),
+    Setting("audit_log", "write the audit log to this file, one JSON object a line; - is stderr", metavar="FILE"),
     *log_settings("info"),
 )
 CHECKPOINTS = (

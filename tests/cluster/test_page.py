@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import signal
 from collections.abc import Callable
@@ -16,21 +15,11 @@ from torch import nn
 from ps_server.ops.dev_certs import write
 from ps_server.ops.page import FILES
 from ps_server.server import Server
+from tests.tools.browsing import ask
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import Commands
 
 OWN = ["/", "/page.js", "/page.css", "/favicon.svg", "/uPlot.iife.min.js", "/uPlot.min.css", "/uPlot.LICENSE.txt"]
-
-
-def ask(address: str, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    """A request as a browser makes it: status, headers and body."""
-    connection = http.client.HTTPConnection(address, timeout=20)
-    try:
-        connection.request(method, path, headers={"Host": host or address})
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
 
 
 def metrics_of(cluster: Cluster) -> str:

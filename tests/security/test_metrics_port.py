@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-
 import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_runtime.metrics import serve_metrics
+from tests.tools.browsing import ask
 from tests.tools.cluster import Cluster
-
-
-def ask(address: str, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    """A request as a browser makes it: status, headers and body."""
-    connection = http.client.HTTPConnection(address, timeout=20)
-    try:
-        connection.request(method, path, headers={"Host": host or address})
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/sd"])

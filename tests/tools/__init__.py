@@ -5,6 +5,7 @@ one_process.py          A coordinator and its shards in one process: calls inste
 cable.py                A cable between one worker and the servers, which a test cuts and plugs in again
 row_ids.py              The mix of ids once more, with whole numbers
 rpc_faults.py           Loses, delays and repeats calls, of gRPC and of data connections
+browsing.py             A request as a browser makes it
 http2.py                Frames of HTTP/2 by hand: just enough to be taken for a caller
 slow_client.py          Clients that send one byte at a time
 frame_client.py         A data connection without a session: every frame by hand
