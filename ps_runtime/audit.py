@@ -43,7 +43,7 @@ MOST_KINDS = 500  # of lines that differ, in the time of one; of more, a line te
 MOST_CHARACTERS = 500  # of a detail
 
 
-class Entry(NamedTuple):
+class AuditEntry(NamedTuple):
     """What a line tells, but for its detail and its count. `about`: the method of a refusal."""
 
     what: str
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     about: str = ""
 
 
-_OTHERS = Entry("others", "", "", "")  # what there is too much of
+_OTHERS = AuditEntry("others", "", "", "")  # what there is too much of
 
 
 @dataclass
@@ -73,12 +73,14 @@ class Audit:
     clock: in seconds
     """
 
-    def __init__(self, write: Callable[[Entry, str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, write: Callable[[AuditEntry, str, int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._write, self._clock = write, clock
         self._lock = threading.Lock()
-        self._equal: dict[Entry, _Equal] = {}
+        self._equal: dict[AuditEntry, _Equal] = {}
 
-    def note(self, entry: Entry, detail: str) -> None:
+    def note(self, entry: AuditEntry, detail: str) -> None:
         """Writes a line, or counts it."""
         now, detail = self._clock(), detail[:MOST_CHARACTERS]
         with self._lock:
@@ -95,7 +97,7 @@ class Audit:
         """Writes what was counted and is due. To be called now and then."""
         if not self._equal:
             return
-        now, due = self._clock(), list[tuple[Entry, str, int]]()
+        now, due = self._clock(), list[tuple[AuditEntry, str, int]]()
         with self._lock:
             for entry, equal in list(self._equal.items()):
                 if equal.until > now and not all_of_them:
@@ -154,7 +156,7 @@ def start(speaker: Speaker, place: str | None) -> None:
     audit_log.setLevel(logging.INFO)
 
 
-def _written(entry: Entry, detail: str, count: int) -> None:
+def _written(entry: AuditEntry, detail: str, count: int) -> None:
     times = f" ({count} times)" if count > 1 else ""
     if entry.what == REFUSED:
         log.info("refused: %s, %s: %s%s", entry.principal, entry.host, detail, times)
@@ -162,7 +164,7 @@ def _written(entry: Entry, detail: str, count: int) -> None:
         audit_log.info("%s", json.dumps(_line(entry, detail, count)))
 
 
-def _line(entry: Entry, detail: str, count: int) -> dict[str, Any]:
+def _line(entry: AuditEntry, detail: str, count: int) -> dict[str, Any]:
     line = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         **entry._asdict(),
@@ -179,4 +181,4 @@ flush = _audit.flush
 
 def note(what: str, detail: str, principal: str = SERVERS, host: str = "", job: str = "", about: str = "") -> None:
     """Writes a line of this process' audit log, or counts it; see the head of this file."""
-    _audit.note(Entry(what, principal, host, job, about), detail)
+    _audit.note(AuditEntry(what, principal, host, job, about), detail)

@@ -131,7 +131,7 @@ class StagingBudget:
         return all(other == rank for _, other in self._reserved)
 
 
-class Room(NamedTuple):
+class StagingRoom(NamedTuple):
     """What a job has reserved: for contributions until updates, for drafts until commits, and for what is assigned."""
 
     staged: StagingBudget

@@ -22,7 +22,7 @@ from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.buckets import Bucket, Buckets
-from ps_server.core.budget import PrincipalBudget, Room, StagingBudget, derived_limit
+from ps_server.core.budget import PrincipalBudget, StagingBudget, StagingRoom, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
@@ -93,7 +93,7 @@ class JobPartition:
         self._closed: PSError | None = None
         self._staged_limit = staged_limit
         principals = principals or PrincipalBudget()
-        self._room = Room(*(StagingBudget(principals) for _ in range(3)))
+        self._room = StagingRoom(*(StagingBudget(principals) for _ in range(3)))
         checker = RowChecker(spec, place or Place(), len(layout.buckets), norm_limit)
         self.tables = Tables(spec, checker, self.roster, self._room, lambda: self.staged_limit)
         trained = {index: bucket.rule for index, bucket in self.buckets.items() if not bucket.spec.frozen}

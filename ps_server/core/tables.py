@@ -18,7 +18,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids, shards_of
 from ps_protocol.tables import MAX_PUSHED_BYTES, MAX_ROWS, JobTable, TableSpec, assigned_bytes
 from ps_server.core.beginnings import ComingRows
-from ps_server.core.budget import Room
+from ps_server.core.budget import StagingRoom
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import AssignRows, BeginRows, Staged, StageRows
 from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule
@@ -264,7 +264,7 @@ class Tables(Mapping[int, ShardTable]):
         spec: JobSpec,
         checker: RowChecker,
         roster: Mapping[int, Live],
-        room: Room,
+        room: StagingRoom,
         limit: Callable[[], float],
     ) -> None:
         self.checker = checker

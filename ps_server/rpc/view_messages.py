@@ -12,7 +12,7 @@ from ps_protocol.v1 import cluster_pb2, figures_pb2
 from ps_server.coordinator.events import Event
 from ps_server.rpc import convert
 from ps_server.rpc.convert import Sees
-from ps_server.view.finished import FinishedJob
+from ps_server.view.finished import EndedJobView
 from ps_server.view.history import Samples
 from ps_server.view.making import logged_means
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
@@ -53,7 +53,7 @@ def event_messages(events: Iterable[Event], sees: Sees) -> list[cluster_pb2.Even
     ]
 
 
-def finished_message(finished: FinishedJob, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
+def finished_message(finished: EndedJobView, text: str, with_history: bool) -> cluster_pb2.FinishedJob:
     """Returns a job that has ended. text: how, in words"""
     job, checkpoints = finished.job, finished.end.checkpoints
     figures = [*(finished.end.figures or job.statistics.figures).values()]

@@ -20,7 +20,7 @@ from ps_server.rpc.convert import Sees
 from ps_server.rpc.position import Position, position
 from ps_server.rpc.streams import ResponseStream
 from ps_server.rpc.view_messages import event_messages, finished_message, history_message, view_response
-from ps_server.view.finished import FinishedJob
+from ps_server.view.finished import EndedJobView
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch
 
@@ -82,7 +82,7 @@ class Views:
         last_event = events[-1].number if events else told.last_event
         return response, Position(watch.process, last_event, next_sample)
 
-    def _how_it_ended(self, job: FinishedJob) -> str:
+    def _how_it_ended(self, job: EndedJobView) -> str:
         """Returns what was noted when a job ended, in words."""
         name = job.job.statistics.name
         texts = [

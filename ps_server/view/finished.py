@@ -27,7 +27,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class FinishedJob:
+class EndedJobView:
     """A job that has ended.
 
     job:     how it was when it was looked at last with workers
@@ -60,11 +60,11 @@ class FinishedJobs:
     """Notices which jobs are gone, and keeps the last few. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: list[FinishedJob] = []
+        self._kept: list[EndedJobView] = []
         self._running: dict[str, tuple[JobView, float]] = {}  # by run: as it was last with workers, and when
 
     @property
-    def kept(self) -> tuple[FinishedJob, ...]:
+    def kept(self) -> tuple[EndedJobView, ...]:
         """The jobs that are kept, the one that ended last first."""
         return tuple(self._kept)
 
@@ -86,7 +86,7 @@ class FinishedJobs:
             if run not in running:
                 age = None if job.age is None else job.age + view.time - seen
                 own = _since(samples(job.statistics.name), None if age is None else view.time - age)
-                ended = FinishedJob(replace(job, age=age), view.time, next_sample, own, end(run))
+                ended = EndedJobView(replace(job, age=age), view.time, next_sample, own, end(run))
                 self._kept.insert(0, ended)
         self._kept = [each for each in self._kept if each.job.statistics.name not in view.jobs][:KEPT]
         before = self._running

@@ -17,7 +17,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
-from ps_server.view.finished import End, FinishedJob, FinishedJobs
+from ps_server.view.finished import End, EndedJobView, FinishedJobs
 from ps_server.view.history import History, Samples
 from ps_server.view.making import Answer, Sources, ViewMaker, samples
 from ps_server.view.view import View
@@ -97,7 +97,7 @@ class Watch:
             return self._history.after(after, jobs)
 
     @property
-    def finished(self) -> tuple[FinishedJob, ...]:
+    def finished(self) -> tuple[EndedJobView, ...]:
         """The last few jobs that have ended, the latest first."""
         with self._lock:
             return self._finished.kept

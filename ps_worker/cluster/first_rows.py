@@ -21,7 +21,7 @@ from ps_protocol.v1 import rows_pb2
 from ps_tables.beginning import encoded, row_columns, row_size
 from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.tables.given import Given
+from ps_worker.tables.given import GivenRows
 from ps_worker.tables.server_rows import FirstRows, ServerTables
 
 MESSAGE_BYTES = 4 * 2**20
@@ -218,7 +218,7 @@ def begin_given(
             return
 
 
-def _given_beginnings(given: Given, seed: int, shards: int) -> list[Beginning]:
+def _given_beginnings(given: GivenRows, seed: int, shards: int) -> list[Beginning]:
     """Returns what each shard gets of given vectors. They count as the first update, and have no state."""
     counts = np.bincount(shards_of(given.ids(), shards), minlength=shards)
     return [Beginning(1, seed, count) for count in counts.tolist()]

@@ -120,7 +120,7 @@ class ShareSampler(Sampler[int]):
         return (0 if order is None else order - self._seed), over
 
 
-class Position(Protocol):
+class ReadPosition(Protocol):
     """Where a script is in the data of a loader, for its own file. A loop that it has left early is over."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class PositionedLoader(PreparedLoader):
         device: torch.device,
         timer: StepTimer,
         begin: Callable[[], Iterator[Any]],
-        position: Position,
+        position: ReadPosition,
     ) -> None:
         super().__init__(loader, device, timer, begin)
         self._position = position
@@ -217,11 +217,11 @@ def prepared_loader(
     device: torch.device,
     timer: StepTimer,
     begin: Callable[[], Iterator[Any]],
-    position: Position | None = None,
+    position: ReadPosition | None = None,
 ) -> PreparedLoader:
     """Returns a prepared loader. position: of the script in the data; None: the loader's own, if it has one"""
     if position is None and all(hasattr(loader, name) for name in POSITION_METHODS):
-        position = cast(Position, loader)
+        position = cast(ReadPosition, loader)
     if position is None:
         return PreparedLoader(loader, device, timer, begin)
     return PositionedLoader(loader, device, timer, begin, position)

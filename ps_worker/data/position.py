@@ -18,7 +18,7 @@ from ps_worker.data.loaders import ShareSampler, check_position
 UNDER_WAY = "a loop over this loader is under way: load its state before the loop begins"
 
 
-class Loops:
+class LoopsUnderWay:
     """The loops of a script over one loader. `taken`: the batches that it has had in the one that is under way."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ShareLoop:
 
     def __init__(self, loader: DataLoader[Any], sampler: ShareSampler) -> None:
         self._loader, self._sampler = loader, sampler
-        self._loops = Loops()
+        self._loops = LoopsUnderWay()
         self._epoch = self._over = 0
 
     def batches(self) -> Iterator[Any]:
@@ -65,7 +65,7 @@ class ShareLoop:
         self._epoch, self._over = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: see Position."""
+        """Returns the position: see ReadPosition."""
         _, count = self._sampler.share()
         own = min(self._loops.taken * (self._loader.batch_size or 1), self._sampler.length(count, self._over))
         return self._sampler.position(self._epoch, self._over + own * count)
@@ -85,7 +85,7 @@ class WholeLoop:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self._loops = Loops()
+        self._loops = LoopsUnderWay()
         self._began: tuple[torch.Tensor, torch.Tensor | None] | None = None  # the pass, with these random states
         self._skip = 0  # batches of the next loop that are over
 
@@ -114,7 +114,7 @@ class WholeLoop:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: see Position."""
+        """Returns the position: see ReadPosition."""
         random, generator = self._began if self._loops.is_going and self._began is not None else (None, None)
         return {"batches": self._loops.taken, "size": self._size, "random": random, "generator": generator}
 

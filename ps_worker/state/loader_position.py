@@ -138,7 +138,7 @@ class LoaderPosition:
     # -- for a file of the script's own ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the script's position in the data: see Position."""
+        """Returns the script's position in the data: see ReadPosition."""
         return self._passes.position(self._hooks.target(self.index) or self._target or self.state())
 
     def load_state_dict(self, state: Any) -> None:

@@ -54,7 +54,7 @@ class Vectors(Protocol):
         """Yields vectors in the order of the ids, so many at a time: [rows, dim] each."""
 
 
-class Given:
+class GivenRows:
     """Rows that a script gives a table: those of several calls, of which the last one counts that has an id.
 
     dim:     elements of a row
@@ -66,7 +66,7 @@ class Given:
         self._each: list[tuple[str, Vectors]] = []
 
     @classmethod
-    def sized(cls, ids: Any, vectors: Any, without: int | None) -> Given:
+    def sized(cls, ids: Any, vectors: Any, without: int | None) -> GivenRows:
         """Returns rows for a table that has as many elements a row as these vectors. Raises as `add`."""
         name, found = _opened(ids, vectors)
         given = cls(found.shape[1], without)
@@ -90,7 +90,7 @@ class Given:
         self._each.append((name, found))
 
     @classmethod
-    def together(cls, each: Sequence[Given]) -> Given:
+    def together(cls, each: Sequence[GivenRows]) -> GivenRows:
         """Returns the rows of several, in this order; of one table."""
         given = cls(each[0].dim, each[0]._without)
         given._each = [call for one in each for call in one._each]

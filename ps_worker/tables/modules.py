@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.tables.ahead import IdsOf, flat_ids
-from ps_worker.tables.given import Given, RowFile
+from ps_worker.tables.given import GivenRows, RowFile
 from ps_worker.tables.lookups import LookedUp, Lookups, expanded, with_divided_gradient
 from ps_worker.tables.optimizers import TableOptimizer
 from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
@@ -127,7 +127,7 @@ class Embedding(nn.Module):
         begin as ever. Raises InvalidRequest for what are no vectors; for a vector that is not finite the call that
         reads it does.
         """
-        given = Given.sized(ids, vectors, settings.get("padding_idx"))
+        given = GivenRows.sized(ids, vectors, settings.get("padding_idx"))
         table = cls(given.dim, **settings)
         table.weight.requires_grad_(not freeze)
         table.local.assign(given, lazily=True)
@@ -148,7 +148,7 @@ class Embedding(nn.Module):
         of others after its next step: that update begins from them. Raises InvalidRequest for what are no vectors of
         this table, LimitExceeded for more than a step takes along to a shard; nothing is set then.
         """
-        given = Given(self.weight.shape[1], self.padding_idx)
+        given = GivenRows(self.weight.shape[1], self.padding_idx)
         given.add(ids, vectors)
         self.local.assign(given, lazily=isinstance(ids, RowFile))
 

@@ -29,7 +29,7 @@ from ps_tables.sizes import record_bytes, rows_within
 from ps_tables.table import Table
 from ps_worker.tables.ahead import SALT, Batch
 from ps_worker.tables.assigned import Assigned
-from ps_worker.tables.given import Given
+from ps_worker.tables.given import GivenRows
 from ps_worker.tables.optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
@@ -88,7 +88,7 @@ class Rows(Protocol):
         own:       this process's gradients; None: it has none
         """
 
-    def assign(self, given: Given, lazily: bool) -> None:
+    def assign(self, given: GivenRows, lazily: bool) -> None:
         """Sets rows. lazily: they may be read later. Raises InvalidRequest for vectors that are not finite, and sets
         none; where it reads them later, the call that reads them does."""
 
@@ -125,7 +125,7 @@ class LocalRows:
         self._kind: tuple[str, tuple[str, ...]] = ("SGD", ())  # the optimizer of the table, and what it keeps for a row
         self._table: Table | None = None  # made when there are rows
         self._loaded: dict[str, torch.Tensor] = {}  # rows of a state_dict, until a step says with which optimizer
-        self._given: list[Given] = []  # what the script has given, and nothing has read yet: there is no table then
+        self._given: list[GivenRows] = []  # what the script has given, and nothing has read yet: there is no table then
         self._assigned = Assigned()  # in ddp
         self._spec()
 
@@ -150,7 +150,7 @@ class LocalRows:
             table.pull(ids, out)
         self._assigned.cover(ids, out)
 
-    def assign(self, given: Given, lazily: bool) -> None:
+    def assign(self, given: GivenRows, lazily: bool) -> None:
         """Sets rows: now, where this process is alone; in ddp with the next step of all ranks.
 
         lazily: they may be read when rows are needed, if there are none yet
@@ -169,13 +169,13 @@ class LocalRows:
     def _read_table(self) -> Table | None:
         """Returns the table, once it has all that was given to it; None: it has no row."""
         if self._given:
-            given = Given.together(self._given)
+            given = GivenRows.together(self._given)
             given.check()
             self._set(given)
             self._given = []
         return self._table
 
-    def _set(self, given: Given) -> None:
+    def _set(self, given: GivenRows) -> None:
         """Sets rows of which all are finite."""
         table = self._table
         if table is None:
@@ -249,9 +249,9 @@ class LocalRows:
         return self._loaded or ({} if table is None else table.snapshot())
 
     @property
-    def unread(self) -> Given | None:
+    def unread(self) -> GivenRows | None:
         """What the table begins with, where nothing has read it yet and there are no other rows; None: nothing is."""
-        return Given.together(self._given) if self._given else None
+        return GivenRows.together(self._given) if self._given else None
 
     def state(self) -> bytes:
         """Returns all rows and what belongs to them: a safetensors file."""

@@ -22,7 +22,7 @@ from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.saved import saved_rows
 from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.assigned import Assigned
-from ps_worker.tables.given import Given
+from ps_worker.tables.given import GivenRows
 from ps_worker.tables.lookups import LookedUp, empty_rows
 from ps_worker.tables.modules import Embedding, looked_up
 from ps_worker.tables.rows import Exchange, LocalRows
@@ -74,7 +74,7 @@ class FirstRows:
     name: str
     rows: Mapping[str, torch.Tensor]
     seed: int
-    given: Given | None = None
+    given: GivenRows | None = None
 
     def __bool__(self) -> bool:
         return self.given is not None or bool(len(self.rows.get("ids", ())) or len(self.rows.get("waiting.ids", ())))
@@ -162,7 +162,7 @@ class ServerRows:
             ahead.here, self._ahead = True, ahead
         return ahead
 
-    def assign(self, given: Given, lazily: bool) -> None:
+    def assign(self, given: GivenRows, lazily: bool) -> None:
         """Sets rows, with the next step. Raises LimitExceeded for more than a step takes along to a shard."""
         ids = np.union1d(self.assigned.ids, given.ids())
         counts = np.bincount(shards_of(ids, self.shards), minlength=self.shards)

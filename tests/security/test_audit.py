@@ -13,7 +13,7 @@ import torch
 
 from ps_protocol.errors import Forbidden, InvalidRequest, Unauthenticated
 from ps_runtime import audit, reloading
-from ps_runtime.audit import LONGEST_SECONDS, MOST_KINDS, Audit, Entry
+from ps_runtime.audit import LONGEST_SECONDS, MOST_KINDS, Audit, AuditEntry
 from ps_runtime.credentials import Access
 from ps_runtime.logs import Speaker
 from ps_server.ops import status
@@ -22,7 +22,7 @@ from tests.tools.cluster import Cluster, until
 TOKENS = {role: f"{role}-token-of-some-length" for role in ("worker", "reader", "admin", "cluster")}
 NAMES = {"worker": "alice", "reader": "rita", "admin": "adam"}
 STRANGER = Access(token=lambda: "a-token-that-nobody-knows")
-REFUSAL = Entry("refused", "alice", "ipv4:192.0.2.1", "job", "/service/Method")
+REFUSAL = AuditEntry("refused", "alice", "ipv4:192.0.2.1", "job", "/service/Method")
 
 
 def carrying(role: str) -> Access:
@@ -142,7 +142,7 @@ class Written:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.lines: list[tuple[Entry, int]] = []
+        self.lines: list[tuple[AuditEntry, int]] = []
         self.audit = Audit(lambda entry, detail, count: self.lines.append((entry, count)), lambda: self.now)
 
 

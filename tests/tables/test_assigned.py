@@ -19,7 +19,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_tables.contributions import RowValues
 from ps_worker.cluster import first_rows, rows
 from ps_worker.tables import given
-from ps_worker.tables.given import Given
+from ps_worker.tables.given import GivenRows
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
 from tests.tools.cluster import Cluster, in_parallel
@@ -103,14 +103,14 @@ def test_a_job_begins_with_pretrained_rows_of_rank_0(
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each piece has that was read."""
-    pieces, found = Given.pieces, list[int]()
+    pieces, found = GivenRows.pieces, list[int]()
 
-    def noting(self: Given) -> Iterator[RowValues]:
+    def noting(self: GivenRows) -> Iterator[RowValues]:
         for piece in pieces(self):
             found.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(Given, "pieces", noting)
+    monkeypatch.setattr(GivenRows, "pieces", noting)
     return found
 
 
