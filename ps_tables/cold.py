@@ -36,7 +36,7 @@ _COPIED = 2**14  # rows copied at a time
 _SAMPLE = 2**14  # rows that show how old rows are
 
 
-class RowFile(Protocol):
+class ColdFile(Protocol):
     """A file of records, at places from 0."""
 
     @property
@@ -74,7 +74,7 @@ class WithFile(Places):
     in_memory: how many of them memory holds
     """
 
-    def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: RowFile) -> None:
+    def __init__(self, arrays: Mapping[str, RowArray], capacity: int, in_memory: int, file: ColdFile) -> None:
         self._arrays, self._capacity, self._in_memory, self._file = arrays, capacity, in_memory, file
         self.columns = {name: _Column(self, name, array.dim) for name, array in arrays.items()}
         # By number: 0: nowhere; above: the place in memory and 1; below: the place in the file, as -1 - place.

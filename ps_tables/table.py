@@ -24,7 +24,7 @@ from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
 from ps_tables.changes import Changes
-from ps_tables.cold import RowFile, WithFile
+from ps_tables.cold import ColdFile, WithFile
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
@@ -42,7 +42,7 @@ PERIODS = 16  # of the time after which a row expires: it may stay so much longe
 class Beyond:
     """Where rows of a table lie that outgrows memory: a file, and how many rows memory holds."""
 
-    file: RowFile
+    file: ColdFile
     in_memory: int
 
 

@@ -10,7 +10,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 
 if TYPE_CHECKING:
-    from ps_tables.cold import RowFile  # which imports torch: `ps-server plan` places buckets without it
+    from ps_tables.cold import ColdFile  # which imports torch: `ps-server plan` places buckets without it
 
 
 def place(sizes: Sequence[int], shard_count: int) -> list[int]:
@@ -52,7 +52,7 @@ class Place:
     table_bytes: int = 2**40
     salt: int = 0
     file_bytes: int = 0
-    open_file: Callable[[int, int], RowFile] | None = None
+    open_file: Callable[[int, int], ColdFile] | None = None
 
 
 @dataclass(frozen=True)
