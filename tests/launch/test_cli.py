@@ -314,8 +314,7 @@ count, begun = int(os.environ["PS_RESTART_COUNT"]), __file__ + ".begun"
 say("worker", os.environ["PS_RANK"], "start", count)
 if os.environ["PS_RANK"] == "0":
     open(begun, "w").close()
-while not os.path.exists(begun):  # or worker 0 may be ended before it says anything
-    time.sleep(0.01)
+await_file(begun)  # or worker 0 may be ended before it says anything
 if os.environ["PS_RANK"] == "1" and count < 2:
     os.kill(os.getpid(), 9) if count else sys.exit(7)
 """
@@ -362,6 +361,7 @@ def test_in_ddp_no_worker_is_started_again_alone(tmp_path: Path) -> None:
 
 
 def test_in_ddp_nobody_goes_on_alone(tmp_path: Path) -> None:
+    """The other worker would go on for ten minutes, and is stopped."""
     fails = "assert os.environ['MASTER_PORT']\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     assert run("--mode", "ddp", "--workers", "2", script(tmp_path, fails)).returncode == 7
 

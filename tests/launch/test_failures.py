@@ -21,12 +21,10 @@ from tests.tools.launching import END_SECONDS, Start, environment, run, script
 LAUNCH = ("-m", "ps_worker", "run", "--server", "h:1", "--elastic", "--workers", "2")
 # Worker 1 fails; worker 0 waits for a signal, or for the file that the test makes.
 FAILS = """
-import pathlib
 if os.environ["PS_LOCAL_RANK"] == "1":
     {fail}
 say("0 is here")
-while not pathlib.Path(__file__).with_name("enough").exists():
-    time.sleep(0.05)
+await_file(os.path.join(os.path.dirname(__file__), "enough"))
 """
 RAISES = "raise RuntimeError('no such sample')"
 FAILED = "worker 1 failed with code 1 (RuntimeError: no such sample)"
@@ -52,7 +50,7 @@ def test_of_several_failures_the_first_is_named_at_the_end(tmp_path: Path) -> No
     fails = """
 if os.environ["PS_LOCAL_RANK"] == "1":
     os.kill(os.getpid(), 9)
-while os.getppid() and "SIGKILL" not in open(sys.argv[1]).read():
+while os.getppid() and "SIGKILL" not in open(sys.argv[1]).read():  # what the launcher says is the condition
     time.sleep(0.05)
 sys.exit(3)
 """
@@ -72,7 +70,7 @@ def test_with_stop_on_failure_the_others_end_with_the_first(tmp_path: Path) -> N
     fails = FAILS.format(fail="sys.exit(7)").replace("say(", "import signal; signal.signal(15, told); say(")
     told = "def told(*_): say('told to end'); sys.exit(0)\n"
     # Worker 1 fails once worker 0 can be told.
-    waits = "while not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    waits = "await_file(sys.argv[1])"
     fails = fails.replace("sys.exit(7)", f"{waits}\n    sys.exit(7)").replace(
         'say("0 is here")', 'open(sys.argv[1], "w").close()'
     )

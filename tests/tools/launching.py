@@ -24,13 +24,25 @@ START_SECONDS = 120.0  # a command that imports torch takes so long on a machine
 END_SECONDS = 30.0
 
 
+# One write a line: workers share one output, and nothing may come between a line and its end.
+# await_file is `until` for a process that has nothing of this project.
+_BEFORE = """
+import os, sys, time
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+def await_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+"""
+
+
 def script(directory: Path, text: str) -> str:
     """A script that needs neither torch nor a server: it starts in a moment."""
     path = directory / "script.py"
-    # One write a line: workers share one output, and nothing may come between a line and its end.
-    path.write_text(
-        "import os, sys, time\nsay = lambda *words: sys.stdout.write(' '.join(map(str, words)) + '\\n')\n" + text
-    )
+    path.write_text(_BEFORE + text)
     return str(path)
 
 
