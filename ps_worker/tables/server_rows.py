@@ -334,7 +334,8 @@ class ServerTables:
     def forget_assigned(self) -> None:
         """Forgets them: a step has taken them along, or they were refused, or the job was rolled back."""
         for rows in self._rows:
-            rows.assigned = Assigned()
+            if rows.assigned.rows is not None:  # in most steps there are none
+                rows.assigned = Assigned()
 
     def ask_ahead(self) -> list[RowsAhead]:
         """Returns what is to be asked for with the step at hand; see ServerRows.ask_ahead."""
