@@ -42,9 +42,9 @@ from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
-from ps_server.core.bucket_sizes import sized
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.placement import sized
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch, check_memory_place
 from ps_server.failpoints import failpoint

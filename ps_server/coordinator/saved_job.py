@@ -10,7 +10,7 @@ from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.intervals import Span
+from ps_server.core.data_commits import Span
 from ps_server.core.membership import Member, Membership
 from ps_server.core.placement import place_job
 from ps_server.core.rounds import Round, newest

@@ -2,35 +2,26 @@
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
-agreement.py     How alike workers move in a round of local steps
 beginnings.py    What has come of the rows that a table begins with, from rank 0: all of them or none
-bucket_sizes.py  How large a job's buckets are where its workers do not say
 buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each
-budget.py        How many bytes may wait on a shard, by job and by principal
+budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 checking_rows.py  What a push of rows contributes: as checking.py, for tables
 commands.py      Everything that changes a partition, as values
-consistency.py   One bucket's protocol: what may be staged, what is applied next, and which pull is admitted
-data_commits.py  Counts each sample into each bucket of a shard exactly once, whichever worker brings it
+consistency.py   The rule of one bucket's updates in each mode: what is staged, what comes next, which pull is admitted
+data_commits.py  Counts each sample into each bucket of a shard exactly once; sets of numbers as intervals
 data_leases.py   One loader's data, as the coordinator gives it out: batch by batch, each to one worker
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
-sums.py          The sum of what workers have contributed to one update of a bucket, and the memory for it
-pieces.py        Adds the last contribution to an update and steps SGD, piece by piece
+sums.py          The sum of what workers have contributed to one update of a bucket, and steps in pieces
 extent.py        Checks how large a job is, and that its parts fit together
 figures.py       What processes measure of their own work, for people who watch
-intervals.py     Sets of whole numbers that mostly lie together: kept as the intervals that they form
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
 named_values.py  Whose hyper-parameters an update is made with: one rule for buckets and tables
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
-placement.py     Which shard holds which bucket: by bytes, largest first
-quorum.py        One bucket's protocol in sync with a quorum: an update waits for some workers, and the late count next
-reached.py       How far a job is on one shard: over all its buckets that train, and its tables
+placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
-room.py          How much memory a job comes to take on a shard
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
-row_cursor.py    Where a reader of a table's feed is: a cursor, which it keeps and does not understand
-sent.py          What every worker has of one bucket, where weights travel in blocks
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 tables.py        One job's tables on one shard: rule, rows and pending pushes of each

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_server.core.intervals import Intervals, Span
+from ps_server.core.data_commits import Intervals, Span
 from ps_server.core.snapshot import VersionRange
 
 SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rather than too few

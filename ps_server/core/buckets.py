@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
-from ps_server.core.agreement import Agreement
 from ps_server.core.commands import Commit, Draft
-from ps_server.core.consistency import Live, UpdateRule
+from ps_server.core.consistency import Live, UpdateRule, update_rule
 from ps_server.core.data_commits import Committed
 from ps_server.core.dense import Assignment, DenseBucket, Gradient
-from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.core.sums import Scratch
+from ps_server.core.sums import Agreement, Scratch
 
 
 @dataclass

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from ps_protocol.data import NOTHING, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import InvalidRequest, JobMismatch
-from ps_server.core.data_commits import Committed, common
-from ps_server.core.intervals import Intervals, Span
+from ps_server.core.data_commits import Committed, Intervals, Span, common
 
 WorkerId = tuple[int, int]  # rank and incarnation
 

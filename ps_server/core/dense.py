@@ -1,4 +1,11 @@
-"""One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update."""
+"""One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update.
+
+**Weights that travel in blocks** (int8, int4) are rounded, and all workers have to have the same bits. So the shard
+keeps what they have (`SentWeights`). Each update sends the codes of what is missing, weights - sent, and adds their
+values to `sent`: what one update rounds off is part of what the next one sends, and nothing is lost for good. A worker
+that does not have the version before asks for the whole, and gets `sent` as it is. So do all workers after an update
+before which a script had set weights: those have to arrive as they were set.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +23,35 @@ from ps_protocol.optimizer_state import is_scalar_state
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters
 from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_server.core.agreement import Agreement
 from ps_server.core.named_values import NamedValues, ValuesInUse
-from ps_server.core.pieces import PieceStep
-from ps_server.core.sent import SentWeights
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, Scratch, Sum, square, wide
+from ps_server.core.sums import PIECE, Agreement, PieceStep, Scratch, Sum, square, wide
+
+
+class SentWeights:
+    """What workers have of a bucket's weights, where these travel in blocks. For one caller at a time.
+
+    flat:  [numel] float32
+    codes: what leads here from the version before; None: this version comes whole
+    """
+
+    def __init__(self, codec: Blocks, numel: int) -> None:
+        self.codec = codec
+        self.flat = torch.zeros(numel)
+        self.codes: torch.Tensor | None = None
+
+    def begin(self, values: torch.Tensor) -> None:
+        """Begins, or goes on, with what workers will have: [numel]."""
+        self.flat.copy_(values)
+        self.codes = None
+
+    def advance(self, weights: torch.Tensor, whole: bool) -> None:
+        """Sends the weights of the next version: [numel]. whole: as they are"""
+        if whole:
+            self.begin(weights)
+            return
+        self.codes = self.codec.encode(weights - self.flat)
+        self.flat += self.codec.values(self.codes, len(self.flat))
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class PullCall:
     in_segment:   they go into the worker's segment
     notify_bytes: it is told of them once they make so many bytes, or all are there; 0: only then
     run:          of the job that the caller belongs to; empty: any
-    times_wanted: it records a timeline: see PushTimes in ps_server/shard/times.py
+    times_wanted: it records a timeline: see PushTimes in ps_server/shard/waiting.py
     whole:        of the buckets, those of which it has not the version before, where weights travel in blocks
     all_staged:   the answer has every update that is staged when it comes
     """

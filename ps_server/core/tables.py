@@ -21,12 +21,11 @@ from ps_server.core.beginnings import ComingRows
 from ps_server.core.budget import StagingRoom
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import AssignRows, BeginRows, Staged, StageRows
-from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule
+from ps_server.core.consistency import NOT_BEGUN, Live, UpdateRule, update_rule
 from ps_server.core.data_commits import Committed, DataCommits, in_all
 from ps_server.core.figures import RowCounts, TableFigures, told
 from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
-from ps_server.core.quorum import update_rule
 from ps_server.core.snapshot import TableSnapshot
 from ps_tables.changes import Changes
 from ps_tables.cold import PLACE_BYTES

@@ -18,11 +18,10 @@ from ps_protocol.modes import Consistency
 from ps_protocol.optimizer_state import KNOWN
 from ps_protocol.wire_formats import FORMATS, BlockFormat, CastFormat
 from ps_runtime.quantities import counted, number_text, size_text, time_text
-from ps_server.core.bucket_sizes import sized
+from ps_server.core.budget import room_for
 from ps_server.core.extent import check_extent
 from ps_server.core.limits import DEFAULTS
-from ps_server.core.placement import place_job
-from ps_server.core.room import room_for
+from ps_server.core.placement import place_job, sized
 from ps_server.ops.plan_costs import apply_seconds, coordinator_load, travel_seconds, way
 from ps_server.ops.plan_tables import TableMemory, TableQuestion, fewest_shards, table_memory
 

@@ -24,8 +24,7 @@ from ps_protocol.v1 import data_pb2, types_pb2
 from ps_server.core.commands import Staged
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.core.validation import check_once
-from ps_server.shard.times import BucketTimes
-from ps_server.shard.waiting import Answer, Notice, PulledBucket, PulledState
+from ps_server.shard.waiting import Answer, BucketTimes, Notice, PulledBucket, PulledState
 
 M = TypeVar("M", bound=Message)
 

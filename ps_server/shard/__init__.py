@@ -9,18 +9,13 @@ metrics.py    What a shard tells Prometheus
 native_loops.py Compiled loops for tables: whether a server process uses them, and how they are made
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
-restores.py   Restores of jobs from checkpoints, and how far they are
-row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round
-row_pulls.py  Pulls of rows: checked, and sent in messages of a few MiB
+row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on
 segments.py   Mapping a worker's segment, without trusting what it says
 row_memory.py Workers' segments for rows, and what messages name in them
 shard.py      A shard: the jobs that it has, and what is asked of it
-snapshots.py  Taking a checkpoint of a job on one shard, beside training
+snapshots.py  Taking a checkpoint of a job on one shard, beside training; copying tables for it in pieces
 stage_room.py Room for what optimizers keep in a later stage of a script
-table_copies.py Copying tables for checkpoints, in pieces between updates, and only what changed where that will do
-table_places.py What a shard gives to tables: memory, and a part of a disk
 terms.py      The terms of coordinators, as a shard knows them: it obeys the latest one alone
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
-times.py      When pushes were staged and applied, for workers that record a timeline
 waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait
 """

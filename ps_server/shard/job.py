@@ -23,21 +23,19 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, segment_plan
+from ps_server.core.budget import Room
 from ps_server.core.commands import Close
 from ps_server.core.consistency import Add, UpdateRule
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
-from ps_server.core.room import Room
 from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
 from ps_server.core.tables import RowsContribution, TableRows
 from ps_server.shard.loans import Loans
-from ps_server.shard.snapshots import Refusal, Refusals, SnapshotTask
+from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
-from ps_server.shard.table_copies import SavedParts, TableCopying, begin_copy
-from ps_server.shard.times import PushTimes
-from ps_server.shard.waiting import READER, Pull, Waiter
+from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
 
 NARROWED_BUCKETS = 4  # that a job keeps
 _HISTORIES = itertools.count(secrets.randbits(62))  # a number that no other table of any process has had
@@ -150,7 +148,7 @@ class HostedBucket(Hosted):
 class HostedTable(Hosted):
     """A table's rows on this shard.
 
-    history: of its updates: see core/row_cursor.py
+    history: of its updates: see RowCursor in row_feeds.py
     feeds:   of readers; the job's lock guards them
     saved:   what parts of checkpoints have of it
     """

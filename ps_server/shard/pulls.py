@@ -1,4 +1,9 @@
-"""Pulls: those that are admitted are sent; the others wait without a thread, and know for which workers."""
+"""Pulls: those that are admitted are sent; the others wait without a thread, and know for which workers.
+
+A bucket is sent from where it lies, or written into its worker's segment. Rows are copied while the table is not
+stepped, and sent from the copy, in messages of a few MiB: their order and number are others than in the table. Where
+the worker shares memory, they are copied there.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,44 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from ps_protocol.codecs import Cast, Codec, plain_codec, weight_codec
+import numpy as np
+import torch
+
+from ps_protocol.codecs import Cast, Codec, plain_codec, row_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.requests import PullCall, RowsPull, TablePull
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
-from ps_server.shard import row_pulls
 from ps_server.shard.budgets import PulledBuckets
 from ps_server.shard.job import Hosted, HostedBucket, HostedJob, HostedTable
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.row_memory import with_ids
 from ps_server.shard.segments import copy_out
-from ps_server.shard.times import BucketTimes
 from ps_server.shard.waiting import (
     READER,
+    BucketTimes,
     Lent,
     Notice,
     Outbox,
     Pull,
     PulledBucket,
+    PulledRows,
     PulledState,
+    PulledTable,
     Waiter,
 )
+from ps_server.storage.tensor_file import file_chunks
 
 NOTICE_AFTER_SECONDS = 2.0
 NOTICE_EVERY_SECONDS = 10.0
 # A worker whose pushes came with a pull learns from the first bucket that they are staged, otherwise after this time: a
 # message for nothing but that would take a core from the worker that is waited for (measured).
 STAGED_AFTER_SECONDS = 0.1
+MESSAGE_BYTES = 4 * 2**20  # of rows, a feed's too
 
 
 class Pulls:
@@ -98,8 +111,38 @@ class Pulls:
     def check_rows(
         self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
     ) -> tuple[Pull, int]:
-        """Returns a pull of rows to `ask` for, and the index of its table; see row_pulls.check."""
-        return row_pulls.check(job, call, outbox, self._clock(), principal)
+        """Returns a pull of rows to `ask` for, and the index of its table. Raises what is wrong with it."""
+        checker = job.state.tables.checker
+        checker.table(call.table)
+        rows = None
+        if isinstance(call, RowsPull):
+            call, rows = with_ids(job, call)
+        wanted = call if isinstance(call, TablePull) else checker.wanted(call)
+        if call.incarnation != READER or isinstance(call, TablePull):
+            with job.lock:
+                job.state.check_worker(call.rank, call.incarnation, call.key)
+        elif call.clock:
+            raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
+        pull = Pull(
+            call.rank,
+            call.incarnation,
+            call.clock,
+            outbox,
+            1,
+            self._clock(),
+            principal=principal,
+            wanted=wanted,
+            rows=rows,
+        )
+        index = checker.first + call.table
+        # What is saved of a table has every update that is staged; a lookup has those of its mode.
+        pull.all_staged = isinstance(wanted, TablePull) and not wanted.count_only
+        if not isinstance(wanted, TablePull):
+            pull.id_bytes = wanted.nbytes
+        elif not wanted.count_only:
+            weights = job.state.tables[index].rows
+            pull.copy_bytes = weights.nbytes + weights.in_file.nbytes
+        return pull, index
 
     def ask(self, job: HostedJob, pull: Pull, indices: Sequence[int]) -> None:
         """Sends each bucket on the pull's outbox as soon as it is admitted, then ends the stream. Returns at once.
@@ -149,7 +192,7 @@ class Pulls:
         if isinstance(bucket, HostedTable):
             with job.lock:
                 pull.with_pushes = False  # rows say it
-            row_pulls.send(job, bucket, pull, waited, self._metrics)
+            self._send_rows(job, bucket, pull, waited)
             return
         assert isinstance(bucket, HostedBucket)
         if pull.segment is None:
@@ -227,6 +270,72 @@ class Pulls:
             yield Lent(answer, loan)
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, len(payload))
+
+    def _send_rows(self, job: HostedJob, table: HostedTable, pull: Pull, waited: float) -> None:
+        """Sends what a pull wants of a table on its outbox, then ends the stream."""
+        if isinstance(pull.wanted, TablePull):
+            self._send_table(job, table, pull, pull.wanted.count_only)
+            pull.outbox.finish()
+        elif pull.rows is not None:
+            pull.outbox.tell_last(self._put(job, table, pull, pull.rows, waited))
+        elif pull.wanted is not None and not len(pull.wanted):
+            save_state = job.saves_state(pull, table.rule.version)
+            wire_format = wire_format_of(row_codec(job.state.spec.weight_wire))
+            pull.outbox.tell_last(
+                PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
+            )
+        elif pull.wanted is not None:
+            rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.weights.dim))
+            for first in range(0, len(pull.wanted), rows):
+                some = pull.wanted[first : first + rows]
+                pull.outbox.lend(partial(self._lend_rows, job, table, pull, first, some, waited))
+            pull.outbox.finish()
+
+    def _put(self, job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float) -> PulledRows:
+        """Writes all rows into the worker's segment: here and now, by the thread that stepped them."""
+        assert isinstance(pull.wanted, np.ndarray)
+        with table.tensors:
+            trained, version = table.weights.pull(pull.wanted, rows), table.rule.version
+        self._metrics.pulled(job.name, rows.nbytes)
+        save_state = job.saves_state(pull, version)
+        count = len(pull.wanted)
+        return PulledRows(table.index, version, 0, count, trained, waited, None, save_state, in_segment=True)
+
+    @contextlib.contextmanager
+    def _lend_rows(
+        self, job: HostedJob, table: HostedTable, pull: Pull, first: int, ids: Ids, waited: float
+    ) -> Iterator[Lent]:
+        rows = torch.empty(len(ids), table.weights.dim, dtype=torch.float32, device="cpu")
+        with table.tensors:
+            trained, version = table.weights.pull(ids, rows), table.rule.version
+            save_state = job.saves_state(pull, version)
+        codec = row_codec(job.state.spec.weight_wire)
+        payload = bytes_of(codec.encode(rows.view(-1)))
+        wire_format = wire_format_of(codec)
+        answer = PulledRows(
+            table.index, version, first, len(ids), trained, waited, None, save_state, payload, wire_format
+        )
+        yield Lent(answer, None)
+        self._metrics.pulled(job.name, len(payload))
+
+    def _send_table(self, job: HostedJob, table: HostedTable, pull: Pull, count_only: bool) -> None:
+        with table.tensors:
+            version, rows = table.rule.version, len(table.weights)
+            tensors = {} if count_only else table.weights.snapshot()
+        seed = table.weights.spec.initializer.seed
+        answer = PulledTable(table.index, version, rows, seed)
+        if count_only:
+            pull.outbox.tell(answer)
+            return
+        for chunk in file_chunks(tensors, {}):
+            view = memoryview(chunk)
+            for first in range(0, len(view), MESSAGE_BYTES):
+                pull.outbox.lend(partial(self._lend_piece, job, answer, view[first : first + MESSAGE_BYTES]))
+
+    @contextlib.contextmanager
+    def _lend_piece(self, job: HostedJob, answer: PulledTable, piece: memoryview) -> Iterator[Lent]:
+        yield Lent(answer._replace(payload=piece), None)
+        self._metrics.pulled(job.name, len(piece))
 
     def send_state(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> None:
         """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
@@ -343,3 +452,8 @@ def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
         values, absent = bucket.weights.read_state(name)
         version, stage = bucket.rule.version, bucket.weights.stage.number
     yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values), stage), loan=None)
+
+
+def wire_format_of(codec: Cast) -> str:
+    """Returns how messages name a codec of rows: float32 has no name there."""
+    return "" if codec.dtype == "float32" else codec.dtype

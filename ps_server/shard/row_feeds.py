@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +21,51 @@ from ps_protocol.framing import Buffer
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
 from ps_server.core.requests import RowsWatch
-from ps_server.core.row_cursor import RowCursor, row_cursor
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
-from ps_server.shard.row_pulls import MESSAGE_BYTES, wire_format_of
+from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
 from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
 from ps_tables.changes import Changes
+
+_FORMAT = 1  # the first byte: another one for what will be said in another way
+_SIZES = (4, 8, 8)  # bytes of the fields
+
+
+class RowCursor(NamedTuple):
+    """Where a reader of a feed is: it has all changes of a table up to a version. It keeps the bytes of this.
+
+    A history is one unbroken sequence of updates of a table on a shard: it ends when the shard's process ends, when the
+    job is rolled back to a checkpoint, and with the run of the job. What changed after a version is known within a
+    history.
+
+    table:   its place in the job's list
+    history: a number that no other history has
+    version: of the table's rows: see TableRows.version
+    """
+
+    table: int
+    history: int
+    version: int
+
+    def to_bytes(self) -> bytes:
+        """Returns the cursor as readers keep it."""
+        fields = (value.to_bytes(size, "little") for value, size in zip(self, _SIZES, strict=True))
+        return b"".join((bytes((_FORMAT,)), *fields))
+
+
+def row_cursor(data: bytes) -> RowCursor:
+    """Returns the cursor that a reader has kept. Raises InvalidRequest for bytes that are none."""
+    if len(data) != 1 + sum(_SIZES) or data[0] != _FORMAT:
+        raise InvalidRequest(
+            f"expected a cursor as WatchRows gave it, of {1 + sum(_SIZES)} bytes of format {_FORMAT:02x}, "
+            f"got {len(data)} bytes of format {data[:1].hex() or 'none'}"
+        )
+    fields, first = [], 1
+    for size in _SIZES:
+        fields.append(int.from_bytes(data[first : first + size], "little"))
+        first += size
+    return RowCursor(*fields)
+
 
 SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0

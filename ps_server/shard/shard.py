@@ -40,16 +40,13 @@ from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapsh
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
-from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.hosted import HostedJobs, RestoreRequest, TablePlaces
 from ps_server.shard.job import Connected, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
-from ps_server.shard.restores import RestoreRequest
 from ps_server.shard.row_feeds import RowFeeds
-from ps_server.shard.snapshots import Refusal, SnapshotTask
-from ps_server.shard.table_copies import Saved, TableCopying
-from ps_server.shard.table_places import TablePlaces
+from ps_server.shard.snapshots import Refusal, Saved, SnapshotTask, TableCopying
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
 from ps_server.storage.checkpoints import CheckpointStore

@@ -20,8 +20,7 @@ from ps_server.core.commands import Staged
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import PullCall, PushedBucket, PushKind
 from ps_server.rpc import data_messages
-from ps_server.shard.times import BucketTimes
-from ps_server.shard.waiting import Notice, PulledBucket
+from ps_server.shard.waiting import BucketTimes, Notice, PulledBucket
 from ps_worker.cluster import convert as worker_messages
 from ps_worker.values import BucketPush, ShardTimes
 from ps_worker.values import PulledBucket as ReadBucket

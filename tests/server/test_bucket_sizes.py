@@ -21,8 +21,8 @@ from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.v1 import jobs_pb2
 from ps_runtime.memory_place import memory_place
 from ps_server.coordinator.shards import Shards
-from ps_server.core.bucket_sizes import MOST_BUCKETS, sized
 from ps_server.core.limits import Limits
+from ps_server.core.placement import MOST_BUCKETS, sized
 from ps_server.core.validation import check_job_spec
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job

@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.data import MAX_PUSH_RANGES, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_server.core.commands import AddWorker, RemoveWorker
-from ps_server.core.data_commits import Committed, DataCommits, common
+from ps_server.core.data_commits import Committed, DataCommits, Intervals, common
 from ps_server.core.data_leases import DataLeases
-from ps_server.core.intervals import Intervals
 from ps_server.core.requests import PushKind
 from tests.tools.partitions import image, push, running, stage, work, work_once
 

@@ -21,11 +21,11 @@ from ps_protocol.modes import Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import jobs_pb2
 from ps_runtime.memory import free_bytes
+from ps_server.core.budget import room_for
 from ps_server.core.dense import Gradient
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall
-from ps_server.core.room import room_for
 from ps_server.core.tables import RowsContribution
 from ps_server.core.validation import check_job_spec
 from ps_server.shard.job import Hosted

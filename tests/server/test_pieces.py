@@ -13,10 +13,9 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_server.core import dense, pieces, sums
+from ps_server.core import dense, sums
 from ps_server.core.dense import DenseBucket, Gradient
-from ps_server.core.pieces import Piece, PieceStep, pieces_of
-from ps_server.core.sums import Scratch, Sum
+from ps_server.core.sums import Piece, PieceStep, Scratch, Sum, pieces_of
 
 PIECE = 64  # elements, here
 SIZES = {
@@ -35,7 +34,7 @@ HYPER: dict[str, HyperParameters] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, dense, sums):
+    for module in (dense, sums):
         monkeypatch.setattr(module, "PIECE", PIECE)
     monkeypatch.setattr(pieces_of, "__defaults__", (PIECE,))
 

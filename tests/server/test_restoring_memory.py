@@ -15,7 +15,7 @@ from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import with_defaults
-from ps_server.core.room import room_for
+from ps_server.core.budget import room_for
 from ps_server.core.snapshot import BucketSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard

@@ -19,10 +19,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.requests import RowPushKind, RowsPush, RowsWatch
-from ps_server.core.row_cursor import RowCursor, row_cursor
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS
-from ps_server.shard.row_pulls import MESSAGE_BYTES
+from ps_server.shard.pulls import MESSAGE_BYTES
+from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS, RowCursor, row_cursor
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import FeedPart, Lent

@@ -12,9 +12,9 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
 from ps_server.core.buckets import Bucket
+from ps_server.core.budget import room_for
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.dense import Assignment, DenseBucket, Gradient
-from ps_server.core.room import room_for
 from ps_server.core.sums import Scratch
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.checkpoint_files import read_buckets, write_checkpoint

@@ -8,8 +8,7 @@ import pytest
 
 from ps_server.core.requests import PullCall
 from ps_server.shard.shard import Shard
-from ps_server.shard.times import BucketTimes
-from ps_server.shard.waiting import Notice, Outbox, PulledBucket
+from ps_server.shard.waiting import BucketTimes, Notice, Outbox, PulledBucket
 from tests.tools.partitions import call_of, lone_shard, push
 
 

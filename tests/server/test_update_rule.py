@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import parse_mode
-from ps_server.core.consistency import ADMITTED, Add, Admission, Live, Step, UpdateRule
-from ps_server.core.quorum import update_rule
+from ps_server.core.consistency import ADMITTED, Add, Admission, Live, Step, UpdateRule, update_rule
 from tests.tools.modes import consistency
 from tests.tools.rules import admits
 

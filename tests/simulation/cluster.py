@@ -19,7 +19,7 @@ import torch
 
 from ps_protocol.errors import Fenced, PSError
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.shard import row_pulls
+from ps_server.shard import pulls
 from tests.chaos.oracle import Life, Violation
 from tests.simulation.binding import bound
 from tests.simulation.faults import Faults
@@ -446,11 +446,11 @@ def _freeze_what_is_imported() -> None:
 @contextlib.contextmanager
 def _small_messages(size: int) -> Iterator[None]:
     """Has shards send rows in messages of a few, as they send large tables."""
-    before, row_pulls.MESSAGE_BYTES = row_pulls.MESSAGE_BYTES, size
+    before, pulls.MESSAGE_BYTES = pulls.MESSAGE_BYTES, size
     try:
         yield
     finally:
-        row_pulls.MESSAGE_BYTES = before
+        pulls.MESSAGE_BYTES = before
 
 
 @contextlib.contextmanager

@@ -29,14 +29,12 @@ from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.beginnings import Beginnable, ComingRows
 from ps_server.core.commands import BeginRows, Staged, StageRows
-from ps_server.core.consistency import ADMITTED, Add, Admission, Step, UpdateRule
+from ps_server.core.consistency import ADMITTED, Add, Admission, QuorumRule, Step, UpdateRule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
-from ps_server.core.dense import OpenUpdate
+from ps_server.core.dense import OpenUpdate, SentWeights
 from ps_server.core.membership import Counted, Membership, Rivals
 from ps_server.core.partition import JobPartition
-from ps_server.core.quorum import QuorumRule
-from ps_server.core.sent import SentWeights
 from ps_server.core.tables import TableRows, Tables
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedBucket, HostedJob

@@ -194,7 +194,7 @@ def test_a_large_batch_travels_in_several_messages(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ps_worker.cluster.rows.MESSAGE_BYTES", 500)
-    monkeypatch.setattr("ps_server.shard.row_pulls.MESSAGE_BYTES", 500)
+    monkeypatch.setattr("ps_server.shard.pulls.MESSAGE_BYTES", 500)
     ids = torch.arange(-500, 500) * 3
     with shared.connect("sync", job=job, transport=transport) as session:
         worker = Worker(session)

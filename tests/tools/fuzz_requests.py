@@ -24,7 +24,7 @@ from ps_protocol.v1 import (
     shard_pb2,
     types_pb2,
 )
-from ps_server.core.row_cursor import RowCursor
+from ps_server.shard.row_feeds import RowCursor
 
 JOB, KEY = "job", b"sixteen bytes 01"
 KEPT, CHECKPOINT = "kept", "000001"  # a job that is not there any more, and its checkpoint
