@@ -98,18 +98,23 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
 
 def _local(message: job_pb2.Local) -> Local:
     outer = message.outer_learning_rate, message.outer_momentum, message.nesterov
+    if message.weighted_by_samples:
+        raise InvalidRequest(
+            "rounds weighted by samples, which servers of this version do not offer: a worker's round weighs the steps "
+            "made in it. Leave out outer={'weight': 'samples'}, and give all workers batches of one size"
+        )
     if not message.HasField("round_duration"):
-        by_samples, parts = message.weighted_by_samples, None
+        parts = None
         if message.fragments:
             parts = Fragments(message.steps, message.fragments, message.delay_steps, message.mixing)
-        return Local(message.steps, message.warm_up_steps, *outer, by_samples=by_samples, fragments=parts)
+        return Local(message.steps, message.warm_up_steps, *outer, fragments=parts)
     if message.fragments:
         raise InvalidRequest(f"rounds that end by time have no fragments, got {message.fragments}")
     if message.steps:
         raise InvalidRequest(
             f"a round ends after so many steps, or after so long, got {message.steps} steps and a time"
         )
-    return Local(1, message.warm_up_steps, *outer, seconds(message.round_duration), message.weighted_by_samples)
+    return Local(1, message.warm_up_steps, *outer, seconds(message.round_duration))
 
 
 def _local_message(local: Local) -> job_pb2.Local:
@@ -121,7 +126,6 @@ def _local_message(local: Local) -> job_pb2.Local:
         outer_momentum=local.momentum,
         nesterov=local.nesterov,
         round_duration=None if local.seconds is None else duration(local.seconds),
-        weighted_by_samples=local.by_samples,
         fragments=0 if parts is None else parts.count,
         delay_steps=0 if parts is None else parts.delay,
         mixing=0.0 if parts is None else parts.mixing,

@@ -216,7 +216,6 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
     ours, theirs = left.fragments, right.fragments
     return [
         ("seconds of a round", left.seconds, right.seconds),
-        ("weight of a worker's round", left.weight, right.weight),
         ("warm-up", left.warm_up, right.warm_up),
         ("outer optimizer's lr", left.lr, right.lr),
         ("outer optimizer's momentum", left.momentum, right.momentum),

@@ -8,7 +8,7 @@ counts rounds. It is DiLoCo (Douillard et al., 2023); an outer step with lr 1 an
 
 In `local:Ts`, such as `local:30s`, a round has no number of steps: each worker ends it with its first step after T
 seconds of its own clock, so that fast workers wait for one step of a slow worker at most. The mean is weighted by the
-number of each worker's steps, or of the samples that these steps used.
+number of each worker's steps.
 
 In `local:H/F`, such as `local:8/4`, a round does not push the whole model at its end, but each of F fragments of it in
 turn, and mixes in what comes back some steps later (fragments.py).
@@ -40,7 +40,6 @@ class Local:
     warm_up:  rounds of one step that the job begins with
     lr, momentum, nesterov: of the outer optimizer after the warm-up, in which it has lr 1 and no momentum
     seconds:  of a round after the warm-up, in `local:Ts`; None: it has H steps
-    by_samples: a worker's difference weighs as many samples as it has used, not as many steps as it has made
     fragments: in `local:H/F`, of the model; None: it is pushed as a whole, and pulled before the next round
     """
 
@@ -50,7 +49,6 @@ class Local:
     momentum: float = 0.7
     nesterov: bool = True
     seconds: float | None = None
-    by_samples: bool = False
     fragments: Fragments | None = None
 
     def __post_init__(self) -> None:
@@ -60,8 +58,6 @@ class Local:
             raise InvalidRequest(
                 f"a round ends after so many steps, or after so long, got {self.steps} steps and a time"
             )
-        if self.by_samples and self.seconds is None:
-            raise InvalidRequest("rounds are weighted by samples in local:Ts alone (such as local:30s)")
         if not 1 <= self.steps <= MAX_STEPS:
             raise InvalidRequest(f"local:H takes an H from 1 to {MAX_STEPS}, got {self.steps}")
         if self.fragments is not None and (self.seconds is not None or self.fragments.steps != self.steps):
@@ -79,11 +75,6 @@ class Local:
         if self.fragments is not None:
             return f"local:{self.steps}/{self.fragments.count}"
         return f"local:{self.steps}" if self.seconds is None else f"local:{self.seconds:g}s"
-
-    @property
-    def weight(self) -> str:
-        """What a worker's difference weighs in the mean, in words."""
-        return "samples" if self.by_samples else "equal" if self.seconds is None else "steps"
 
     def ends_by_time(self, round_number: int) -> bool:
         """Whether a round ends after so long, and not after so many steps."""

@@ -230,10 +230,8 @@ class Session:
         ddp_options:  more arguments for DistributedDataParallel in mode ddp
         outer:        in modes local:H and local:Ts, settings of the job: "lr" (0.8), "momentum" (0.7) and "nesterov"
                       (True) of the servers' optimizer, and "warm_up" (64), the rounds of one step that the job begins
-                      with, in which it averages. In local:Ts also "weight", what a worker's round weighs in the mean:
-                      the "steps" (default) made in it, or the "samples" that the script tells; see `session.samples`.
-                      In local:H/F also "delay" (1) and "mixing" (0.5): how many steps later what was pulled of a
-                      fragment is mixed in, and what the worker keeps of its own weights then
+                      with, in which it averages. In local:H/F also "delay" (1) and "mixing" (0.5): how many steps
+                      later what was pulled of a fragment is mixed in, and what the worker keeps of its own weights then
 
         own:          those of the things whose state is each worker's own, and not the job's as a schedule is: a worker
                       that joins late does not take it over from another. It is rolled back all the same
@@ -421,18 +419,6 @@ class Session:
         """
         with self._strategy.no_sync():
             yield
-
-    def samples(self, count: int) -> None:
-        """Says how many samples the step at hand uses; before `optimizer.step()`, for each batch.
-
-        Where rounds are weighted by samples (mode local:Ts, `outer={"weight": "samples"}`), a worker's round weighs as
-        much as the steps in it say, and a step without a call raises InvalidRequest. Elsewhere this does nothing.
-
-        count: a whole number, 1 or more; otherwise InvalidRequest is raised
-        """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InvalidRequest(f"session.samples takes a whole number of 1 or more, got {count!r}")
-        self._strategy.samples(count)
 
     def global_weights(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Returns a copy of a model's state_dict with the weights of the job, to evaluate and to save, in every mode.

@@ -3,8 +3,7 @@
 base       The weights of the servers that a round begins with (base.py).
 ends       The weights are taken from the base: the difference. It is pushed like a gradient, and the weights that are
            pulled are the next base.
-time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made,
-           or the samples that they used.
+time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ps_protocol.errors import InvalidRequest, NonFiniteGradient
+from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.job import JobSpec, NonFinite
 from ps_worker.model.step import EndedStep, StepMaker
 
@@ -23,7 +22,7 @@ class LocalRound(StepMaker):
     """Makes the pushes of rounds, one after the other.
 
     number:   of the round at hand, from 1
-    made:     steps that were made in it; samples: that the script says they have used
+    made:     steps that were made in it
     before:   steps that were made before it, where the job's settings do not say: rounds end by time
     left_out: the last round was left out of the mean: its weights were not finite
     """
@@ -32,18 +31,16 @@ class LocalRound(StepMaker):
         super().__init__(spec, *arguments, **more)
         assert spec.local is not None
         self._local = spec.local
-        self.number, self.made, self.samples = 1, 0, 0
+        self.number, self.made = 1, 0
         self.before: MadeSteps | None = None if spec.local.seconds is None else MadeSteps(self)
         self._began = 0.0
-        self._told = 0  # samples that the script says the step at hand uses
-        self._of_last = 0  # samples of the last step
         self.left_out = False
 
     def begin(self, clock: int) -> None:
         """Begins the round after so many others, with the weights that have been pulled as its base."""
         if self.before is not None:
             self.before.begin(clock)
-        self.number, self.made, self.samples = clock + 1, 0, 0
+        self.number, self.made = clock + 1, 0
         self.model.base.keep()
         self._began = time.monotonic()
 
@@ -61,27 +58,13 @@ class LocalRound(StepMaker):
         is_timed = self._local.ends_by_time(self.number)
         return not is_timed or time.monotonic() - self._began >= (self._local.seconds or 0.0)
 
-    def stepping(self) -> None:
-        """Begins a step. Raises InvalidRequest where the round is weighted by samples, and the step has none."""
-        if self._local.by_samples and not self._told:
-            raise InvalidRequest(
-                "this job's rounds are weighted by samples (outer={'weight': 'samples'}), and the script has not said "
-                "how many this step uses: call session.samples(len(batch)) before each optimizer.step()"
-            )
-
     def stepped(self) -> None:
         """Ends a step."""
         self.made += 1
-        self.samples += self._told
-        self._of_last, self._told = self._told, 0
-
-    def count_samples(self, count: int) -> None:
-        """Adds samples that the step at hand uses."""
-        self._told += count
 
     def begin_anew(self) -> None:
         """Takes back what was made of the weights in this round."""
-        self.made = self.samples = 0
+        self.made = 0
         self.model.base.go_back()
 
     def end(self, optimizer: int) -> EndedStep:
@@ -89,7 +72,7 @@ class LocalRound(StepMaker):
         if not self._is_pushed():
             return self.end_empty()
         self.model.base.subtract()
-        weight = 0 if self._local.seconds is None else self.samples if self._local.by_samples else self.made
+        weight = 0 if self._local.seconds is None else self.made
         return EndedStep(optimizer, set(), self._now(), False, self.tables.left_out(), float(weight))
 
     def end_alone(self) -> bool:
@@ -119,7 +102,6 @@ class LocalRound(StepMaker):
         self._metrics.not_finite()
         if self._spec.non_finite is NonFinite.REFUSE:
             self.made = max(0, self.made - 1)  # this step does not count
-            self.samples = max(0, self.samples - self._of_last)
             raise NonFiniteGradient(
                 f"{name} is not finite after the steps of this round; nothing of the round was pushed. "
                 "session.global_weights() has the weights that it began with "

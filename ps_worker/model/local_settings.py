@@ -16,14 +16,12 @@ KNOWN: Mapping[str, tuple[type, ...]] = {
     "momentum": (int, float),
     "nesterov": (bool,),
     "warm_up": (int,),
-    "weight": (str,),
     "delay": (int,),
     "mixing": (int, float),
 }
 WORDS = {
     "nesterov": "True or False",
     "warm_up": "a whole number",
-    "weight": '"steps" or "samples"',
     "delay": "a whole number",
 }
 
@@ -36,6 +34,11 @@ def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
     """
     rounds = local_rounds(mode)
     for name, value in outer.items():
+        if name == "weight":
+            raise InvalidRequest(
+                "outer['weight'] is no more: a round weighs the steps made in it. Leave it out, and give all workers "
+                "batches of one size"
+            )
         if name not in KNOWN:
             raise InvalidRequest(f"outer takes {', '.join(KNOWN)}, got {name!r}")
         if not isinstance(value, KNOWN[name]) or (isinstance(value, bool) and name != "nesterov"):
@@ -43,9 +46,6 @@ def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
     given: dict[str, Any] = {
         name: float(value) if KNOWN[name] == (int, float) else value for name, value in outer.items()
     }
-    weight = given.pop("weight", "steps")
-    if weight not in ("steps", "samples"):
-        raise InvalidRequest(f'outer[\'weight\'] is "steps" or "samples", got {weight!r}')
     delay, mixing = given.pop("delay", None), given.pop("mixing", None)
     if delay is not None and delay < 0:
         raise InvalidRequest(f"outer['delay'] is a number of steps from 0, got {delay}")
@@ -54,11 +54,7 @@ def local_settings(mode: str, outer: Mapping[str, Any]) -> Local | None:
     if rounds is None:
         Local(1, **given)
         return None
-    if rounds.seconds is None and "weight" in outer:
-        raise InvalidRequest(
-            f"outer['weight'] is for rounds of a time, such as local:30s: in {mode} all workers make as many steps"
-        )
-    return replace(_mixed(rounds, delay, mixing), by_samples=weight == "samples", **given)
+    return replace(_mixed(rounds, delay, mixing), **given)
 
 
 def _mixed(rounds: Local, delay: int | None, mixing: float | None) -> Local:

@@ -163,9 +163,6 @@ class Ddp:
                 stack.enter_context(model.no_sync())
             yield
 
-    def samples(self, count: int) -> None:
-        """Does nothing: an update has one step of each worker, and all weigh the same."""
-
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all ranks, over the process group."""
         own = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)).to(self._device)

@@ -105,11 +105,6 @@ class LocalSteps(ParameterServer):
         """Returns a context that does nothing: gradients stay on the worker."""
         return nullcontext()
 
-    def samples(self, count: int) -> None:
-        """Adds samples that the step at hand uses."""
-        if self._local is not None:
-            self._local.samples(count)
-
 
 def _outer_optimizer(local: Local, parameters: list[torch.Tensor]) -> torch.optim.SGD:
     """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up."""
@@ -247,16 +242,11 @@ class LocalTraining(JobTraining):
         self._follow_job()
         if not self._round.made:
             self._began = self._told()
-        self._round.stepping()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
 
     def _tell(self) -> None:
         self.participation.script.begin(lambda: self._began, at_any_time=True)  # a newcomer begins with a round
-
-    def samples(self, count: int) -> None:
-        """Adds samples that the step at hand uses."""
-        self._round.count_samples(count)
 
     def _stepped(self) -> None:
         """Ends a step of one of the script's optimizers, and with the last step of a round the round."""

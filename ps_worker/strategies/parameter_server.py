@@ -186,9 +186,6 @@ class ParameterServer:
         """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
         return self._training.no_sync() if self._training else nullcontext()
 
-    def samples(self, count: int) -> None:
-        """Does nothing: an update has one step of each worker, and all weigh the same."""
-
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all live workers, by rank; see Rounds.exchange."""
         if self._rounds is None:

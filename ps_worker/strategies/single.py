@@ -96,9 +96,6 @@ class Single:
         """Returns a context that does nothing."""
         return nullcontext()
 
-    def samples(self, count: int) -> None:
-        """Does nothing: an update has one step of each worker, and all weigh the same."""
-
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns this worker's own value."""
         return {0: value}

@@ -88,9 +88,6 @@ class Strategy(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only add to the gradients."""
 
-    def samples(self, count: int) -> None:
-        """Says that the step at hand uses so many samples more, for a mean that they weigh in."""
-
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all workers that take part, by rank, ascending; blocks until each has given its own.
 

@@ -61,9 +61,7 @@ class Steps:
         self.model, self.optimizer = session.prepare(self.model, optimizer, outer={**AVERAGING, **outer})
         self._session, self._moves = session, moves
 
-    def make(self, samples: int | None = None) -> None:
-        if samples is not None:
-            self._session.samples(samples)
+    def make(self) -> None:
         self.model.cells.grad = torch.full((64,), self._moves)
         self.optimizer.step()
 
@@ -102,25 +100,6 @@ def test_a_round_ends_with_the_first_step_after_its_time_and_weighs_its_steps(
     in_parallel(2, work)
 
 
-def test_a_round_weighs_the_samples_that_the_script_tells(shared: Cluster, job: str, clocks: Clocks) -> None:
-    def work(rank: int) -> None:
-        with shared.connect(MODE, rank, 2, job=job) as session:
-            cells = Steps(session, [1.0, 5.0][rank], weight="samples")
-            if rank == 0:
-                cells.make(10)
-                with pytest.raises(InvalidRequest, match=r"call session\.samples\(len\(batch\)\) before each"):
-                    cells.make()
-                assert session.clock == 1
-                session.samples(4)  # of two batches that are accumulated
-                cells.make(6)
-            clocks.go_on(30)
-            cells.make([10, 70][rank])
-            assert session.round == 1
-            assert cells.of_all() == pytest.approx(-(30 * 3 + 70 * 5) / 100, rel=1e-6)
-
-    in_parallel(2, work)
-
-
 def test_the_warm_up_has_rounds_of_one_step_whatever_the_time(shared: Cluster, job: str, clocks: Clocks) -> None:
     with shared.connect(MODE, job=job) as session:
         cells = Steps(session, 1.0, warm_up=3)
@@ -132,10 +111,10 @@ def test_the_warm_up_has_rounds_of_one_step_whatever_the_time(shared: Cluster, j
         assert (session.clock, session.round) == (6, 4)
 
 
-def test_workers_with_another_time_or_weight_are_refused(shared: Cluster, job: str) -> None:
-    def join(mode: str, **outer: Any) -> None:
+def test_workers_with_another_time_are_refused(shared: Cluster, job: str) -> None:
+    def join(mode: str) -> None:
         with ps_worker.connect(shared.address, mode, job, elastic=True) as session:
-            Steps(session, 1.0, **outer)
+            Steps(session, 1.0)
 
     with ps_worker.connect(shared.address, MODE, job, elastic=True) as session:
         Steps(session, 1.0)
@@ -143,35 +122,12 @@ def test_workers_with_another_time_or_weight_are_refused(shared: Cluster, job: s
             join("local:31s")
         with pytest.raises(JobMismatch, match="the mode is local:30s in the registered job and local:30 in this"):
             join("local:30")
-        with pytest.raises(JobMismatch, match=r"the weight of a worker's round is steps in .* and samples in this one"):
-            join(MODE, weight="samples")
 
 
-@pytest.mark.parametrize(
-    ("mode", "outer", "says"),
-    [
-        (MODE, {"weight": "batches"}, "outer\\['weight'\\] is \"steps\" or \"samples\", got 'batches'"),
-        (MODE, {"weight": 3}, 'outer\\[\'weight\'\\] is "steps" or "samples", got 3'),
-        ("local:8", {"weight": "samples"}, "is for rounds of a time, such as local:30s: in local:8 all workers"),
-    ],
-)
-def test_a_weight_that_makes_no_sense_is_refused(
-    shared: Cluster, job: str, mode: str, outer: dict[str, Any], says: str
-) -> None:
-    with shared.connect(mode, job=job) as session, pytest.raises(InvalidRequest, match=says):
-        Steps(session, 1.0, **outer)
-
-
-@pytest.mark.parametrize("mode", ["single", "sync", "local:2", MODE])
-def test_a_script_may_tell_samples_in_every_mode(shared: Cluster, job: str, mode: str) -> None:
-    with shared.connect(mode, job=job) as session:
-        cells = Steps(session, 1.0)
-        for count in (1, 2):
-            cells.make(count)
-        for wrong in (0, -1, 2.0, True, None):
-            with pytest.raises(InvalidRequest, match="takes a whole number of 1 or more"):
-                session.samples(wrong)  # type: ignore[arg-type]
-        assert session.clock == 2
+@pytest.mark.parametrize("mode", ["sync", "local:2", MODE])
+def test_a_weight_of_rounds_is_refused_with_the_way_out(shared: Cluster, job: str, mode: str) -> None:
+    with shared.connect(mode, job=job) as session, pytest.raises(InvalidRequest, match="Leave it out, and give all"):
+        Steps(session, 1.0, weight="samples")
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -192,12 +148,20 @@ def test_a_gradient_without_its_weight_or_with_one_that_is_none_is_refused(share
 
 
 def test_a_job_of_timed_rounds_is_no_job_to_servers_that_know_only_steps() -> None:
-    spec = replace(vector_job("j", "sync", 16, 1), local=Local(1, seconds=0.57, by_samples=True))
+    spec = replace(vector_job("j", "sync", 16, 1), local=Local(1, seconds=0.57))
     message = job_spec_message(spec)
     assert job_spec(message) == spec
     assert message.local.steps == 0, "which they refuse"
     message.local.steps = 3
     with pytest.raises(InvalidRequest, match="after so many steps, or after so long"):
+        job_spec(message)
+
+
+@pytest.mark.parametrize("rounds", [Local(1, seconds=0.57), Local(8)])
+def test_servers_refuse_a_job_whose_rounds_weigh_samples(rounds: Local) -> None:
+    message = job_spec_message(replace(vector_job("j", "sync", 16, 1), local=rounds))
+    message.local.weighted_by_samples = True  # as workers of earlier versions may ask for it
+    with pytest.raises(InvalidRequest, match=r"Leave out outer=\{'weight': 'samples'\}, and give all workers batches"):
         job_spec(message)
 
 

@@ -80,8 +80,6 @@ def test_a_time_of_rounds_that_no_job_can_use_is_refused(seconds: str) -> None:
 def test_rounds_end_after_steps_or_after_a_time() -> None:
     with pytest.raises(InvalidRequest, match="after so many steps, or after so long, got 8 steps and a time"):
         Local(8, seconds=30.0)
-    with pytest.raises(InvalidRequest, match="weighted by samples in local:Ts alone"):
-        Local(8, by_samples=True)
 
 
 @pytest.mark.parametrize("steps", ["0", str(MAX_STEPS + 1)])
