@@ -1,7 +1,8 @@
 """Writes docs/reference.md from the docstrings of the package: `make reference`.
 
-Paragraphs of a docstring stay paragraphs; lines of the form `name: what it is`, where `name` is a parameter or an
-attribute, become a list.
+Docstrings are in Google style: the sections Args, Attributes, Raises, Returns, Yields and Example are rendered with a
+title each, and all other text stays Markdown. In docstrings without sections, a line `name: meaning` of a parameter or
+an attribute becomes an item of a list.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ps_worker
 from ps_worker import session
+from ps_worker.connecting import connect
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
 from ps_worker.tables import freezing, modules, optimizers
@@ -44,11 +47,15 @@ FRAMEWORKS = {
 
 # A line that explains one or more names: "rank: from 0", "tls_cert, tls_key: this worker's certificate and key".
 EXPLAINS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): +(\S.*)")
+# The line that begins a section of Google style, and an item of one, such as "*things: Models." or "PSError: A server
+# failed."
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Example):")
+ITEM = re.compile(r"((?:\*{0,2}\w+)(?:, \w+)*): +(\S.*)")
 
 
 def document() -> str:
     """Returns the whole page."""
-    parts = [HEAD, *entry("##", "connect", session.connect, "ps_worker."), *session_entries(), *optimizer_entries()]
+    parts = [HEAD, *entry("##", "connect", connect, "ps_worker."), *session_entries(), *optimizer_entries()]
     return "\n".join([*parts, *table_entries(), *framework_entries(), *error_table()]) + "\n"
 
 
@@ -169,7 +176,52 @@ def called(name: str, signature: inspect.Signature) -> str:
 
 
 def text_of(docstring: str, names: set[str] | None) -> str:
-    """Returns a docstring as Markdown. names: what a list item may explain; None: anything."""
+    """Returns a docstring as Markdown. names: what a list item may explain outside of sections; None: anything."""
+    paragraphs: list[str] = []
+    for title, body in sections_of(docstring):
+        if title is None:
+            paragraphs.append(_prose(body, names))
+        elif title == "Example":
+            paragraphs.append(f"**Example:**\n\n```python\n{body}\n```")
+        elif title in ("Returns", "Yields"):
+            paragraphs.append(f"**{title}:** {body}")
+        else:
+            paragraphs.append(f"**{title}:**\n\n{_items(body)}")
+    return "\n\n".join(paragraphs)
+
+
+def sections_of(docstring: str) -> Iterator[tuple[str | None, str]]:
+    """Yields the sections of a docstring in Google style, with their titles; None: text outside of any."""
+    title: str | None = None
+    lines: list[str] = []
+    for line in [*docstring.splitlines(), None]:
+        ends = line is None or (title is not None and bool(line) and not line.startswith(" "))
+        begins = None if line is None else SECTION.fullmatch(line)
+        if ends or begins:
+            body = textwrap.dedent("\n".join(lines)).strip("\n")
+            if body:
+                yield title, body
+            title, lines = None, []
+        if begins:
+            title = begins[1]
+        elif line is not None:
+            lines.append(line)
+
+
+def _items(body: str) -> str:
+    """Returns the items of a section as a list."""
+    lines = []
+    for line in body.splitlines():
+        item = None if line.startswith(" ") else ITEM.fullmatch(line)
+        if item:
+            named = ", ".join(f"`{name}`" for name in item[1].split(", "))
+            lines.append(f"* {named}: {item[2]}")
+        else:
+            lines.append(f"  {line.strip()}".rstrip())
+    return "\n".join(lines)
+
+
+def _prose(docstring: str, names: set[str] | None) -> str:
     lines: list[str] = []
     inside = False  # in an item of a list
     for line in docstring.splitlines():

@@ -1,29 +1,29 @@
-"""What servers and workers must agree on: a change on one side alone breaks the other.
+"""The agreements between servers and workers. A change on one side alone breaks the other.
 
-addresses.py       What an address and a host's name may be
-codecs.py          How a bucket's elements become a payload, and back: the one home of wire formats
-convert.py         Protobuf messages as values, and back, where both ends do the same
-data.py            Elastic data: batches that the coordinator leases to workers, as both ends speak of them
+addresses.py       The syntax of addresses and of host names
+codecs.py          Encodes a bucket's elements as a payload, and decodes them
+convert.py         Conversions between protobuf messages and values that servers and workers share
+data.py            Elastic data: the batches that the coordinator leases to workers
 errors.py          Every error of the project, its reason and its canonical code
-figures.py         What a worker measures of its own work, for people who watch
-fragments.py       The fragments of a model in mode `local:H/F`: when each is pushed and mixed in
-framing.py         Messages with a payload: all fields but the last by protobuf, the payload by hand, without a copy
-frames.py          How messages travel on a data connection, those of several calls one after the other
+figures.py         The measurements of a worker, for dashboards
+fragments.py       The fragments of a model in mode `local:H/F`, and the steps at which each is pushed and mixed in
+framing.py         Messages with a payload: protobuf for the other fields, no copy for the payload
+frames.py          The frames of a data connection, which interleave the messages of several calls
 hyper_parameters.py  Hyper-parameters of optimizers, as plain values
-identity.py        Who a worker is: what every message of one names
-job.py             What a job is, as a value that both ends can compare
-layout.py          How a model's parameters become buckets: one pure function that both ends run on the same job
+identity.py        The identity of a worker, which all its messages carry
+job.py             The specification of a job, which servers compare between workers
+layout.py          Cuts a model's parameters into buckets: one pure function that servers and workers run
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
 modes.py           The modes of training, and the one rule behind four of them
-optimizer_state.py What torch.optim's optimizers keep for each parameter, by name
-optimizers.py      Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with
-row_ids.py         Ids of rows: how they are mixed, and which shard has a row
-row_memory.py      Memory for rows that a worker shares with the shards on its host
-row_optimizers.py  Which optimizers can step the rows of a table, and what they are called with
-segment_layout.py  Memory that a worker shares with the shards on its host: what lies where in it
-stages.py          What trains a bucket from some step on: stages of a script that goes on with other optimizers
-tables.py          What a table of rows is, as a value that both ends can compare
-tensors.py         Bytes as tensors and tensors as bytes, without copying
-wire_formats.py    How many bytes a bucket's elements take on the wire, and which format it travels in
-versions.py        Versions of the protocol, and which of them understand each other
+optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
+optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments
+row_ids.py         Ids of rows: their hash, and the shard of a row
+row_memory.py      The memory for rows that a worker shares with the shards on its host
+row_optimizers.py  The optimizers that can step the rows of a table, and their arguments
+segment_layout.py  The layout of the memory that a worker shares with the shards on its host
+stages.py          Stages of a script that changes its optimizers: the optimizer of a bucket in each stage
+tables.py          The specification of a table of rows, which servers compare between workers
+tensors.py         Conversions between bytes and tensors, without copying
+wire_formats.py    The wire format of a bucket, and its size in bytes
+versions.py        The versions of the protocol, and their compatibility
 """

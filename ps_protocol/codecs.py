@@ -1,16 +1,16 @@
-"""How a bucket's elements become a payload, and back: the one home of wire formats, with wire_formats.py.
+"""Encodes a bucket's elements as a payload, and decodes them. wire_formats.py has the sizes of the same formats.
 
-A payload is bytes, and its codec alone knows what is in them: both ends ask it for their number, and have it encode and
-decode. `gradient_codec` and `weight_codec` choose one for a bucket that travels, from the job and from nothing else.
-What lies in shared memory does not travel: it keeps its type (`plain_codec`), since to narrow it would only cost time.
+A payload is bytes that only its codec can interpret: servers and workers ask the codec for their size, and to encode
+and decode them. `gradient_codec` and `weight_codec` choose the codec of a bucket from the job alone. Shared memory
+keeps the bucket's own type (`plain_codec`): narrowing would save no transfer and cost a pass over memory.
 
-Cast     One element on the wire for each of the bucket's, maybe of a narrower type. Encoding makes one pass over
-         memory, or none where the type stays as it is. Decoding makes none: the receiver widens while it adds or
-         copies.
-Blocks   int8 and int4: codes of 8 or 4 bits, with a scale for each block of elements. Both ends get the same bits from
-         the same elements, whatever the machine: every operation is one that IEEE 754 defines, no value is subnormal,
-         and nothing is random. types.proto says the format byte by byte. What is lost is fed back by who encodes: see
-         ps_worker/model/residual.py.
+Cast     One element on the wire for each element of the bucket, possibly of a narrower type. Encoding makes one pass
+         over memory, or none if the type is the same. Decoding makes none: the receiver widens while it adds or copies.
+Blocks   int8 and int4: codes of 8 or 4 bits, with a scale for each block of elements. The same elements give the same
+         bits on every machine: all operations are those that IEEE 754 defines, no value is subnormal, and nothing is
+         random. types.proto specifies the format byte by byte. The sender adds the rounding error to the next payload
+         (ps_worker/model/residual.py): without this error feedback, compressed SGD may not converge (Karimireddy et
+         al., 2019, https://arxiv.org/abs/1901.09847).
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from ps_protocol.layout import DATA_TYPES, BucketSpec
 from ps_protocol.tensors import TORCH_DTYPES, tensor_from
 from ps_protocol.wire_formats import BLOCK_FORMATS, BlockFormat, CastFormat, gradient_format, weight_format
 
-Memory = Callable[[int, torch.dtype], torch.Tensor]  # returns memory for so many elements of a type, on the CPU
+Memory = Callable[[int, torch.dtype], torch.Tensor]  # (elements, type) -> memory for them, on the CPU
 
-LEAST_SCALE = 2.0**-126  # the least that is not subnormal: some processors take those for 0
+LEAST_SCALE = 2.0**-126  # the smallest normal float32: a processor that flushes subnormals to 0 would differ below it
 GREATEST_BFLOAT16: float = torch.finfo(torch.bfloat16).max
 
 
 class Cast(CastFormat):
-    """Elements of one type on the wire; `dtype` is its name, torch's own."""
+    """A codec for elements of one type. `dtype` is torch's name of the type."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type as torch has it."""
+        """The type as a torch.dtype."""
         return TORCH_DTYPES[self.dtype]
 
     @property
     def copies(self) -> bool:
-        """Whether `decode` returns memory of its own."""
+        """Whether `decode` returns a copy, and no view of the payload."""
         return False
 
     def encode(self, values: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
-        """Returns the elements as they travel: [numel]; the tensor itself where it has that type.
+        """Returns the elements in the wire's type: [numel]. It is the tensor itself if the type is the same.
 
-        memory: what they are put into, given their number and type; None: fresh memory
+        memory: allocates the result, given its number of elements and its type; None: torch does
         """
         if memory is None or values.dtype == self.torch_dtype:
             return values.to(self.torch_dtype)
         return memory(values.numel(), self.torch_dtype).copy_(values)
 
     def decode(self, payload: Buffer, numel: int) -> torch.Tensor:
-        """Returns the elements of a payload of that many: [numel], over its memory. Read from it, never write."""
+        """Returns the elements of a payload: [numel], a view of the payload. Never write to it."""
         return tensor_from(payload, self.dtype)
 
     def is_finite(self, payload: Buffer) -> bool:
-        """Whether what makes all of a payload's elements finite is in order: here, each has to be looked at."""
+        """Returns True: a cast has no scales, so a caller has to check the elements themselves."""
         return True
 
 
 class Blocks(BlockFormat):
-    """Codes of `bits` bits, 8 or 4, with one bfloat16 scale for each block of `block` elements."""
+    """A codec for blocks of elements: codes of `bits` bits, 8 or 4, and one bfloat16 scale for each block."""
 
     @property
     def _largest(self) -> int:
@@ -71,24 +71,24 @@ class Blocks(BlockFormat):
 
     @property
     def _greatest_scale(self) -> float:
-        return GREATEST_BFLOAT16 / (1 << self.bits - 1)  # times any code it is finite
+        return GREATEST_BFLOAT16 / (1 << self.bits - 1)  # its product with any code is finite
 
     @property
     def copies(self) -> bool:
-        """Whether `decode` returns memory of its own."""
+        """Whether `decode` returns a copy, and no view of the payload."""
         return True
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the payload of elements [numel], on their device: bytes [size].
 
-        A block with an infinity or a NaN is one of NaNs.
+        A block with an infinity or a NaN decodes to NaNs.
         """
         numel = values.numel()
         blocks = _padded(values.float(), -numel % self.block).view(-1, self.block)
         scales = (blocks.abs().amax(-1) / self._largest).bfloat16().float()
-        scales = scales.where(scales >= LEAST_SCALE, scales * 0)  # a NaN stays one, and an infinity becomes one below
+        scales = scales.where(scales >= LEAST_SCALE, scales * 0)  # NaN * 0 stays NaN; the next line makes infinity NaN
         scales = scales.clamp(max=self._greatest_scale).where(scales.isfinite(), scales * torch.nan)
-        codes = blocks / scales.where(scales != 0, 1).unsqueeze(-1)  # below a scale that is too small all round to 0
+        codes = blocks / scales.where(scales != 0, 1).unsqueeze(-1)  # with scale 0, |x| < 2**-126: rounds to code 0
         codes = codes.round_().clamp_(-self._largest, self._largest).to(torch.int8).view(-1)[:numel]
         if self.bits == 4:
             half = (numel + 1) // 2
@@ -96,11 +96,11 @@ class Blocks(BlockFormat):
         return torch.cat((scales.bfloat16().view(torch.uint8), codes.view(torch.uint8)))
 
     def decode(self, payload: Buffer, numel: int) -> torch.Tensor:
-        """Returns the elements of a payload of that many: float32 [numel], in memory of its own."""
+        """Returns the elements of a payload: float32 [numel], a copy."""
         return self.values(tensor_from(payload, "uint8"), numel)
 
     def values(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """Returns the elements of what `encode` has returned, on its device: float32 [numel]."""
+        """Returns the elements of an encoded tensor, on its device: float32 [numel]."""
         count = -(-numel // self.block)
         scales = payload[: 2 * count].view(torch.bfloat16).float()
         codes = payload[2 * count :].view(torch.int8)
@@ -116,8 +116,8 @@ class Blocks(BlockFormat):
         return padded[:numel]
 
     def is_finite(self, payload: Buffer) -> bool:
-        """Whether all of a payload's elements are finite: its scales are from 0 to the greatest."""
-        # As many scales as fit: 2 bytes of each 2 + block * bits / 8, of which the last block may have fewer.
+        """Whether all elements of a payload are finite. Only the scales have to be checked."""
+        # A block is 2 bytes of scale and block * bits / 8 bytes of codes; the last block may have fewer codes.
         count = -(-len(payload) // (2 + self.block * self.bits // 8))
         scales = tensor_from(memoryview(payload)[: 2 * count], "bfloat16").float()
         return bool(((scales >= 0) & (scales <= self._greatest_scale)).all())
@@ -130,31 +130,31 @@ def _padded(values: torch.Tensor, zeros: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, zeros)) if zeros else values
 
 
-# Tensors as they are: initial values, what a script assigns, optimizer state, and all that is not float32.
+# Tensors in their own type: initial values, values that a script assigns, optimizer state, all types but float32.
 PLAIN: dict[str, Cast] = {name: Cast(name) for name in DATA_TYPES}
 BLOCKS: dict[str, Blocks] = {each.name: Blocks(each.name, each.bits, each.block) for each in BLOCK_FORMATS.values()}
 
 
 def plain_codec(bucket: BucketSpec) -> Cast:
-    """Returns how a bucket lies in memory, a shared segment too."""
+    """Returns the codec of a bucket in memory, also in a shared segment."""
     return PLAIN[bucket.dtype]
 
 
 def gradient_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
-    """Returns how the gradients of a bucket travel."""
+    """Returns the codec of a bucket's gradients."""
     name = gradient_format(spec, bucket)
     return BLOCKS.get(name) or PLAIN[name]
 
 
 def weight_codec(spec: JobSpec, bucket: BucketSpec) -> Codec:
-    """Returns how the weights of a bucket travel; what no optimizer steps travels as it is."""
+    """Returns the codec of a bucket's weights. Frozen buckets keep their type."""
     name = weight_format(spec, bucket)
     return BLOCKS.get(name) or PLAIN[name]
 
 
 def row_codec(name: str) -> Cast:
-    """Returns how rows of tables travel in a job with this wire format: as float32 where that has blocks.
+    """Returns the codec for rows of tables in a job with this wire format; a format of blocks becomes float32.
 
-    Each step trains other rows, so what a narrow one lost would reach its row late or never.
+    Each step trains other rows, so error feedback would reach a row late or never.
     """
     return PLAIN["float32" if name in BLOCKS else name]

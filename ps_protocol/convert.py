@@ -1,4 +1,4 @@
-"""Protobuf messages as values, and back, where both ends do the same: jobs, hyper-parameters, data, figures, times."""
+"""Conversions between protobuf messages and values that servers and workers share: jobs, data, figures, times."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def job_spec_data(spec: JobSpec) -> dict[str, Any]:
 
 
 def job_spec_from_data(data: Any) -> JobSpec:
-    """Returns the spec that a file holds, also one of format 1. Raises InvalidRequest if it holds none."""
+    """Returns the spec in a file's data, also of format 1. Raises InvalidRequest if it has none."""
     try:
         if "optimizer" in data:  # format 1
             data = dict(data)
@@ -173,7 +173,7 @@ def job_spec_from_data(data: Any) -> JobSpec:
 def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> ParameterSpec:
     dtype = known(_DATA_TYPES, message.data_type, f"data type of {message.name!r}")
     group = None if message.frozen else message.group
-    # A group that does not exist is refused by name later on.
+    # `validate` refuses a group that does not exist, with the parameter's name.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
     more = message.element_type, not message.not_saved
     return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more)
@@ -198,13 +198,13 @@ def _table(message: job_pb2.TableSpec) -> JobTable:
 
 
 def row_initializer(message: job_pb2.RowInitializer, table: str) -> Initializer:
-    """Returns how rows of a table begin. Raises InvalidRequest for a distribution that does not exist."""
+    """Returns the initializer of a table's rows. Raises InvalidRequest for an unknown distribution."""
     kind = known(_DISTRIBUTIONS, message.distribution, f"distribution of table {table!r}")
     return Initializer(kind, message.scale, message.seed)
 
 
 def row_initializer_message(start: Initializer) -> job_pb2.RowInitializer:
-    """Returns the message that says how rows begin."""
+    """Returns the message of a table's initializer."""
     return job_pb2.RowInitializer(distribution=_DISTRIBUTION_NUMBERS[start.kind], scale=start.scale, seed=start.seed)
 
 
@@ -266,14 +266,14 @@ def group_update_messages(groups: Mapping[int, HyperParameters]) -> list[job_pb2
 
 
 def next_optimizer(message: data_pb2.NextOptimizer) -> StageSpec:
-    """Returns what a message says trains a bucket. Raises InvalidRequest for a group that comes twice."""
+    """Returns the stage of a bucket in a message. Raises InvalidRequest for a group that comes twice."""
     members = tuple(None if number == 0 else number - 1 for number in message.slice_groups)
     groups = group_updates(message.groups)
     return StageSpec(message.stage, message.optimizer, members, groups, frozenset(message.kept_slices))
 
 
 def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
-    """Returns the message that says what trains a bucket."""
+    """Returns the message of a bucket's stage."""
     return data_pb2.NextOptimizer(
         stage=stage.number,
         optimizer=stage.optimizer,
@@ -284,7 +284,7 @@ def next_optimizer_message(stage: StageSpec) -> data_pb2.NextOptimizer:
 
 
 def data_ranges(messages: Iterable[types_pb2.DataRange]) -> tuple[DataRange, ...]:
-    """Returns the ranges of data that a message names."""
+    """Returns the data ranges in a message."""
     return tuple(DataRange(each.loader, each.pass_number, each.start, each.stop) for each in messages)
 
 
@@ -297,12 +297,12 @@ def data_range_messages(ranges: Iterable[DataRange]) -> list[types_pb2.DataRange
 
 
 def wire_format(number: int, what: str = "wire format") -> str:
-    """Returns a wire format's name; empty where none is set. Raises InvalidRequest for one that does not exist."""
+    """Returns the name of a wire format; empty if it is not set. Raises InvalidRequest for an unknown one."""
     return known(_WIRE_FORMATS, number, what)
 
 
 def wire_format_number(name: str) -> Any:
-    """Returns a wire format's number in the contract; that of none where the name is empty."""
+    """Returns the number of a wire format in the contract; an empty name gives UNSPECIFIED."""
     return _WIRE_FORMAT_NUMBERS[name]
 
 
@@ -314,7 +314,7 @@ def duration(seconds: float) -> Duration:
 
 
 def seconds(message: Duration) -> float:
-    """Returns the seconds that a message says; 0 where it is not set."""
+    """Returns the seconds of a message; 0 if it is not set."""
     return message.ToNanoseconds() / 1e9
 
 
@@ -326,19 +326,19 @@ def timestamp(seconds: float) -> Timestamp:
 
 
 def since_1970(message: Timestamp) -> float:
-    """Returns the seconds since 1970 that a message says."""
+    """Returns the seconds since 1970 of a message."""
     return message.ToMilliseconds() / 1e3
 
 
 def known(table: Mapping[int, T], number: int, what: str) -> T:
-    """Returns what an enum's number stands for. Raises InvalidRequest for one that does not exist."""
+    """Returns the value of an enum's number. Raises InvalidRequest for an unknown number."""
     if number not in table:
         raise InvalidRequest(f"{what}: expected one of {sorted(int(key) for key in table)}, got {number}")
     return table[number]
 
 
 def worker_figures_message(figures: WorkerFigures) -> figures_pb2.WorkerFigures:
-    """Returns the message of what a worker has measured."""
+    """Returns the message of a worker's measurements."""
     return figures_pb2.WorkerFigures(
         measured_duration=duration(figures.measured),
         step_count=figures.steps,

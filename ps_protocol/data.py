@@ -1,7 +1,7 @@
-"""Elastic data: batches that the coordinator leases to workers, as both ends speak of them.
+"""Elastic data: the batches that the coordinator leases to workers.
 
-A *pass* goes once over a loader's samples, in an order that all workers compute from the loader's seed and the number
-of the pass. A batch is a range of positions in that order.
+A *pass* is one loop over a loader's samples. All workers compute its order from the loader's seed and the number of the
+pass. A batch is a range of positions in that order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_PUSH_RANGES = 1_024  # of leased data that one push names
+MAX_PUSH_RANGES = 1_024  # leased ranges in one push
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class DataRange:
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What all workers must agree on about a loader.
+    """The properties of a loader that must be the same on all workers.
 
-    loader:     its number in the job, from 0
-    size:       samples of the dataset
+    loader: its number in the job, from 0
+    size: samples of the dataset
     batch_size: samples of a full batch
-    drop_last:  leave out what is behind the last full batch
-    seed:       of the shuffle; None: no shuffle
+    drop_last: whether a pass leaves out the samples after the last full batch
+    seed: of the shuffle; None: no shuffle
     """
 
     loader: int
@@ -46,18 +46,18 @@ class LoaderSpec:
 
     @property
     def samples(self) -> int:
-        """Samples of a pass."""
+        """The number of samples of a pass."""
         return self.size - (self.size % self.batch_size if self.drop_last else 0)
 
     @property
     def batches(self) -> int:
-        """Batches of a pass."""
+        """The number of batches of a pass."""
         return -(-self.samples // self.batch_size)
 
 
 @dataclass(frozen=True)
 class LeaseReport:
-    """What a worker says about the batches that it was given: those it still has, has pushed, and gives back."""
+    """A worker's report on its leased batches: those it still has, those it has pushed, and those it returns."""
 
     leased: Sequence[DataRange] = ()
     committed: Sequence[DataRange] = ()
@@ -79,7 +79,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class BatchLease:
-    """Batches given, all of one pass; or `complete`: the pass that was asked for is over. Neither: ask again."""
+    """Leased batches, all of one pass. `complete`: the requested pass is over. With neither, the worker asks again."""
 
     ranges: tuple[DataRange, ...] = ()
     complete: bool = False

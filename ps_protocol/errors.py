@@ -1,7 +1,7 @@
 """Every error of the project, its reason and its canonical code.
 
     PSError
-    ├── InvalidRequest        what came is wrong in itself: a shape, a size, a name, a value
+    ├── InvalidRequest        a shape, a size, a name or a value is wrong in itself
     │   └── NonFiniteGradient an infinity or a NaN in a gradient
     ├── Unsupported           an optimizer, a sampler, a model that this project refuses, with what to use instead
     ├── JobMismatch           the job exists and is another one
@@ -16,19 +16,19 @@
     ├── Deposed               a shard obeys a later coordinator than the caller
     ├── NotShared             a shard cannot see a worker's memory: use the network
     ├── OutOfOrder            a push that skips a clock
-    ├── TryLater              nothing is wrong; come back in a moment
+    ├── TryLater              nothing is wrong; the call may succeed in a moment
     ├── LimitExceeded         past a named limit
     │   └── Backlogged        no room for a push, a pull or a call yet; try again at the time it names
     ├── NoCheckpoints         no directory for checkpoints, or no checkpoint in it
     ├── CheckpointFailed      a checkpoint could not be written
-    ├── CheckpointDamaged     what is on disk is not what was written
-    ├── Unauthenticated       the caller has shown no token or certificate, or one that is not known here
+    ├── CheckpointDamaged     a file on disk differs from the file that was written
+    ├── Unauthenticated       the caller has no token or certificate, or one that the server does not know
     ├── Forbidden             the caller may not do this, or speaks for another
     └── Unreachable           no server answers at the address, or none of this kind
         └── Untrusted         the two ends of a TLS connection do not trust each other
 
-A server raises one of these; it crosses the wire as a canonical code and a reason, and is raised as the same class at
-the worker (ps_runtime/status.py). Nothing is ever recognised by the text of a message.
+An error that a server raises crosses the wire as a canonical code and a reason, and the worker raises the same class
+(ps_runtime/status.py). No code recognises an error by the text of its message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ import enum
 from typing import ClassVar, TypeVar
 
 DOMAIN = "ps_protocol"  # of a reason, in an ErrorInfo
-# Longer words are cut: gRPC carries them twice in the trailers of a call, which may hold 8 KiB in all.
+# A longer message is cut. gRPC sends it twice in a call's trailers (grpc-message and grpc-status-details-bin), and its
+# default limit for all metadata is 8 KiB.
 MAX_TEXT_BYTES = 1500
 
 
@@ -62,8 +63,8 @@ class PSError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     code: ClassVar[Code] = Code.INTERNAL
     retryable: ClassVar[bool] = False
-    retry_after: float | None = None  # seconds after which to try again, where the server says so
-    progress: str | None = None  # of what is waited for: another text than before says that it gets on
+    retry_after: float | None = None  # seconds after which to try again, if the server names them
+    progress: str | None = None  # the state of an awaited event: a changed text shows that it makes progress
 
     def __str__(self) -> str:
         text = super().__str__().encode(errors="replace")
@@ -76,9 +77,9 @@ Error = TypeVar("Error", bound=PSError)
 
 
 def anew(error: Error) -> Error:
-    """Returns the same error without what it holds on to: the frames that it was raised in, and what it came from.
+    """Returns a copy of an error without its traceback, cause and context.
 
-    An error that is kept, or raised more than once, would keep all that the variables of these frames hold.
+    An error that is stored, or raised more than once, would keep all variables of the frames in its traceback alive.
     """
     same = type(error)(*error.args)
     vars(same).update(vars(error))
@@ -172,14 +173,14 @@ class Deposed(PSError):
 
 
 class NotShared(PSError):
-    """A shard cannot see this worker's memory, or has none of it attached: the network is what is left."""
+    """A shard cannot use this worker's shared memory, or has not attached it."""
 
     reason = "NOT_SHARED"
     code = Code.FAILED_PRECONDITION
 
 
 class OutOfOrder(PSError):
-    """A push that skips a clock: earlier steps of this worker never came."""
+    """A push skips a clock: earlier steps of this worker are missing."""
 
     reason = "OUT_OF_ORDER"
     code = Code.FAILED_PRECONDITION
@@ -205,7 +206,7 @@ class Backlogged(LimitExceeded):
 
     reason = "BACKLOGGED"
     retryable = True
-    retry_after = 0.05  # a bucket is sent again in vain each time: not too often
+    retry_after = 0.05  # not less: each refused attempt has sent a whole bucket
 
 
 class NoCheckpoints(PSError):
@@ -223,21 +224,21 @@ class CheckpointFailed(PSError):
 
 
 class CheckpointDamaged(PSError):
-    """What is on disk is not what was written: a checksum, a size or a shape is wrong, or a file is missing."""
+    """A checksum, a size or a shape of a checkpoint's file is wrong, or a file is missing."""
 
     reason = "CHECKPOINT_DAMAGED"
     code = Code.DATA_LOSS
 
 
 class Unauthenticated(PSError, PermissionError):
-    """The caller has shown neither a token nor a certificate that is known here."""
+    """The caller has neither a token nor a certificate that the server knows."""
 
     reason = "UNAUTHENTICATED"
     code = Code.UNAUTHENTICATED
 
 
 class Forbidden(PSError, PermissionError):
-    """The caller's roles do not let it do this, or it speaks for a worker that it is not."""
+    """The caller's roles do not permit the call, or it acts for another worker."""
 
     reason = "FORBIDDEN"
     code = Code.PERMISSION_DENIED
@@ -251,7 +252,7 @@ class Unreachable(PSError, ConnectionError):
 
 
 class Untrusted(Unreachable):
-    """A TLS connection does not come about: a certificate, a CA or a host name is wrong; the message says which."""
+    """A TLS handshake failed: a certificate, a CA or a host name is wrong; the message says which."""
 
     reason = "UNTRUSTED"
 

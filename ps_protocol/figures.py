@@ -1,5 +1,6 @@
-"""What a worker measures of its own work, and what its script logs, for people who watch: sums since the worker
-began to measure."""
+"""The measurements of a worker, and the values that its script logs, for dashboards. All are sums since the worker
+began to measure.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from dataclasses import dataclass, field
 PHASES = ("data", "forward", "backward", "push", "pull", "wait")
 MAX_VALUES = 8
 MAX_VALUE_NAME = 40
-MAX_TOTAL = 2**53  # steps: JSON's numbers are exact up to there
+MAX_TOTAL = 2**53  # steps: JavaScript, which shows the page, has exact integers up to here
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _OF_A_NAME = _LETTERS | frozenset("0123456789_")
 
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """A value that a script logs. last: as it was logged last; mean: the exponential mean of the finite ones"""
+    """A value that a script logs. last: the last value; mean: the exponential mean of the finite ones"""
 
     name: str
     last: float
@@ -25,16 +26,16 @@ class LoggedValue:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """What a worker's process has measured.
+    """The measurements of a worker's process.
 
-    measured: seconds for which it has
-    steps:    made; phases: their seconds, by phase; sent, received: their bytes
-    values:   what the script logs, in the order of first mention
-    looked_up, distinct: ids looked up in tables, and those of each lookup once
-    residual_ratio: norm of what the wire format of gradients has left out, over that of what was pushed last; None: it
-                    leaves out nothing that is sent later
-    total:    steps that the worker makes in all, as its script says; 0: it does not say
-    done:     those that it has made since the job began
+    measured: seconds of measurement
+    steps: steps made; phases: their seconds by phase; sent, received: their bytes
+    values: logged values, in the order in which their names were first logged
+    looked_up, distinct: ids looked up in tables, and distinct ids of each lookup
+    residual_ratio: the norm of the residual of the gradients' wire format, relative to the norm of the last push; None
+    without a residual
+    total: the steps that the worker makes in all, as its script announces; 0: unknown
+    done: the steps that it has made since the job began
     """
 
     measured: float = 0.0

@@ -1,14 +1,15 @@
-"""The fragments of a model in mode `local:H/F`: which one is pushed, and which one is mixed in, after which step.
+"""The fragments of a model in mode `local:H/F`, and the steps at which each is pushed and mixed in.
 
-The buckets of a model are dealt out to F fragments, one to each in turn. In the course of a round each fragment is
-pushed once, H/F steps after the one before, so that the link carries a part of the model all the time and never the
-whole at once. The worker mixes the pulled weights of a fragment into its own some steps later: the delay. It goes on
-with its steps until then.
-The delay is shorter than H/F. So one fragment is under way at a time, and between two of them none is.
+The buckets of a model are divided into F fragments in turn. In a round each fragment is pushed once, H/F steps after
+the fragment before it. The link therefore carries a part of the model at a time, and never the whole model at once. The
+worker continues its steps, and mixes the pulled weights of a fragment into its own weights `delay` steps after the
+push. The delay is shorter than H/F, so at most one fragment is in transit.
 
-The round is over when its last fragment is mixed in: then every fragment has had as many updates, and nothing is under
-way. It is the moment that checkpoints are of, and at which workers join. This is Streaming DiLoCo (Douillard et al.,
-2025, arXiv 2501.18512), with the fragments of its "strided" pattern.
+A round ends when its last fragment is mixed in. At that moment every fragment has had the same number of updates and
+nothing is in transit, so checkpoints are made there, and workers join there.
+
+This is Streaming DiLoCo (Douillard et al., 2025, https://arxiv.org/abs/2501.18512) with the fragments of its "strided"
+pattern.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from ps_protocol.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Fragments:
-    """When each fragment of a model is pushed and mixed in. Fragments have numbers from 0, steps of a round from 1.
+    """The schedule of a model's fragments. Fragments are numbered from 0, the steps of a round from 1.
 
-    Steps are counted from where a round would begin without a delay: the first round after the warm-up has the steps 1
-    to H + delay, and each later one, which begins when the one before is over, delay + 1 to H + delay.
+    Steps are counted from the step at which the round would begin without a delay. The first round after the warm-up
+    has the steps 1 to H + delay. Each later round begins when the one before it ends, so it has the steps delay + 1 to
+    H + delay.
 
-    steps:  H, of a round
-    count:  F, of the fragments; it divides H
-    delay:  steps between a fragment's push and the moment at which what was pulled is mixed in: 0 to below H/F
-    mixing: what a worker keeps of its own weights then: w becomes mixing * w + (1 - mixing) * pulled
+    steps: H, the steps of a round
+    count: F, the number of fragments; it divides H
+    delay: steps between the push of a fragment and its mixing-in: 0 to below H/F
+    mixing: the share of the worker's own weights: w becomes mixing * w + (1 - mixing) * pulled
     """
 
     steps: int
@@ -48,19 +50,21 @@ class Fragments:
 
     @property
     def pause(self) -> int:
-        """Steps from one push to the next: H/F."""
+        """The number of steps from one push to the next: H/F."""
         return self.steps // self.count
 
     @property
     def last(self) -> int:
-        """The step with which a round is over."""
+        """The last step of a round."""
         return self.steps + self.delay
 
     def of(self, position: int) -> int:
-        """Returns the fragment of a bucket: of each F neighbours, each has one. position: among the buckets that train
+        """Returns the fragment of a bucket. Any F neighbouring buckets lie in F different fragments.
 
-        Each F neighbours begin with another fragment than those before. Otherwise a fragment of a job with as many
-        shards as fragments would have all its buckets on one shard, as shards get them in turn, too.
+        position: the bucket's index among the buckets that train
+
+        Each group of F neighbours begins with another fragment than the group before. Shards, too, get buckets in turn:
+        without this shift a job with as many shards as fragments would have all buckets of a fragment on one shard.
         """
         return (position + position // self.count) % self.count
 
@@ -74,18 +78,20 @@ class Fragments:
 
 
 def fragments(steps: int, count: int) -> Fragments:
-    """Returns the fragments of local:H/F with the default settings: those of the paper, a delay of one step, after
-    which half of the own weights stay; no delay where a fragment is pushed after each step."""
+    """Returns the fragments of local:H/F with the paper's settings: a delay of one step, and a mixing of one half.
+
+    If a fragment is pushed after each step, there is no delay.
+    """
     delay = 1 if 0 < 2 * count <= steps else 0
     return Fragments(steps, count, delay, default_mixing(delay))
 
 
 def default_mixing(delay: int) -> float:
-    """Returns what a worker keeps of its own weights if it is not told: half of them, or without a delay nothing."""
+    """Returns the default share of the worker's own weights: one half, or without a delay 0."""
     return 0.5 if delay else 0.0
 
 
 def check_mixing(mixing: float) -> None:
-    """Raises InvalidRequest for a mixing with which a worker would take nothing of what it pulls, or too much."""
-    if not 0 <= mixing < 1:  # nor NaN
+    """Raises InvalidRequest for a mixing that would discard all pulled weights, or amplify a worker's own."""
+    if not 0 <= mixing < 1:  # also refuses NaN
         raise InvalidRequest(f"the mixing of local:H/F is from 0 to below 1, got {mixing:g}")

@@ -1,15 +1,15 @@
-"""Frames: how the messages of the data path travel on a data connection, those of several calls one after the other.
+"""The frames of a data connection, which interleave the messages of several calls.
 
 A frame is a header of 20 bytes and a message of the contract, as `framing` writes it: all fields but the payload, then
 the payload. All numbers are little-endian:
 
     call    uint32   chosen by the worker, which opened the connection; a number is not used twice
     size    uint64   bytes of the message
-    head    uint32   bytes of the message before the elements of its payload; `size` where it has none
-    kind    uint8    what the frame is; 3 bytes of zeros follow
+    head    uint32   bytes of the message before the elements of its payload; `size` without a payload
+    kind    uint8    the kind of frame; 3 bytes of zeros follow
 
-With `head`, a receiver reads the fields first, learns from them where the payload belongs, and has the kernel put it
-there.
+With `head` a receiver reads the fields first. They tell it the destination of the payload, and the kernel then writes
+the payload there directly: recv_into saves a copy of each bucket.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ _HEADER = struct.Struct("<IQIB3x")
 HEADER_BYTES = _HEADER.size
 
 TICKET_BYTES = 32
-# Of a message before its payload: leased ranges, groups and buckets of one step. Requests of one bucket have 200.
+# The largest part of a message before its payload: leased ranges, groups and buckets of one step. A request about one
+# bucket has some 200 bytes.
 MAX_HEAD_BYTES = 16 * 2**20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Those below 16 come from the worker, the others from the shard."""
+    """The kind of a frame. Workers send kinds below 16, shards the others."""
 
-    OPEN = 1  # the ticket, in place of a message: the first frame
-    PUSH = 2  # a request; each begins a call
+    OPEN = 1  # the first frame: a ticket instead of a message
+    PUSH = 2  # a request, which begins a call; so do the next ones
     PULL = 3
     EXCHANGE = 4
     PULL_STATE = 5
-    CANCEL = 6  # the worker wants no more answers of that call; no message
+    CANCEL = 6  # the worker cancels the call; no message
     PUSH_ROWS = 7
     PULL_ROWS = 8
     PULL_TABLE = 9
     EXCHANGE_ROWS = 10
     PUSH_TABLE = 11
-    OPENED = 16  # the ticket was good; no message
-    ANSWER = 17  # an answer; more follow, or END or ERROR
+    OPENED = 16  # the shard accepts the ticket; no message
+    ANSWER = 17  # an answer; another one, END or ERROR follows
     LAST = 18  # the last answer
-    END = 19  # there are no more answers; no message
+    END = 19  # the call has ended; no message
     ERROR = 20  # the call has failed: a google.rpc.Status
 
 
-# The methods of DataService that a data connection has, by the kind of their requests.
+# The methods of DataService on a data connection, by the kind of their requests.
 METHODS = {
     Kind.PUSH: "Push",
     Kind.PULL: "Pull",
@@ -75,20 +76,21 @@ class Header(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of the payload's elements."""
+        """The size of the payload's elements in bytes."""
         return self.size - self.head
 
 
 def write_header(call: int, kind: Kind, head: int, payload: int = 0) -> bytes:
     """Returns the bytes of a header.
 
-    head, payload: how many bytes of the message come before the elements of its payload, and how many these have
+    head: bytes of the message before the elements of its payload
+    payload: bytes of these elements
     """
     return _HEADER.pack(call, head + payload, head, kind)
 
 
 def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
-    """Returns a frame as parts that follow each other on the wire; the payload is not copied."""
+    """Returns a frame as parts that follow each other on the wire. The payload is not copied."""
     payload = b"" if message.payload is None else message.payload
     return [write_header(call, kind, len(message.head), len(payload)) + message.head, payload]
 
@@ -96,9 +98,9 @@ def frame(call: int, kind: Kind, message: Parts) -> list[Buffer]:
 def read_header(data: bytes | bytearray | memoryview, largest: int) -> Header:
     """Reads a header of HEADER_BYTES.
 
-    largest: bytes that a message may have
+    largest: the most bytes that a message may have
 
-    Raises InvalidRequest for a kind that does not exist, and for sizes that cannot be.
+    Raises InvalidRequest for an unknown kind, and for impossible sizes.
     """
     call, size, head, number = _HEADER.unpack(data)
     try:

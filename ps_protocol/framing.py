@@ -1,9 +1,9 @@
-"""Messages with a payload: all fields but the last by protobuf, the payload by hand, never copied by protobuf.
+"""Messages with a payload. Protobuf writes all fields but the last; the payload is appended without a copy.
 
-A message of the contract that carries tensors has them in the field `payload`, number 15, which is the highest of the
-message and so the last on the wire. The bytes are those of the generated classes, so any protobuf implementation can
-read and write them; tests hold that. The payload is put behind the others and taken from them by hand, because parsing
-a 4 MiB `bytes` field copies it, on the one thread that serves every call.
+A message of the contract that carries tensors has them in the field `payload`, number 15. It is the highest field of
+the message, so it is the last on the wire. The bytes are those that the generated classes produce, so any protobuf
+implementation can read and write them; tests hold that. This module appends and detaches the payload itself because
+parsing a 4 MiB `bytes` field copies it, on the one thread that serves every call.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ class Message(Protocol):
     """A generated message."""
 
     def SerializeToString(self) -> bytes:
-        """Its bytes, as every generated class has it."""
+        """Returns the bytes of the message, as every generated class does."""
 
 
 class Parts(NamedTuple):
-    """A message whose payload is not copied: the bytes before the payload's elements, and the elements, where there is
-    a payload."""
+    """A message whose payload is not copied: the bytes before the payload's elements, and the elements."""
 
     head: bytes
     payload: Buffer | None = None
 
     def whole(self) -> bytes:
-        """Returns the bytes of the message: one copy of the payload, into the result."""
+        """Returns the bytes of the message. Copies the payload once, into the result."""
         return self.head if self.payload is None else b"".join((self.head, self.payload))
 
 
 def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
-    """Returns the message with this payload, as parts that follow each other on the wire.
+    """Returns a message with a payload, as parts that follow each other on the wire.
 
     message: all fields but the payload, which is not set in it
     """
@@ -52,11 +51,11 @@ def message_parts(message: Message, payload: Buffer | None = None) -> Parts:
 
 
 def split_head(head: Buffer, payload_bytes: int) -> bytes:
-    """Returns the bytes of all fields but the payload, from those that come before the payload's elements.
+    """Returns the bytes of all fields but the payload. The argument is the part before the payload's elements.
 
-    payload_bytes: of the elements; 0: there is no payload, or an empty one
+    payload_bytes: size of the elements; 0: the payload is missing or empty
 
-    Raises InvalidRequest as `split_message`, and where another payload is announced.
+    Raises InvalidRequest as `split_message` does, and if the head announces another size.
     """
     view = memoryview(head)
     if not payload_bytes:
@@ -74,10 +73,10 @@ def split_head(head: Buffer, payload_bytes: int) -> bytes:
 
 
 def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
-    """Returns the bytes of all fields but the payload, and the payload as a view into `data`, None where there is none.
+    """Returns the bytes of all fields but the payload, and the payload as a view into `data`; None without a payload.
 
-    Raises InvalidRequest for truncated bytes, lengths beyond the message, and a payload that comes twice. Whether the
-    other fields are what they should be shows when the first part is parsed.
+    Raises InvalidRequest for truncated bytes, lengths beyond the message, and a second payload. Errors within the other
+    fields appear when protobuf parses the first part.
     """
     view = memoryview(data)
     payload = None
@@ -101,7 +100,7 @@ def split_message(data: Buffer) -> tuple[bytes, memoryview | None]:
 
 
 def _length(tag: int, view: memoryview, position: int) -> tuple[int, int]:
-    """Returns the bytes of a field's content, and where it begins. A number is read already, so it has none."""
+    """Returns the size of a field's content, and its position. A varint is already read, so its size is 0."""
     if not 0 < tag >> 3 <= _LAST_FIELD:
         raise InvalidRequest(f"the message holds a field {tag >> 3}, which does not exist in protobuf")
     kind = tag & 7

@@ -1,4 +1,4 @@
-"""Who a worker is: what every message of one names."""
+"""The identity of a worker, which all its messages carry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Identity:
-    """A worker as the servers know it; `key` proves that it is that one. run: of the job"""
+    """The identity of a worker of one run of a job. `key`: its lease key, which proves it"""
 
     job: str
     rank: int

@@ -1,4 +1,4 @@
-"""What a job is, as a value that both ends can compare."""
+"""The specification of a job, which servers compare between workers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ps_protocol.modes import Consistency, check_quorum
 from ps_protocol.tables import JobTable, validate_table
 
 MAX_BUCKET_BYTES = 16 * 2**20
-# A message is a bucket and its header, or a control message: a job of MAX_PARAMETERS parameters fits.
+# A message is a bucket with its header, or a control message. The largest of these is a job of MAX_PARAMETERS.
 MAX_MESSAGE_BYTES = MAX_BUCKET_BYTES + 2**20
-MAX_SCRIPT_BYTES = 2**16  # of what a script has set, which rides with heartbeats
+MAX_SCRIPT_BYTES = 2**16  # of values that a script has set, which travel with heartbeats
 MAX_NAME_LENGTH = 512
 MAX_PARAMETERS = 100_000
-MAX_ELEMENTS = 2**50  # keeps every product of sizes far from 64 bits
+MAX_ELEMENTS = 2**50  # so that no product of sizes overflows 64 bits
 MAX_WORLD_SIZE = 65_536
 MAX_OPTIMIZERS = 64
 MAX_DIMENSIONS = 64
 MAX_TABLES = 1_024
-MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker makes a list of them
+MAX_BUCKETS = 2**18  # 1 TiB in buckets of 4 MiB; every server and worker keeps a list of all buckets
 
-# What a setting is called, and its values in the registered job and in the other.
+# The name of a setting, its value in the registered job, and its value in the other job.
 Setting = tuple[str, object, object]
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ELEMENT = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-# How float32 gradients and weights may travel: codecs.py has a codec for each. In those of blocks, what is rounded off
-# is sent later, by the end that rounds.
+# The wire formats of float32 gradients and weights. codecs.py has a codec for each. With a block format the sender adds
+# the rounding error to its next payload.
 BLOCK_WIRES = ("int8", "int4")
 WIRES = ("float32", "bfloat16", "float16", *BLOCK_WIRES)
 
 
 class NonFinite(enum.Enum):
-    """What happens to a gradient that holds an infinity or a NaN."""
+    """How shards treat a gradient with an infinity or a NaN."""
 
     REFUSE = "refuse"
     SKIP = "skip"
@@ -50,18 +50,18 @@ class NonFinite(enum.Enum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One model being trained: equal specs are the same job.
+    """One model being trained. Workers with equal specs train the same job.
 
-    parameters:   every tensor of the model, in registration order
-    optimizer:    the name of a torch.optim class
-    groups:       the hyper-parameters of all parameter groups when the job began
-    bucket_bytes: bytes of a full bucket, a multiple of 64; 0 until it is registered, where the server is to choose
-    world_size:   how many workers take part; 0 is elastic: as many as have joined
-    gradient_wire, weight_wire: how float32 gradients and weights travel: names out of WIRES
-    more_optimizers:  of a script with several optimizers, the names of the others
-    group_optimizers: by group, the index of its optimizer, 0 being `optimizer`; empty where there is only that one
-    tables:       of rows, beside the parameters
-    local:        how workers step by themselves; None in all modes but `local:H`
+    parameters: every tensor of the model, in registration order
+    optimizer: the name of a torch.optim class
+    groups: the hyper-parameters of all parameter groups when the job began
+    bucket_bytes: bytes of a full bucket, a multiple of 64; before registration 0 lets the server choose
+    world_size: the number of workers; 0: elastic, as many as have joined
+    gradient_wire, weight_wire: the wire formats of float32 gradients and weights, out of WIRES
+    more_optimizers: the names of a script's further optimizers
+    group_optimizers: the optimizer of each group, 0 being `optimizer`; empty with one optimizer
+    tables: the tables of rows
+    local: the settings of local steps; None in all modes but `local:H`
     """
 
     name: str
@@ -91,19 +91,19 @@ class JobSpec:
 
     @property
     def has_separate_base(self) -> bool:
-        """Whether a worker keeps the weights that it has pulled apart from its own.
+        """Whether a worker keeps the last pulled weights in addition to its own.
 
-        `local:H/F` mixes them into its own some steps later. int8 and int4 add the next pull to them.
+        `local:H/F` mixes them into its own some steps later. With int8 and int4 the next pull is added to them.
         """
         return self.local is not None and (self.local.fragments is not None or self.weight_wire in BLOCK_WIRES)
 
     def optimizer_of(self, group: int) -> str:
-        """Returns the name of the optimizer that a group belongs to."""
+        """Returns the name of a group's optimizer."""
         return self.optimizers[self.group_optimizers[group] if self.group_optimizers else 0]
 
 
 def validate(spec: JobSpec) -> None:
-    """Raises InvalidRequest or LimitExceeded naming the first thing wrong with a spec, wherever it came from."""
+    """Raises InvalidRequest or LimitExceeded that names the first error of a spec."""
     if not _JOB_NAME.fullmatch(spec.name):
         raise InvalidRequest(f"a job's name is 1 to 128 of letters, digits, '.', '_' and '-', got {spec.name[:200]!r}")
     if not spec.groups:
@@ -178,7 +178,7 @@ def _validate_tables(spec: JobSpec, names: set[str]) -> None:
 def _validate_name(name: str, what: str) -> None:
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise InvalidRequest(f"a {what}'s name has 1 to {MAX_NAME_LENGTH} characters, got {len(name)}")
-    if not name.isprintable():  # it is part of errors, which are shown on the terminals of others
+    if not name.isprintable():  # errors show it on other users' terminals: control characters could deceive them
         raise InvalidRequest(f"a {what}'s name has printable characters only, got {name[:80]!r}")
 
 
@@ -239,7 +239,7 @@ def _parameter_difference(registered: JobSpec, offered: JobSpec) -> str | None:
         for what, a, b in (
             ("shape", left.shape, right.shape),
             ("dtype", left.dtype, right.dtype),
-            # Servers of an earlier version have kept none.
+            # Servers of an earlier version stored no element types.
             ("element type", left.element or right.element, right.element or left.element),
             ("optimizer group", left.group, right.group),
         ):
@@ -251,8 +251,8 @@ def _parameter_difference(registered: JobSpec, offered: JobSpec) -> str | None:
 
 
 def difference(registered: JobSpec, offered: JobSpec) -> str | None:
-    """Returns the first difference between two jobs in words, or None when they are the same job."""
-    # The mode first: in local:H parameters have other groups, and the optimizer is another.
+    """Describes the first difference between two jobs; None if they are the same job."""
+    # The mode first: local:H also changes the groups and the optimizer, which would be a misleading message.
     differs = _first_unlike([("mode", registered.mode, offered.mode), *_local_settings(registered, offered)])
     if differs is not None:
         return differs
@@ -279,8 +279,8 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
             return differs
     for index, (ours, others) in enumerate(zip(registered.groups, offered.groups, strict=True)):
         for name in sorted(ours.keys() | others.keys()):
-            # A scheduler may already have moved the learning rate of a worker that joins late, so values of
-            # hyper-parameters are no part of a job's identity: they ride with each push. Their names are.
+            # Names are compared, values are not: they travel with each push, and a scheduler may have changed the
+            # learning rate of a worker that joins late.
             if (name in ours) != (name in others):
                 return f"hyper-parameter {name!r} of group {index} is known to one of the two jobs only"
     return None

@@ -1,9 +1,9 @@
-"""How a model's parameters become buckets: one pure function that both ends run on the same job.
+"""Cuts a model's parameters into buckets: one pure function that servers and workers run on the same job.
 
-All parameters of one element type that one optimizer steps form one flat space, in reverse registration order, because
-backward finishes the last layers first (as DDP does). Frozen parameters and buffers form spaces of their own behind
-them. Each parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists the slices of
-parameters that lie in it.
+All parameters of one element type and one optimizer form one flat space. They are in reverse order of registration,
+as in DDP, because backward finishes the last layers first. Frozen parameters and buffers form further spaces. Each
+parameter starts on a 64-byte boundary. The space is cut every `bucket_bytes`; a bucket lists the slices of parameters
+that lie in it.
 
     space "float32":   |-- w3 --|-- b3 --|------------- w2 -------------|-- b2 --| ...
     buckets:           |------ bucket 0 ------|------ bucket 1 ------|-- bucket 2 ...
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-# In a worker's own part of a checkpoint, a frozen parameter is called this and its index: buffers that training
-# changes, which `ps-server export` puts into the model. Files of earlier versions have the same name.
+# The prefix of a frozen parameter's name in a worker's own part of a checkpoint, before its index. These are buffers
+# that training changes; `ps-server export` puts them into the model. The old word stays, so that old files can be read.
 FROZEN = "held/"
 
 
@@ -50,11 +50,11 @@ DATA_TYPES: dict[str, DataType] = {
 class ParameterSpec:
     """One named tensor of the model.
 
-    group:     the optimizer group that steps it; None for what none steps
-    optimizer: the job's optimizer that the group belongs to
-    element:   torch's name of the model's own element type, where `dtype` is that of its parts: the last dimension of
-               `shape` counts the parts of an element (tensors.py). Empty: that type is `dtype`
-    is_saved:  it is in the model's state_dict; a buffer that is not persistent is not
+    group: the parameter group of its optimizer; None if no optimizer steps it
+    optimizer: the number of that optimizer in the job
+    element: torch's name of the element type if `dtype` is that of its parts (tensors.py); the last dimension of
+    `shape` then counts the parts. Empty: the element type is `dtype`
+    is_saved: whether the model's state_dict has it; a non-persistent buffer is not saved
     """
 
     name: str
@@ -67,7 +67,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements it has: 1 for a scalar."""
+        """The number of elements: 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
@@ -81,9 +81,9 @@ class Slice:
     """A slice of one parameter inside a bucket. All numbers count elements.
 
     parameter: index into the job's parameters
-    start:     where the slice begins in the flattened parameter
-    offset:    where it begins in the bucket
-    length:    how long it is
+    start: first element in the flattened parameter
+    offset: first element in the bucket
+    length: number of elements
     """
 
     parameter: int
@@ -94,10 +94,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A contiguous slice of one flat space: elements [start, start + numel) of `space`.
+    """A contiguous piece of one flat space: elements [start, start + numel) of `space`.
 
-    frozen:    no optimizer steps it: what is in it never changes on a shard
-    optimizer: the job's optimizer that steps it; 0 where none does
+    frozen: whether no optimizer steps it; a shard then never changes its values
+    optimizer: the number of its optimizer in the job; 0 if it is frozen
     """
 
     index: int
@@ -149,7 +149,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
     buckets: list[BucketSpec] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
-    ordered = sorted(spaces.items(), key=lambda item: item[0][0])  # stable: what trains comes first
+    ordered = sorted(spaces.items(), key=lambda item: item[0][0])  # sorted is stable; trained spaces first
     for (frozen, dtype, optimizer), members in ordered:
         space = space_of(parameters[members[0]])
         itemsize = DATA_TYPES[dtype].itemsize
@@ -170,7 +170,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
 def _cut(
     members: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
 ) -> list[tuple[int, int, tuple[Slice, ...]]]:
-    """Cuts one space into buckets of `size` elements: of each, its start, its elements and its slices.
+    """Cuts one space into buckets of `size` elements. Returns the start, the elements and the slices of each.
 
     members: the space's parameters in the order of their offsets
     """

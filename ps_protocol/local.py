@@ -1,20 +1,20 @@
-"""Local steps: the modes `local:H` and `local:Ts`, in which workers step by themselves and the servers step with what
-they did.
+"""Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer.
 
-A round is H steps that each worker makes with the script's own optimizer, from weights that are the same on all: the
-base. Then each worker pushes what its steps took from the base, and the servers step with the mean of these, as they
-would with a gradient: their optimizer, SGD with momentum, is the outer one. To a shard that is `sync`, whose clock
-counts rounds. It is DiLoCo (Douillard et al., 2023); an outer step with lr 1 and no momentum is plain averaging.
+A round begins with the same weights on all workers: the base. Each worker makes H steps with the script's own
+optimizer, the inner one. Then it pushes the difference, base minus weights, and the servers step with the mean of the
+differences as if it were a gradient. Their optimizer, SGD with momentum, is the outer one. For a shard this is `sync`
+with a clock that counts rounds. It is DiLoCo (Douillard et al., 2023, https://arxiv.org/abs/2311.08105). An outer step
+with lr 1 and no momentum is plain averaging.
 
-In `local:Ts`, such as `local:30s`, a round has no number of steps: each worker ends it with its first step after T
-seconds of its own clock, so that fast workers wait for one step of a slow worker at most. The mean is weighted by the
+In `local:Ts`, such as `local:30s`, a round has no fixed number of steps. Each worker ends it with its first step after
+T seconds on its own clock, so a fast worker waits for one step of a slow worker at most. The mean is weighted by the
 number of each worker's steps.
 
-In `local:H/F`, such as `local:8/4`, a round does not push the whole model at its end, but each of F fragments of it in
-turn, and mixes in what comes back some steps later (fragments.py).
+In `local:H/F`, such as `local:8/4`, a round pushes one of F fragments of the model at a time, and mixes the pulled
+weights in some steps later (fragments.py).
 
-Workers that step apart from the first step on end worse than those that begin together. So a job begins with rounds of
-one step, which average: the warm-up. In it the whole model is pushed and pulled.
+Training ends worse if workers diverge from the first step on. A job therefore begins with a warm-up: rounds of one step
+that average, and that push and pull the whole model.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ OUTER_OPTIMIZER = "SGD"
 
 @dataclass(frozen=True)
 class Local:
-    """How a job of mode `local:H`, `local:H/F` or `local:Ts` trains. Rounds have numbers from 1.
+    """The settings of a job of mode `local:H`, `local:H/F` or `local:Ts`. Rounds are numbered from 1.
 
-    steps:    of a worker in a round after the warm-up: H. In `local:Ts` the least: 1
-    warm_up:  rounds of one step that the job begins with
-    lr, momentum, nesterov: of the outer optimizer after the warm-up, in which it has lr 1 and no momentum
-    seconds:  of a round after the warm-up, in `local:Ts`; None: it has H steps
-    fragments: in `local:H/F`, of the model; None: it is pushed as a whole, and pulled before the next round
+    steps: H, the steps of a worker in a round after the warm-up; in `local:Ts` 1, the fewest
+    warm_up: the number of rounds of one step that the job begins with
+    lr, momentum, nesterov: of the outer optimizer after the warm-up; in the warm-up it has lr 1 and no momentum
+    seconds: T, the duration of a round after the warm-up in `local:Ts`; None: a round has H steps
+    fragments: of the model in `local:H/F`; None: the whole model is pushed, and pulled before the next round
     """
 
     steps: int
@@ -52,7 +52,7 @@ class Local:
     fragments: Fragments | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds is not None and not 0 < self.seconds <= MAX_SECONDS:  # nor NaN
+        if self.seconds is not None and not 0 < self.seconds <= MAX_SECONDS:  # also refuses NaN
             raise InvalidRequest(f"local:Ts takes a T above 0, up to {MAX_SECONDS:g} seconds, got {self.seconds:g}")
         if self.seconds is not None and self.steps != 1:
             raise InvalidRequest(
@@ -77,7 +77,7 @@ class Local:
         return f"local:{self.steps}" if self.seconds is None else f"local:{self.seconds:g}s"
 
     def ends_by_time(self, round_number: int) -> bool:
-        """Whether a round ends after so long, and not after so many steps."""
+        """Whether a round ends after T seconds instead of a number of steps."""
         return self.seconds is not None and round_number > self.warm_up
 
     def is_streamed(self, round_number: int) -> bool:
@@ -86,18 +86,17 @@ class Local:
 
     @property
     def delay(self) -> int:
-        """Steps by which all rounds with fragments end later than they would without a delay."""
+        """The number of steps by which rounds with fragments end later than they would without a delay."""
         return 0 if self.fragments is None else self.fragments.delay
 
     def steps_of(self, round_number: int) -> int:
-        """Returns how many steps a round has; of one that ends by time, the least."""
+        """Returns the number of steps of a round; if it ends by time, the fewest."""
         if round_number <= self.warm_up:
             return 1
         return self.steps + (self.delay if round_number == self.warm_up + 1 else 0)
 
     def clock(self, rounds: int) -> int:
-        """Returns how many steps so many rounds are, counted from the job's beginning; of those that end by time, the
-        least."""
+        """Returns the number of steps in the first `rounds` rounds of a job; of rounds that end by time, the fewest."""
         warm = min(rounds, self.warm_up)
         return warm + (rounds - warm) * self.steps + (self.delay if rounds > warm else 0)
 
@@ -114,6 +113,6 @@ class Local:
             "momentum": momentum,
             "dampening": 0.0,
             "weight_decay": 0.0,
-            "nesterov": self.nesterov and momentum > 0,  # torch takes it with a momentum alone
+            "nesterov": self.nesterov and momentum > 0,  # torch.optim.SGD refuses nesterov without momentum
             "maximize": False,
         }

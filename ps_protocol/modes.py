@@ -1,9 +1,14 @@
 """The modes of training, and the one rule behind four of them.
 
-`sync`, `ssp:K` and `async` are settings of `Consistency`, and `local:H` has that of `sync`: it differs in what workers
-push (local.py). `single` and `ddp` need no server. Bounded staleness is the rule of Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. A quorum is that of Chen et al.,
-"Revisiting Distributed Synchronous SGD", 2016, but that late gradients count.
+`sync`, `ssp:K` and `async` are settings of `Consistency`. `local:H` has the settings of `sync`; its workers push
+differences instead of gradients (local.py). `single` and `ddp` need no server.
+
+Bounded staleness is the rule of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NeurIPS 2013, https://proceedings.neurips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html
+
+A quorum is the idea of Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981,
+who start backup workers and drop the gradients of the slowest. This project does not drop them: a late gradient counts
+in the next update.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.fragments import fragments
 from ps_protocol.local import Local
 
-# A larger bound than any job can use is a typing error, and would not fit the wire's uint32.
+# A larger bound is a typing error: no job can use it, and the wire's uint32 cannot carry it.
 MAX_STALENESS = 1_000_000
 # As many workers as no job has; and a longer grace than any job can use.
 MAX_QUORUM = 1_000_000
@@ -24,14 +29,15 @@ MAX_GRACE = 3600.0
 
 @dataclass(frozen=True)
 class Consistency:
-    """How far workers may drift apart, and what one update is made of.
+    """How far workers may drift apart, and which gradients make one update.
 
-    max_staleness: a pull at clock c waits until every live worker's updates up to clock c - max_staleness are in;
-                   None never waits for another worker.
-    aggregate:     one optimizer step with the mean of one gradient of each live worker, instead of one step a gradient.
-    quorum:        with aggregate, how many of the live workers an update waits for: so many, or (below 0) all but so
-                   many; None: all. A gradient that comes later counts in the next update.
-    quorum_grace:  seconds that an update then still waits for the others
+    max_staleness: a pull at clock c waits until the updates of every live worker up to clock c - max_staleness are
+    applied; None: a pull never waits for another worker
+    aggregate: whether one optimizer step applies the mean of one gradient of each live worker; otherwise each gradient
+    is a step
+    quorum: with aggregate, the number of live workers that an update waits for; below 0, the number that it does not
+    wait for; None: all. A gradient that comes later counts in the next update.
+    quorum_grace: seconds for which an update that has its quorum still waits for the others
     """
 
     max_staleness: int | None
@@ -43,8 +49,8 @@ class Consistency:
         if self.max_staleness is not None and not 0 <= self.max_staleness <= MAX_STALENESS:
             raise InvalidRequest(f"staleness must be from 0 to {MAX_STALENESS}, got {self.max_staleness}")
         if self.aggregate and self.max_staleness != 0:
-            # A worker that runs ahead would push a gradient for an update that its peers have not even started on, and
-            # its own step would then wait for theirs while theirs wait for nothing: a deadlock in all but name.
+            # Without this check a worker that runs ahead would push a gradient for an update that the others have not
+            # begun. Its step would then wait for theirs, so it could not run ahead at all.
             raise InvalidRequest(f"averaging needs max_staleness 0 (sync), got {self.max_staleness}")
         if self.quorum is not None and not self.aggregate:
             raise InvalidRequest(
@@ -52,26 +58,28 @@ class Consistency:
             )
         if self.quorum is not None and not 1 <= abs(self.quorum) <= MAX_QUORUM:
             raise InvalidRequest(f"a quorum is from 1 to {MAX_QUORUM} workers, or all but so many, got {self.quorum}")
-        if not 0 <= self.quorum_grace <= MAX_GRACE:  # nor NaN
+        if not 0 <= self.quorum_grace <= MAX_GRACE:  # also refuses NaN
             raise InvalidRequest(f"the grace of a quorum is from 0 to {MAX_GRACE:g} seconds, got {self.quorum_grace}")
         if self.quorum_grace and self.quorum is None:
             raise InvalidRequest(f"a grace of {self.quorum_grace:g} seconds needs a quorum that it comes after")
 
     @property
     def one_clock(self) -> bool:
-        """Whether update number r is made of all live workers' clock r: then workers and buckets share one clock, a
-        checkpoint is of one moment, and two runs are equal to the bit."""
+        """Whether update r contains step r of every live worker.
+
+        Workers and buckets then share one clock, a checkpoint belongs to one moment, and two runs are bit-identical.
+        """
         return self.aggregate and self.quorum is None
 
     def needed(self, live: int) -> int:
-        """Returns how many of so many live workers an update waits for."""
+        """Returns the number of workers that an update waits for, out of the live ones."""
         if self.quorum is None:
             return live
         return min(live, self.quorum) if self.quorum > 0 else min(live, max(1, live + self.quorum))
 
     @property
     def quorum_text(self) -> str:
-        """The quorum as people write it: 3, or all-1; empty without one."""
+        """The quorum as users write it: "3" or "all-1"; empty without one."""
         if self.quorum is None:
             return ""
         return str(self.quorum) if self.quorum > 0 else f"all{self.quorum}"
@@ -84,7 +92,7 @@ class Consistency:
 
 
 def parse_mode(text: str) -> Consistency | None:
-    """Returns the rule that a mode's name stands for, or None for `single` and `ddp`, which need no server.
+    """Returns the rule of a mode's name; None for `single` and `ddp`, which need no server.
 
     Raises InvalidRequest for anything but single, ddp, sync, local:H (H a whole number from 1), local:H/F (F divides
     H), local:Ts (T seconds), ssp:K (K a whole number from 0) and async.
@@ -106,15 +114,16 @@ def parse_mode(text: str) -> Consistency | None:
 
 
 def local_steps(text: str) -> int | None:
-    """Returns the H of a mode `local:H`; None for another mode. Raises InvalidRequest for an H that is none."""
+    """Returns the H of a mode `local:H`; None for another mode. Raises InvalidRequest if H is not a number of steps."""
     steps = _number_after("local", text)
     return None if steps is None else Local(steps).steps
 
 
 def local_rounds(text: str) -> Local | None:
-    """Returns the rounds of a mode `local:H`, `local:H/F` or `local:Ts`, with the default settings; None for another.
+    """Returns the rounds of a mode `local:H`, `local:H/F` or `local:Ts`, with the default settings; None for another
+    mode.
 
-    Raises InvalidRequest for an H, an F or a T that is none, and for fragments of rounds of a time.
+    Raises InvalidRequest for an invalid H, F or T, and for fragments together with a T.
     """
     match = re.fullmatch(r"local:([0-9]{1,19})/([0-9]{1,19})", text, re.ASCII)
     if match is not None:
@@ -132,9 +141,9 @@ def local_rounds(text: str) -> Local | None:
 
 
 def parse_quorum(text: str) -> int:
-    """Returns the quorum that a text stands for, as Consistency has it: Q, or all-N for all but N of the live workers.
+    """Returns the number in Consistency.quorum for a text: Q, or all-N for all but N of the live workers.
 
-    Raises InvalidRequest for anything else, and for 0.
+    Raises InvalidRequest for any other text, and for 0.
     """
     match = re.fullmatch(r"(all-)?([0-9]{1,7})", text, re.ASCII)
     number = int(match[2]) if match is not None else 0
@@ -147,7 +156,7 @@ def parse_quorum(text: str) -> int:
 
 
 def with_quorum(mode: str, rule: Consistency | None, quorum: int | None, grace: float) -> Consistency | None:
-    """Returns the rule of a mode with a quorum. Raises InvalidRequest where the mode has none."""
+    """Returns the rule of a mode with a quorum. Raises InvalidRequest for a mode without updates of several workers."""
     if quorum is None and not grace:
         return rule
     if rule is None or not rule.aggregate:
@@ -159,7 +168,7 @@ def with_quorum(mode: str, rule: Consistency | None, quorum: int | None, grace: 
 
 
 def check_quorum(rule: Consistency, world_size: int) -> None:
-    """Raises InvalidRequest for a quorum that makes no sense among so many workers; 0: their number is not known."""
+    """Raises InvalidRequest if a job with this number of workers cannot use the quorum; 0: the number is unknown."""
     if rule.quorum is None or not world_size:
         return
     if not -world_size < rule.quorum < world_size:

@@ -1,12 +1,12 @@
-"""What torch.optim's optimizers keep for each parameter, by name. It needs no torch: see optimizers.py."""
+"""The state that torch.optim's optimizers keep for each parameter, by name. It needs no torch; see optimizers.py."""
 
 from __future__ import annotations
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 
-# What each keeps for a parameter: tensors of the parameter's shape and type, and single numbers (float32), as its
-# state_dict has them.
+# The state of each optimizer for a parameter, as its state_dict has it: tensors of the parameter's shape and type, and
+# single float32 numbers.
 _ELEMENTWISE_STATE: dict[str, tuple[str, ...]] = {
     "SGD": ("momentum_buffer",),
     "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -28,7 +28,7 @@ KNOWN = tuple(_ELEMENTWISE_STATE)  # the optimizers that shards run
 
 
 def is_scalar_state(optimizer: str, state: str) -> bool:
-    """Returns whether this state is one number a parameter (float32), and not a tensor like it.
+    """Returns whether a state is one float32 number for a parameter, and not a tensor of the parameter's shape.
 
     Raises InvalidRequest for a state that the optimizer does not have.
     """
@@ -41,7 +41,7 @@ def is_scalar_state(optimizer: str, state: str) -> bool:
 
 
 def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
-    """Returns what a parameter's state must have, if it has any, for an optimizer with these values to continue."""
+    """Returns the names that a parameter's state must have, unless it is empty, for an optimizer to continue."""
     required = {*_SCALAR_STATE[optimizer], *_ELEMENTWISE_STATE[optimizer]}
     if not values.get("amsgrad"):
         required.discard("max_exp_avg_sq")
@@ -53,8 +53,7 @@ def required_state(optimizer: str, values: HyperParameters) -> frozenset[str]:
 
 
 def tensors_kept(optimizer: str, values: HyperParameters) -> tuple[str, ...]:
-    """Returns the names of the tensors like a parameter that an optimizer with these values keeps for it once it has
-    stepped."""
+    """Returns the names of the parameter-shaped tensors that an optimizer keeps once it has stepped a parameter."""
     required = required_state(optimizer, values)
     has_momentum = optimizer == "SGD" and bool(values.get("momentum"))
     return tuple(name for name in _ELEMENTWISE_STATE[optimizer] if name in required or has_momentum)

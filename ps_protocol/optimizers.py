@@ -1,7 +1,7 @@
-"""Which torch.optim optimizers a shard can run on slices of parameters, and what they are called with.
+"""The torch.optim optimizers that a shard can run on slices of parameters, and their arguments.
 
-A shard holds slices of tensors, so an optimizer fits if it treats every element by itself. Those that look at whole
-tensors (norms, matrices, closures over the loss) are refused by name.
+A shard has slices of tensors, so it can run an optimizer that treats each element independently. Optimizers that need
+whole tensors (norms, matrices, closures over the loss) are refused by name.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ _INSTEAD = {
     "Rprop": "it is meant for full-batch training; use RMSprop",
 }
 
-FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})  # those that take `fused`, for float32
+FUSED_ON_CPU = frozenset({"SGD", "Adam", "AdamW", "Adagrad"})  # torch implements `fused` on a CPU for these, in float32
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Returns the optimizer's step, without what torch wraps around it: for its profiler and for hooks, of which there
-    are none here, and for its compiler and gradients of gradients. That takes as long as a small bucket (measured)."""
+    """Returns the optimizer's step without the decorators that torch puts around it.
+
+    They serve torch's profiler, step hooks (a shard has none), its compiler, and gradients of gradients. Their overhead
+    is as long as the step of a small bucket (measured).
+    """
     step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return lambda: step(optimizer)
 
 
-# How an optimizer runs, not what it computes: each end chooses these for itself.
+# These change how an optimizer runs, not its result. Shards and workers choose them independently.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def hyper_parameter_names(name: str) -> tuple[str, ...]:
-    """Returns what the optimizer of that name is called with, besides parameters and switches of execution."""
+    """Returns the names of an optimizer's arguments, without parameters and switches of execution."""
     return tuple(_defaults(name))
 
 
@@ -70,10 +73,10 @@ def _defaults(name: str) -> dict[str, object]:
 
 
 def with_defaults(spec: JobSpec) -> JobSpec:
-    """Returns a job whose groups name every hyper-parameter of their optimizers, those left out with torch's default.
+    """Returns a job whose groups name every hyper-parameter of their optimizers; missing ones get torch's default.
 
-    So a client that names those that it means and a script that has them all register equal jobs. A group of an
-    optimizer that is not known stays as it is.
+    A client that names only some hyper-parameters and a script that names all thus register equal jobs. A group of an
+    unknown optimizer is not changed.
     """
     groups = tuple({**_plain_defaults(spec.optimizer_of(index)), **group} for index, group in enumerate(spec.groups))
     return replace(spec, groups=groups)
@@ -88,7 +91,7 @@ def _plain_defaults(name: str) -> HyperParameters:
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the name under which shards know this optimizer. Raises Unsupported, with what to use instead."""
+    """Returns the name under which shards know an optimizer. Raises Unsupported, which names an alternative."""
     name = type(optimizer).__name__
     if ELEMENTWISE.get(name) is type(optimizer):
         return name
@@ -100,7 +103,8 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def hyper_parameters(name: str, group: dict[str, object]) -> HyperParameters:
-    """Returns a live param_group's hyper-parameters as plain values. Raises InvalidRequest naming one that is not."""
+    """Returns the hyper-parameters of a live param_group as plain values. Raises InvalidRequest that names an invalid
+    one."""
     return {key: _plain(key, group[key]) for key in hyper_parameter_names(name) if key in group}
 
 
@@ -117,7 +121,7 @@ def _plain(name: str, value: object) -> HyperValue:
 
 
 def check_hyper_parameters(name: str, values: HyperParameters) -> None:
-    """Raises InvalidRequest unless torch's own constructor takes these values."""
+    """Raises InvalidRequest unless the constructor of torch's optimizer accepts these values."""
     if name not in ELEMENTWISE:
         raise InvalidRequest(f"expected an optimizer out of {', '.join(ELEMENTWISE)}, got {name!r}")
     known = _defaults(name)
@@ -134,19 +138,20 @@ def check_hyper_parameters(name: str, values: HyperParameters) -> None:
         raise InvalidRequest(f"{name} refuses {dict(values)}: {error}") from error
 
 
-# State that torch makes in a tensor's first step, and only if this is on then; it looks for it in every later one.
+# Switches whose state torch creates only in a tensor's first step, and reads in every later one. Switched on later, the
+# step would raise KeyError.
 _ON_FROM_THE_FIRST_STEP = {"Adam": ("amsgrad",), "AdamW": ("amsgrad",), "RMSprop": ("centered", "momentum")}
 
 
 def check_change(name: str, registered: HyperParameters, values: HyperParameters) -> None:
-    """Raises InvalidRequest if a running job's optimizer cannot continue with these values."""
+    """Raises InvalidRequest if the optimizer of a running job cannot continue with these values."""
     for key in _ON_FROM_THE_FIRST_STEP.get(name, ()):
         if values.get(key) and not registered.get(key):
             raise InvalidRequest(f"hyper-parameter {key!r} of {name} cannot be switched on in a running job")
 
 
 def _check_kind(name: str, key: str, value: HyperValue) -> None:
-    """Raises InvalidRequest unless a value is of the same kind as torch's default: some others fail only in a step."""
+    """Raises InvalidRequest unless a value has the kind of torch's default: some other kinds fail only in a step."""
     default = _defaults(name)[key]
     if isinstance(default, bool):
         fits, expected = isinstance(value, bool), "True or False"

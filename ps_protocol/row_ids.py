@@ -1,8 +1,8 @@
-"""Ids of rows: how they are mixed, and which shard has a row.
+"""Ids of rows: their hash, and the shard of a row.
 
-The mix is a bijection of 64 bits, made of shifts and multiplications. Both ends compute it: the high half chooses the
-shard, so that each shard has a range of mixed ids, and a checkpoint sorted by them can be cut for any other number of
-shards.
+The hash, called mix, is a bijection of 64 bits made of shifts and multiplications. Servers and workers compute it
+alike. Its high half selects the shard, so each shard has a range of mixed ids, and a checkpoint that is sorted by them
+can be cut for any other number of shards.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ID_BYTES, COUNT_BYTES = 8, 4  # in messages: of an id, and of how often it occurred
+ID_BYTES, COUNT_BYTES = 8, 4  # sizes of an id and of its count in messages
 
 Ids = npt.NDArray[np.int64]
 Mixed = npt.NDArray[np.uint64]
-Which = slice | npt.NDArray[np.int64]  # some of many: those from one to another, or by number
+Which = slice | npt.NDArray[np.int64]  # a selection of ids: a range, or indices
 
 _FACTOR = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
 def mix(ids: Ids) -> Mixed:
-    """Returns ids whose bits are spread: [n] to [n]. Different ids stay different."""
-    mixed = ids.astype(np.uint64)  # a copy: -1 becomes 2**64 - 1
+    """Returns the hashes of ids: [n] to [n]. It is a bijection, so different ids have different hashes."""
+    mixed = ids.astype(np.uint64)  # a copy; -1 becomes 2**64 - 1
     half = mixed >> _HALF
     mixed ^= half
     mixed *= _FACTOR
@@ -35,10 +35,10 @@ def mix(ids: Ids) -> Mixed:
 
 
 def chance_order(ids: Ids) -> Mixed:
-    """Returns a number for each id, by which some of many ids are chosen as by chance, and the same ones each time.
+    """Returns a sort key for each id, which selects a pseudo-random subset of ids, always the same.
 
-    It is the mix with its halves exchanged: the high half of the mix chooses the shard, so of the ids that come first
-    by the mix alone, all would be on the first shards.
+    It is the mix with its halves exchanged. The high half of the mix selects the shard, so the ids that are first by
+    the mix alone would all be on the first shards.
     """
     mixed = mix(ids)
     return (mixed << _HALF) | (mixed >> _HALF)
@@ -54,7 +54,7 @@ def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
 
 
 def by_shard(ids: Ids, shards: int) -> list[Which]:
-    """Returns which ids each shard has, in their order: slices, where they are ordered by shard."""
+    """Returns the indices of each shard's ids, in their order. They are slices if the ids are sorted by shard."""
     if shards == 1:
         return [slice(0, len(ids))]
     of = shards_of(ids, shards)

@@ -1,4 +1,4 @@
-"""Optimizers of tables: those of torch.optim that can step rows, and two that only tables have."""
+"""The optimizers of tables: those of torch.optim that can step rows, and two that only tables have."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters
 
-# NAdam keeps a product over all steps, which a table whose rows come and go cannot have for each of them.
+# NAdam's state has a product over all of a parameter's steps (mu_product). Rows do not take part in every step, and
+# tables keep tensors of row size only.
 TORCH_OPTIMIZERS = tuple(name for name in ELEMENTWISE if name != "NAdam")
-# By name, the hyper-parameters with their defaults; all are finite and from 0.
+# The hyper-parameters with their defaults; each must be finite and at least 0.
 TABLE_OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
     "RowWiseAdagrad": {"lr": 0.01, "eps": 1e-10, "initial_accumulator_value": 0.0},
     "Ftrl": {"lr": 0.05, "beta": 0.0, "l1": 0.0, "l2": 0.0},
@@ -21,7 +22,7 @@ ROW_OPTIMIZERS = (*TORCH_OPTIMIZERS, *TABLE_OPTIMIZERS)
 
 
 def check_row_optimizer(name: str, values: HyperParameters) -> None:
-    """Raises InvalidRequest unless this optimizer can step rows with these hyper-parameters."""
+    """Raises InvalidRequest unless an optimizer can step rows with these hyper-parameters."""
     if name in TORCH_OPTIMIZERS:
         check_hyper_parameters(name, values)
         return
@@ -38,12 +39,12 @@ def check_row_optimizer(name: str, values: HyperParameters) -> None:
 
 
 def numbers_kept(name: str, values: HyperParameters, dim: int) -> int:
-    """Returns how many numbers an optimizer keeps for a row of `dim` elements."""
+    """Returns the count of numbers that an optimizer keeps for a row of `dim` elements."""
     return sum(state_kept(name, values, dim).values())
 
 
 def state_kept(name: str, values: HyperParameters, dim: int) -> dict[str, int]:
-    """Returns what an optimizer keeps for a row of `dim` elements: by name, in order, how many numbers each is."""
+    """Returns the state that an optimizer keeps for a row of `dim` elements: the names in order, each with its size."""
     if name == "RowWiseAdagrad":
         return {"sum": 1}
     return dict.fromkeys(("z", "n") if name == "Ftrl" else tensors_kept(name, values), dim)

@@ -1,13 +1,13 @@
-"""Memory that a worker shares with the shards on its host: what lies where in it.
+"""The layout of the memory that a worker shares with the shards on its host.
 
     0      nonce, 32 bytes, then padding up to one page
-    4096   gradients of the first space, then of the next, each on a page of its own
-    ...    weights of the first space, then of the next, likewise
+    4096   gradients of the first space, then of the next, each from a new page on
+    ...    weights of the first space, then of the next, each from a new page on
 
-All are in the data type of their space: wire formats are for what travels.
+All tensors have the data type of their space: wire formats are for the network.
 
-Both ends compute the same places from the job, so no message can name a wrong one. The worker writes gradients and
-reads weights; a shard reads the gradients and writes the weights of its own buckets, and touches nothing else.
+Worker and shard compute the same offsets from the job, so no message can name a wrong one. The worker writes gradients
+and reads weights. A shard reads the gradients and writes the weights of its own buckets, and touches nothing else.
 
 The worker hands the memory file over at a unix socket: see AttachSegmentRequest in proto/ps_protocol/v1/data.proto.
 """
@@ -25,18 +25,18 @@ from ps_protocol.layout import BucketSpec, Layout
 NONCE_BYTES = 32
 PAGE_BYTES = 4096
 SOCKET_PREFIX = "ps-torch-"  # of a socket's name, before 32 hexadecimal digits
-HANDED_OVER = b"\0"  # what travels with the descriptor
-HANDOVER_SECONDS = 10.0  # that either end waits for the other at the socket
+HANDED_OVER = b"\0"  # the data byte that carries the descriptor: SCM_RIGHTS needs at least one
+HANDOVER_SECONDS = 10.0  # how long worker and shard wait for each other at the socket
 
 
 @dataclass(frozen=True)
 class SegmentOffer:
-    """Where a worker hands its segment over.
+    """A worker's offer of its segment: where a shard on its host can receive it.
 
-    location:     the socket's name in the shared directory
-    socket_inode: the number of that file
-    nonce:        what a shard proves itself with there, and what the segment begins with
-    row_bytes:    not 0: the segment is for rows of tables, so many bytes of them (row_memory.py)
+    location: the name of the socket in the shared directory
+    socket_inode: the inode number of that file
+    nonce: the secret that a shard shows there, and with which the segment begins
+    row_bytes: 0, or the size of a segment for rows of tables (row_memory.py)
     """
 
     location: str
@@ -47,7 +47,7 @@ class SegmentOffer:
 
 @dataclass(frozen=True)
 class Region:
-    """One space in one direction: `numel` elements as their codec writes them, from byte `offset` on."""
+    """The gradients or the weights of one space: `numel` elements of a codec, from byte `offset` on."""
 
     offset: int
     codec: Cast
@@ -56,7 +56,7 @@ class Region:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Where everything lies, by space; `size` in bytes."""
+    """The regions of a segment by space; `size` in bytes."""
 
     gradients: dict[str, Region]
     weights: dict[str, Region]
@@ -64,7 +64,7 @@ class SegmentPlan:
 
 
 def segment_plan(layout: Layout) -> SegmentPlan:
-    """Returns the places of a job's gradients and weights in a segment."""
+    """Returns the layout of a job's gradients and weights in a segment."""
     spaces = {bucket.space: bucket for bucket in layout.buckets if not bucket.frozen}
     end = PAGE_BYTES
     gradients: dict[str, Region] = {}
@@ -77,7 +77,7 @@ def segment_plan(layout: Layout) -> SegmentPlan:
 
 
 class SegmentMap:
-    """A mapped segment as tensors, by space: `gradients` and `weights`, each [size of the space] in its data type."""
+    """A mapped segment as tensors by space: `gradients` and `weights`, each [size of the space] in its data type."""
 
     def __init__(self, memory: mmap.mmap, plan: SegmentPlan) -> None:
         self._memory = memory  # the tensors below keep it mapped

@@ -1,7 +1,8 @@
-"""What trains a bucket from some step on: the stages of a script that goes on with other optimizers.
+"""Stages of a script that changes its optimizers: the optimizer of a bucket in each stage.
 
-A job is registered with the optimizers that the script begins with: stage 0. When the script hands over others, a stage
-begins, and each bucket is told what steps its slices from then on. The layout of the job, its buckets and clocks stay.
+A job is registered with the optimizers that the script begins with: stage 0. `session.prepare` with other optimizers
+begins the next stage. A stage tells each bucket the optimizer and the groups of its slices. The job's layout, buckets
+and clocks stay.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec
 
-MAX_STAGES = 256  # that a job may come to: each bucket keeps what trains it in each
+MAX_STAGES = 256  # of one job: each bucket keeps the specification of every stage
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What trains one bucket in one stage.
+    """The optimizer of one bucket in one stage.
 
-    number:    of the stage, 0 being that of the registered job
+    number: of the stage; 0 is that of the registered job
     optimizer: the name of a torch.optim class
-    members:   by slice, its group; None: no optimizer has it, and it stays as it is
-    groups:    the hyper-parameters of these groups when the stage begins
-    kept:      the positions of slices whose optimizer state goes on from the stage before; others begin without any
+    members: for each slice its group; None: no optimizer steps it
+    groups: the hyper-parameters of these groups at the beginning of the stage
+    kept: the positions of slices that keep their optimizer state from the stage before; the others begin without state
     """
 
     number: int
@@ -35,26 +36,26 @@ class StageSpec:
 
     @property
     def trained(self) -> frozenset[int]:
-        """The positions of the slices that an optimizer has."""
+        """The positions of the slices that an optimizer steps."""
         return frozenset(position for position, group in enumerate(self.members) if group is not None)
 
     def of(self, position: int) -> HyperParameters:
-        """Returns the hyper-parameters of the group that has a slice, when the stage begins."""
+        """Returns the hyper-parameters of a slice's group at the beginning of the stage."""
         group = self.members[position]
         return {} if group is None else self.groups[group]
 
 
 def first_stage(spec: JobSpec, bucket: BucketSpec) -> StageSpec:
-    """Returns what trains a bucket as its job is registered."""
+    """Returns the stage of a bucket as its job is registered."""
     members = tuple(spec.parameters[part.parameter].group for part in bucket.slices)
     groups = {group: spec.groups[group] for group in dict.fromkeys(members) if group is not None}
     return StageSpec(0, spec.optimizers[bucket.optimizer], members, groups)
 
 
 def stage_difference(known: StageSpec, offered: StageSpec) -> str | None:
-    """Returns in words in what two descriptions of one stage differ; None where they are the same.
+    """Describes the first difference between two descriptions of one stage; None if they are the same.
 
-    Values of hyper-parameters are no part of it: a schedule may have moved them.
+    Values of hyper-parameters are not compared: a schedule may have changed them.
     """
     if known.optimizer != offered.optimizer:
         return f"the optimizer is {known.optimizer}, and this worker's is {offered.optimizer}"

@@ -1,4 +1,4 @@
-"""What a table of rows is, as a value that both ends can compare."""
+"""The specification of a table of rows, which servers compare between workers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.hyper_parameters import HyperParameters
 
 MAX_DIM = 4096
-MAX_UPDATES = 2**62  # that have trained a table's rows before a job
-MAX_PUSHED_BYTES = 2**30  # of one table, that a worker may push in a step to one shard: gradients, or assigned rows
-MAX_ROWS = 2**31 - 1  # of one table on one shard: rows are numbered with 32 bits
+MAX_UPDATES = 2**62  # the highest version that a table may begin with
+MAX_PUSHED_BYTES = 2**30  # of gradients or assigned rows of one table, in one step of one worker, to one shard
+MAX_ROWS = 2**31 - 1  # of one table on one shard: their indices are int32
 INITIAL_KINDS = ("constant", "uniform", "normal")
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """How a row begins that no update has trained: a function of seed, id and column alone.
+    """The first value of a row, a function of seed, id and column alone. Every process computes it alike.
 
-    kind:  "constant", "uniform" or "normal"
+    kind: "constant", "uniform" or "normal"
     scale: the constant; the bound of [-scale, scale); the standard deviation
-    seed:  0 to 2**64 - 1
+    seed: 0 to 2**64 - 1
     """
 
     kind: str = "normal"
@@ -31,14 +31,15 @@ class Initializer:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table: rows named by 64-bit ids. A row comes into being with the update that trains it first.
+    """One table: rows named by 64-bit ids. A row is created by the update that trains it first.
 
-    name:         that of its module in the model
-    dim:          elements of a row, float32
-    admit_after:  an id becomes a row with the update in which it has occurred this often; 0 and 1: at once
-    expire_after: a row is forgotten when so many updates of the table have not trained it; 0: never
-    max_rows:     rows on all shards together; beyond, those trained longest ago go; 0: as many as fit into memory
-    initial_rows: rank 0 says which rows the table begins with, and it begins when they are here
+    name: that of its module in the model
+    dim: elements of a row, float32
+    admit_after: an id becomes a row with the update that contains its admit_after-th occurrence; 0 and 1: with the
+    first
+    expire_after: a row is removed after this many updates of the table that did not train it; 0: never
+    max_rows: the most rows on all shards together; beyond it, the rows trained longest ago are removed; 0: no limit
+    initial_rows: whether rank 0 sends rows that the table begins with; the table waits for them
     """
 
     name: str
@@ -56,10 +57,10 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class JobTable:
-    """A table in a job: its rows, and what steps them.
+    """A table in a job: its rows, and their optimizer.
 
     optimizer: a name of row_optimizers.ROW_OPTIMIZERS
-    values:    its hyper-parameters when the job began
+    values: its hyper-parameters when the job began
     """
 
     rows: TableSpec
@@ -67,11 +68,13 @@ class JobTable:
     values: HyperParameters = field(default_factory=dict)
 
     def difference(self, other: JobTable) -> str | None:
-        """Returns the first difference from a table of another worker's job in words; None when they are the same.
+        """Describes the first difference from another worker's table; None if the two are compatible.
 
-        The seed is none: a script draws it, and that of rank 0 or of the worker that registers the job counts. Nor are
-        hyper-parameters, which ride with each push. Where the job waits for no rows, a worker may bring some: none is
-        taken. The other way round all would wait for them.
+        Two things are not compared. Scripts draw different seeds, and the seed of rank 0, or of the worker that
+        registers the job, counts. Hyper-parameters travel with each push.
+
+        If the registered table waits for no initial rows, a worker may still offer some; the shards ignore them. If it
+        waits for them, a worker that offers none would make all others wait, so this is a difference.
         """
         ours, others = self.rows, other.rows
         for what, a, b in (
@@ -92,12 +95,13 @@ class JobTable:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a table begins with on one shard, in all.
+    """The state that a table begins with on one shard.
 
-    version:    updates that have trained its rows
-    seed:       of rows that are not trained
-    rows:       how many there are; waiting: how many ids wait
-    with_state: rows have the state of the table's optimizer
+    version: the number of updates that have trained its rows
+    seed: the seed of rows that are not trained yet
+    rows: the number of rows
+    waiting: the number of ids that are not admitted yet
+    with_state: whether rows come with the state of the table's optimizer
     """
 
     version: int
@@ -108,12 +112,12 @@ class Beginning:
 
     @property
     def total(self) -> int:
-        """Rows and ids that wait."""
+        """The number of rows and of ids that are not admitted yet."""
         return self.rows + self.waiting
 
 
 def validate_table(spec: TableSpec) -> None:
-    """Raises InvalidRequest naming the first thing wrong with a table."""
+    """Raises InvalidRequest that names the first error of a table."""
     start = spec.initializer
     for what, value, lowest, highest in (
         ("dim", spec.dim, 1, MAX_DIM),
@@ -133,5 +137,5 @@ def validate_table(spec: TableSpec) -> None:
 
 
 def assigned_bytes(dim: int, rows: int) -> int:
-    """Returns the bytes of rows that a script has set, with their ids."""
+    """Returns the size of assigned rows with their ids, in bytes."""
     return rows * (8 + 4 * dim)

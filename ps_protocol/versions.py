@@ -1,6 +1,6 @@
-"""Versions of the protocol, and which of them understand each other.
+"""The versions of the protocol, and their compatibility.
 
-1  as released first: a worker does not say which run of a job it belongs to
+1  the first release: workers do not name the run of their job
 2  every job has a run, and every message of a worker or a coordinator names it
 
 Servers are upgraded before workers, and all servers of a cluster together. A message without a version is of version 1.
@@ -17,7 +17,7 @@ _RUN = re.compile("[0-9a-f]{16}")
 
 
 def check_worker_version(version: int) -> None:
-    """Raises VersionMismatch unless servers of this version understand a worker of that one."""
+    """Raises VersionMismatch unless servers of this version support workers of that version."""
     if version > VERSION:
         raise VersionMismatch(
             f"this server speaks versions 1 to {VERSION} of the protocol, and the worker speaks version {version}: "
@@ -35,8 +35,11 @@ def check_shard_version(version: int) -> None:
 
 
 def check_coordinator_run(run: str) -> None:
-    """Raises VersionMismatch for a coordinator of version 1, which makes jobs without a run, and InvalidRequest for
-    what is no run: a coordinator that comes later compares it with its own."""
+    """Raises VersionMismatch for a coordinator of version 1, whose jobs have no run, and InvalidRequest for an invalid
+    run.
+
+    A later coordinator compares the run with its own.
+    """
     if not run:
         raise VersionMismatch(
             f"the shard speaks version {VERSION} of the protocol, and its coordinator makes a job without a run, as in "
@@ -47,7 +50,7 @@ def check_coordinator_run(run: str) -> None:
 
 
 def check_server_version(version: int) -> None:
-    """Raises VersionMismatch unless workers of this version understand a server of that one."""
+    """Raises VersionMismatch unless workers of this version support a server of that version."""
     if (version or 1) < VERSION:
         raise VersionMismatch(
             f"the server speaks version {version or 1} of the protocol, and this worker needs version {VERSION}: "

@@ -1,7 +1,7 @@
-"""How many bytes a bucket's elements take on the wire, and in which format a bucket travels: from the job alone.
+"""The wire format of a bucket, and its size in bytes. Both follow from the job alone.
 
-What makes payloads of elements is in codecs.py, which needs torch. This does not, so that `ps-server plan` can say what
-a job will send.
+The codecs themselves are in codecs.py, which needs torch. This module does not, so that `ps-server plan` can compute
+the traffic of a job.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from ps_protocol.layout import DATA_TYPES, BucketSpec
 
 @dataclass(frozen=True)
 class CastFormat:
-    """Elements of one type on the wire; `dtype` is its name, torch's own."""
+    """The format of elements of one type. `dtype` is torch's name of the type."""
 
     dtype: str
 
     @property
     def name(self) -> str:
-        """What the format is called."""
+        """The name of the format."""
         return self.dtype
 
     def size(self, numel: int) -> int:
-        """Returns how many bytes that many elements take."""
+        """Returns the size of `numel` elements in bytes."""
         return numel * DATA_TYPES[self.dtype].itemsize
 
     def keeps(self, bucket: BucketSpec) -> bool:
-        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
+        """Whether the wire carries a bucket's elements with the same bytes as memory."""
         return self.dtype == bucket.dtype
 
     def wire_format(self, bucket: BucketSpec) -> str:
-        """Returns what a message calls the format of a bucket's payload; empty where it keeps the bucket's type."""
+        """Returns the name of the format in a message about a bucket; empty if it is the bucket's own type."""
         return "" if self.dtype == bucket.dtype else self.dtype
 
     def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
-        """Raises InvalidRequest if a message calls a payload something else; see `wire_format`."""
+        """Raises InvalidRequest if a message names another format; see `wire_format`."""
         _check_format(self.dtype, bucket, wire_format)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Codes of `bits` bits, 8 or 4, with one bfloat16 scale for each block of `block` elements."""
+    """The format of blocks of elements: codes of `bits` bits, 8 or 4, and one bfloat16 scale for each block."""
 
     name: str
     bits: int
     block: int
 
     def size(self, numel: int) -> int:
-        """Returns how many bytes that many elements take."""
+        """Returns the size of `numel` elements in bytes."""
         return 2 * -(-numel // self.block) + -(-numel * self.bits // 8)
 
     def keeps(self, bucket: BucketSpec) -> bool:
-        """Returns whether a bucket's elements travel as the very bytes that they are in memory."""
+        """Whether the wire carries a bucket's elements with the same bytes as memory."""
         return False
 
     def wire_format(self, bucket: BucketSpec) -> str:
-        """Returns what a message calls the format of a bucket's payload."""
+        """Returns the name of the format in a message about a bucket."""
         return self.name
 
     def check_format(self, bucket: BucketSpec, wire_format: str) -> None:
-        """Raises InvalidRequest if a message calls a payload something else."""
+        """Raises InvalidRequest if a message names another format."""
         _check_format(self.name, bucket, wire_format)
 
 
@@ -74,21 +74,21 @@ def _check_format(expected: str, bucket: BucketSpec, wire_format: str) -> None:
 
 
 BLOCK_FORMATS = {each.name: each for each in (BlockFormat("int8", 8, 128), BlockFormat("int4", 4, 64))}
-# What float32 gradients and weights may travel as; a job names one for each.
+# The wire formats of float32 tensors. A job names one for gradients and one for weights.
 FORMATS: dict[str, CastFormat | BlockFormat] = {
     **{name: CastFormat(name) for name in ("float32", "bfloat16", "float16")},
     **BLOCK_FORMATS,
 }
-NARROWED_TO_BLOCKS = frozenset({"float32", "bfloat16", "float16"})  # what gradients of these types become
+NARROWED_TO_BLOCKS = frozenset({"float32", "bfloat16", "float16"})  # types of gradients that a block format encodes
 
 
 def gradient_format(spec: JobSpec, bucket: BucketSpec) -> str:
-    """Returns the name of the format in which the gradients of a bucket travel."""
+    """Returns the name of the wire format of a bucket's gradients."""
     if spec.gradient_wire in BLOCK_FORMATS and bucket.dtype in NARROWED_TO_BLOCKS:
         return spec.gradient_wire
     return spec.gradient_wire if bucket.dtype == "float32" else bucket.dtype
 
 
 def weight_format(spec: JobSpec, bucket: BucketSpec) -> str:
-    """Returns that of its weights; what no optimizer steps travels as it is."""
+    """Returns the name of the wire format of a bucket's weights. Frozen buckets keep their type."""
     return spec.weight_wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype

@@ -4,7 +4,8 @@ session = ps_worker.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
-session.py      The public face of a worker: `connect`, and the session that it returns
+connecting.py   `connect`, and the sessions that this process has open
+session.py      What `connect` returns: one worker's part in one job
 by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 prepared.py     What `prepare` has returned, by what it was given
@@ -49,8 +50,9 @@ from ps_protocol.errors import (
 from ps_runtime.version import version
 
 if TYPE_CHECKING:
+    from ps_worker.connecting import connect
     from ps_worker.row_feed import RowFeed
-    from ps_worker.session import Session, connect
+    from ps_worker.session import Session
     from ps_worker.tables.freezing import freeze
     from ps_worker.tables.given import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
@@ -87,10 +89,14 @@ __version__ = version()
 
 def __getattr__(name: str) -> Any:
     """Imports torch when what needs it is asked for: the launcher and `ps-worker --help` do without."""
-    if name in ("Session", "connect"):
+    if name == "connect":
+        from ps_worker import connecting
+
+        return connecting.connect
+    if name == "Session":
         from ps_worker import session
 
-        return getattr(session, name)
+        return session.Session
     if name in ("Embedding", "EmbeddingBag"):
         from ps_worker.tables import modules
 

@@ -1,13 +1,13 @@
-"""Accelerate on parameter servers: a `connect` that has each worker see itself as one process. Needs `accelerate`.
+"""Accelerate on parameter servers: a `connect` that shows Accelerate a single process. Needs `accelerate`.
 
     session = ps_worker.accelerate.connect()                                  # before Accelerator()
     accelerator = Accelerator(gradient_accumulation_steps=4)
     model, optimizer, loader = session.prepare(model, optimizer, loader)      # first ours: the plain objects
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
 
-Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel: gradients would
-be reduced twice, and async would wait at every step. So of the launch Accelerate sees the rank alone, on which
-`accelerator.is_main_process`, `print` and `save` depend.
+Under torchrun Accelerate would start torch.distributed and wrap the model in DistributedDataParallel. Gradients would
+then be reduced twice, and async would wait at every step. Therefore Accelerate sees only the rank of this launch, which
+`accelerator.is_main_process`, `print` and `save` need.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState, PartialState
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.rank import hide_launcher_variables
+from ps_worker.connecting import connect as connect_session
 from ps_worker.session import Session
-from ps_worker.session import connect as connect_session
 
-# With any of these set, Accelerate takes a process for one of torch.distributed: torchrun's, Intel's and Open MPI's.
+# Any of these variables makes Accelerate start torch.distributed: torchrun's, Intel MPI's, MVAPICH's and Open MPI's.
 LAUNCHED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -30,11 +30,16 @@ LAUNCHED = (
 
 
 def connect(*arguments: Any, **settings: Any) -> Session:
-    """Returns a session as `ps_worker.connect` does, and has Accelerate see one process, of its rank.
+    """Returns a session as `ps_worker.connect` does. Accelerate then sees one process, of this worker's rank.
 
-    The launcher's variables leave os.environ, except in mode ddp, where Accelerate does what it always does. Call it
-    before Accelerator or TrainingArguments are made. Raises InvalidRequest if Accelerate has started already, and what
-    `ps_worker.connect` raises.
+    The launcher's variables are removed from os.environ, except in mode ddp, where Accelerate works as usual. Call it
+    before Accelerator or TrainingArguments are made.
+
+    Args:
+        arguments, settings: As for `ps_worker.connect`.
+
+    Raises:
+        InvalidRequest: Accelerate has started already, or as in `ps_worker.connect`.
     """
     session = connect_session(*arguments, **settings)
     if session.mode != "ddp":
@@ -43,7 +48,7 @@ def connect(*arguments: Any, **settings: Any) -> Session:
 
 
 def hide_launcher(session: Session) -> None:
-    """Hides the launcher from Accelerate. Raises InvalidRequest if Accelerate has started several processes."""
+    """Hides the launcher from Accelerate. Raises InvalidRequest if Accelerate has started several processes already."""
     hide_launcher_variables(LAUNCHED)
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:

@@ -29,15 +29,17 @@ RNG_FILE = "rng_state.pth"  # of a Trainer that is alone
 
 
 class OnServers:
-    """Mix into a Trainer, in front of it: trains in the session's mode. In mode ddp it is the Trainer as it was.
+    """A mixin for a Trainer, placed before it in the bases, that trains in the session's mode. Mode ddp changes
+    nothing.
 
-    Data: each worker has its share of the training data, as DDP's workers have. Metrics of an evaluation are taken over
-    all workers, and are the same on all. Files are written, and loggers called, by rank 0 alone; a checkpoint holds the
-    whole optimizer state and the random state of every worker.
+    Each worker trains on its share of the data, as with DDP. The metrics of an evaluation are taken over all workers,
+    and are the same on all. Rank 0 alone writes files and calls loggers. A checkpoint contains the whole optimizer
+    state, and the random state of every worker.
 
-    session:         from `connect` of this module
-    prepare_options: of Session.prepare: bucket_bytes, gradient_wire, ...
-    All else is the Trainer's.
+    Args:
+        session: From `ps_worker.huggingface.connect`.
+        prepare_options: Options of `Session.prepare`, such as bucket_bytes and gradient_wire.
+        arguments, more: The arguments of the Trainer.
     """
 
     args: Any  # these are the Trainer's
@@ -172,7 +174,7 @@ class OnServers:
 
 
 class PsTrainer(OnServers, Trainer):
-    """A Trainer on parameter servers; see OnServers."""
+    """A Trainer on parameter servers. See OnServers."""
 
 
 class _Progress(TrainerCallback):

@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_worker.connecting import connect
 from ps_worker.model.optimizer import ServerOptimizer
-from ps_worker.session import Session, connect
+from ps_worker.session import Session
 
 NAME = "ps"
 
@@ -154,11 +155,12 @@ class _OnSession:
 class ParameterServerStrategy(_OnSession, ParallelStrategy):
     """Trains a LightningModule in the session's mode: `Trainer(strategy="ps")`, or an object of this class.
 
-    A strategy serves one `fit`; `validate`, `test` and `predict` may come before or after it. Checkpoints hold the
-    weights and the whole optimizer state, and are written by rank 0.
+    A strategy serves one `fit`; `validate`, `test` and `predict` may come before or after it. Rank 0 writes
+    checkpoints, which contain the weights and the whole optimizer state.
 
-    session: from ps_worker.connect; by default a new one
-    options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
+    Args:
+        session: From `ps_worker.connect`; by default a new one.
+        options: Options of `Session.prepare`, such as bucket_bytes, gradient_wire and seed.
     """
 
     strategy_name = NAME
@@ -215,11 +217,13 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
 class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     """Trains with Fabric in the session's mode: `Fabric(strategy=FabricParameterServerStrategy())`.
 
-    Call `fabric.setup` before `fabric.setup_dataloaders`: joining tells the share of data. It takes one model with its
-    optimizers; for several models call `strategy.session.prepare` with all of them first.
+    Call `fabric.setup` before `fabric.setup_dataloaders`: a worker learns its share of the data when it joins. The
+    strategy accepts one model with its optimizers. For several models call `strategy.session.prepare` with all of them
+    first.
 
-    session: from ps_worker.connect; by default a new one
-    options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
+    Args:
+        session: From `ps_worker.connect`; by default a new one.
+        options: Options of `Session.prepare`, such as bucket_bytes, gradient_wire and seed.
     """
 
     def __init__(self, session: Session | None = None, **options: Any) -> None:

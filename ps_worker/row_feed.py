@@ -1,4 +1,4 @@
-"""A live copy of a table in a process that does not train: predictions follow training within seconds."""
+"""`RowFeed`: a live copy of a table in a process that does not train."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from ps_worker.tables.row_copy import FeedPart, RowCopy, saved_copy
 log = logging.getLogger("ps_worker")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
-REFUSED_PAUSE_SECONDS = 15.0  # after what is no passing trouble: a whole copy may have come before it
-SILENT_SECONDS = 30.0  # a shard gives a sign of life every ten
-EXIT_SECONDS = 2.0  # that the threads of a feed which is left open have when the interpreter ends
-_UNKNOWN_BYTES = 2**34  # of memory, where the system does not say how much is free
-_FINAL = (Forbidden, InvalidRequest, LimitExceeded, Unauthenticated, Unsupported)  # waiting helps against none of them
+REFUSED_PAUSE_SECONDS = 15.0  # after an error that does not pass: each attempt may transfer a whole table first
+SILENT_SECONDS = 30.0  # a shard sends a message at least every ten seconds
+EXIT_SECONDS = 2.0  # for the threads of open feeds when the interpreter exits
+_UNKNOWN_BYTES = 2**34  # the free memory to assume where the system does not tell it
+_FINAL = (Forbidden, InvalidRequest, LimitExceeded, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
 
 
 class _Source:
-    """What a feed follows, and where it keeps it."""
+    """The table that a feed follows, and the directory that keeps its rows."""
 
     def __init__(
         self, server: str, access: Access, job: str, table: str, period: float, directory: Path | None, save: float
@@ -60,27 +60,27 @@ class _Source:
             directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, shard: int, shards: int) -> Path | None:
-        """Returns the file of a shard's rows; None: they are kept nowhere."""
+        """Returns the file of a shard's rows; None without a directory."""
         return None if self._directory is None else self._directory / f"rows-{shard}-of-{shards}.safetensors"
 
     @property
     def about(self) -> dict[str, str]:
-        """What the rows are of, as their files say."""
+        """The job and the table, as the files of rows name them."""
         return {"job": self.job, "table": self.table}
 
     def saved_shards(self) -> int:
-        """Returns of how many shards there are files; of several numbers the one written last; 0: there are none."""
+        """Returns the number of shards in the most recent files of rows; 0 without files."""
         found = [] if self._directory is None else sorted(self._directory.glob("rows-*-of-*.safetensors"))
         newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
         return 0 if newest is None else int(newest.stem.rpartition("-")[2])
 
 
 class _Follower:
-    """Follows one shard of several, in a thread of its own, until `end`.
+    """Follows one of several shards, in its own thread, until `end`.
 
-    copy:  its rows; None: nothing has come yet
+    copy: its rows; None before the first message
     thread: its thread
-    heard: when the copy was last known to be as the shard has it, by time.monotonic; None: not in this process
+    heard: the time.monotonic() at which the copy was last known to equal the shard's rows; None: not in this process
     """
 
     def __init__(self, source: _Source, shard: int, shards: int, changed: Callable[[], None]) -> None:
@@ -99,16 +99,16 @@ class _Follower:
         self.thread = threading.Thread(target=self._run, name=f"row-feed-{shard}", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self.thread.start()
 
     @property
     def version(self) -> int:
-        """The version of the copy; -1: it is not complete."""
+        """The version of the copy; -1 while it is incomplete."""
         return -1 if self.copy is None else self.copy.version
 
     def end(self, wait: bool = True) -> None:
-        """Ends the thread, which saves what it has."""
+        """Ends the thread, which saves its rows first."""
         self._ending.set()
         if (watch := self._watch) is not None:
             watch.cancel()
@@ -116,7 +116,7 @@ class _Follower:
             self.thread.join()
 
     def look(self) -> None:
-        """Calls the shard anew if it has been silent for long: its process may be stopped, or its host gone."""
+        """Cancels the call if the shard has been silent for long: its process may be stopped, or its host gone."""
         watch = self._watch
         if watch is not None and time.monotonic() - self._spoke > SILENT_SECONDS + self._source.period:
             watch.cancel()
@@ -136,7 +136,7 @@ class _Follower:
             guarded("row-feed", self._save)
 
     def _follow(self) -> None:
-        """Takes what comes, until the stream ends; notes why."""
+        """Receives messages until the stream ends, and records the reason of its end."""
         source = self._source
         try:
             addresses, self.shards = shard_addresses(source.server, source.access)
@@ -153,7 +153,7 @@ class _Follower:
         except PSError as error:
             self.trouble = error
             if isinstance(error, InvalidRequest) and self.copy is not None:
-                self.copy.cursor = b""  # nothing that it could go on from: the rows come anew
+                self.copy.cursor = b""  # the shard does not know this cursor: it sends all rows again
             self._troubles.met(source.table, "feed of table %r: %s", source.table, error)
         finally:
             if (watch := self._watch) is not None:
@@ -165,7 +165,7 @@ class _Follower:
         if part.begin is not None and (copy is None or copy.begin.dim != part.begin.dim):
             copy = self.copy = RowCopy(part.begin, self._source.memory)
         if copy is None:
-            return  # a message without a round: the table is gone, and the stream ends
+            return  # a message outside of a round: the table is gone, and the stream ends
         copy.take(part)
         if part.cursor:
             self.heard, self.trouble = time.monotonic(), None
@@ -180,33 +180,35 @@ class _Follower:
             self.copy.save(self._path, self._source.about)
 
 
-_open: weakref.WeakSet[RowFeed] = weakref.WeakSet()  # those that are not closed
+_open: weakref.WeakSet[RowFeed] = weakref.WeakSet()  # the feeds that are not closed
 
 
 @atexit.register
 def _end_open_feeds() -> None:
-    """Ends the feeds that a script has left open: none of their threads may be in torch when the interpreter ends."""
+    """Ends the feeds that a script has left open: no thread of theirs may be in torch when the interpreter exits."""
     for feed in list(_open):
         feed._end_now()
 
 
 class RowFeed:
-    """A copy of a job's table that follows training: it has every row, and what changes comes within about a second.
+    """A copy of a job's whole table that follows training. A change arrives within about a second.
 
-    It takes no part in the job: it needs the role of a reader, and training does not wait for it. It finds shards again
-    that were started again, or moved. After a rollback, or in a new run of the job, it copies the table anew; the rows
-    that it has stay readable meanwhile. It needs memory for all rows. All methods may be called from any thread.
+    A feed takes no part in the job. It needs the role reader, and training does not wait for it. It follows shards that
+    are started again or moved. After a rollback, or in a new run of the job, it copies the table again; the earlier
+    rows stay readable meanwhile. It needs memory for all rows. Its methods are thread-safe.
 
-    table:      its name: that of its module in the model, such as "item" or "towers.user"
-    server:     HOST:PORT of the coordinator (PS_SERVER)
-    job:        the job's name (PS_JOB), "default"
-    directory:  where rows are kept for the next process: it begins with them, and asks for what changed since; None:
-                nowhere
-    period:     seconds from one look for changes to the next one: 0.1 to 3600
-    save_every: seconds after which the files in `directory` are written anew; so they are by `close`
-    tls_cert, tls_key, tls_ca, token_file, insecure: as for `connect`
+    Args:
+        table: The table's name, which is that of its module in the model, such as "item" or "towers.user".
+        server: HOST:PORT of the coordinator (PS_SERVER).
+        job: The job's name (PS_JOB); "default" by default.
+        directory: A directory that keeps the rows for the next process, which then fetches only later changes. None:
+            rows are not kept.
+        period: Seconds between two looks for changes, 0.1 to 3600.
+        save_every: Seconds between two saves of the rows in `directory`; `close` saves them, too.
+        tls_cert, tls_key, tls_ca, token_file, insecure: As for `connect`.
 
-    Raises InvalidRequest for settings that contradict each other, and for a directory with rows of another table.
+    Raises:
+        InvalidRequest: Settings contradict each other, or the directory has rows of another table.
     """
 
     def __init__(
@@ -236,9 +238,9 @@ class RowFeed:
         self._source = _Source(address, shown, check("job", job), table, period, where, save_every)
         self._condition = threading.Condition()
         self._closing = threading.Event()
-        self._serving: tuple[_Follower, ...] = ()  # complete
-        self._coming: tuple[_Follower, ...] = ()  # to serve when they are complete
-        self._trouble: PSError | None = None  # of finding out how many shards there are
+        self._serving: tuple[_Follower, ...] = ()  # complete: `rows` reads their copies
+        self._coming: tuple[_Follower, ...] = ()  # incomplete: they replace `_serving` once all are complete
+        self._trouble: PSError | None = None  # the error of the last request for the number of shards
         saved = self._source.saved_shards()
         if saved:
             self._coming = self._followers(saved)
@@ -256,35 +258,43 @@ class RowFeed:
         self.close()
 
     def __len__(self) -> int:
-        """How many rows the copy has."""
+        """Returns the number of rows in the copy."""
         return sum(len(each.copy) for each in self._serving if each.copy is not None)
 
     @property
     def version(self) -> int:
-        """Updates of the table that all rows have, at least: the lowest over the shards. In sync that is the workers'
-        clock; in ssp and async each worker's step is one. It goes down with a rollback. -1: the copy is not complete.
+        """The number of updates that all rows of the copy contain at least: the lowest over the shards.
+
+        In sync it compares with the workers' clock; in ssp and async each worker's step is one update. A rollback
+        lowers it. It is -1 while the copy is incomplete.
         """
         return min((each.version for each in self._serving), default=-1)
 
     @property
     def age(self) -> float:
-        """Seconds since the copy was last known to be as the servers have it; inf: not in this process."""
+        """Seconds since the copy was last known to equal the servers' rows; inf: never in this process."""
         heard = [each.heard for each in self._serving]
         times = [when for when in heard if when is not None]
         return time.monotonic() - min(times) if times and len(times) == len(heard) else float("inf")
 
     @property
     def trouble(self) -> PSError | None:
-        """Why nothing comes at the moment; None: all is well, as far as is known."""
+        """The error that keeps changes from arriving; None: no error is known."""
         followers = self._coming or self._serving
         return next((each.trouble for each in followers if each.trouble is not None), self._trouble)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns rows: ids of any shape, int64 or int32, to [*ids.shape, dim] float32, on the CPU.
+        """Returns rows, on the CPU.
 
-        An id that is no row, because training has not met it, has the value with which its row would begin.
+        Args:
+            ids: int64 or int32, of any shape. An id without a row has the value with which its row would begin.
 
-        Raises InvalidRequest for what are no ids, TryLater as long as the copy is not complete: see `wait_for`.
+        Returns:
+            [*ids.shape, dim] float32.
+
+        Raises:
+            InvalidRequest: These are no ids.
+            TryLater: The copy is incomplete; see `wait_for`.
         """
         flat, parts = flat_ids([ids]), self._serving
         if not parts:
@@ -301,9 +311,15 @@ class RowFeed:
         return found.view(*ids.shape, -1)
 
     def wait_for(self, version: int = 0, timeout: float = 60.0) -> int:
-        """Waits until the copy is complete and has a version; returns that which it has.
+        """Waits until the copy is complete and has reached a version. Returns its version.
 
-        Raises Unreachable with the reason when the time is over; at once what waiting cannot help, such as Forbidden.
+        Args:
+            version: The lowest version to wait for.
+            timeout: Seconds to wait.
+
+        Raises:
+            Unreachable: The time is over, or the feed is closed; the message has the reason.
+            Forbidden, Unauthenticated, InvalidRequest, LimitExceeded, Unsupported: Waiting cannot help.
         """
         deadline = time.monotonic() + timeout
         with self._condition:
@@ -318,7 +334,7 @@ class RowFeed:
             return self.version
 
     def _end_now(self) -> None:
-        """Ends the feed as `close` does, and waits for its threads for a moment: the interpreter ends."""
+        """Ends the feed at the exit of the interpreter, and waits EXIT_SECONDS at most for its threads."""
         self._closing.set()
         followers = {*self._serving, *self._coming}
         for each in followers:
@@ -326,7 +342,7 @@ class RowFeed:
         join_within([self._thread, *(each.thread for each in followers)], EXIT_SECONDS)
 
     def close(self) -> None:
-        """Ends the feed, and saves rows if there is a directory. What it has stays readable."""
+        """Ends the feed, and saves its rows if it has a directory. The rows stay readable."""
         self._closing.set()
         with self._condition:
             self._condition.notify_all()
@@ -335,10 +351,10 @@ class RowFeed:
             each.end()
         _open.discard(self)
 
-    # -- its threads -------------------------------------------------------------------------------------------------
+    # -- on the feed's own threads -----------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Finds out how many shards there are, has each followed, and wakes those that have fallen silent."""
+        """Follows each shard, learns how many there are, and restarts calls to silent ones."""
         while not self._closing.is_set():
             guarded("row-feed", self._look)
             self._closing.wait(1.0 if self._serving or self._coming else 0.2)
@@ -361,7 +377,7 @@ class RowFeed:
             self._condition.notify_all()
 
     def _replace(self, shards: int) -> None:
-        """Follows another number of shards. Until they are complete, the rows of those before stay."""
+        """Follows another number of shards. The present rows stay until the new ones are complete."""
         before, self._coming = self._coming, self._followers(shards)
         for each in before:
             each.end(wait=False)
@@ -374,7 +390,7 @@ class RowFeed:
         return made
 
     def _settle(self) -> None:
-        """Serves those that came, if they are complete; tells those that wait."""
+        """Serves the new followers once all of them are complete, and wakes waiters."""
         with self._condition:
             if self._coming and all(each.version >= 0 for each in self._coming):
                 before, self._serving, self._coming = self._serving, self._coming, ()

@@ -26,20 +26,26 @@ _GIVEN = frozenset({"server", "mode", "job", "elastic", "tls_cert", "tls_key", "
 
 
 class ParameterServer:
-    """Servers on a Ray cluster: a coordinator on this node, and shards on as many nodes as there are. Also a context
-    manager, which ends them in order. They outlive all workers, and Ray starts those that end again.
+    """Servers on a Ray cluster: a coordinator on this node, and shards on as many nodes as possible.
 
-    shards:           how many there are; Ray places each on another node where it can (SPREAD)
-    checkpoint_dir:   where checkpoints are, on storage that all nodes share; without it jobs end with a shard
-    checkpoint_every: how often to make one: 100steps, 60s
-    restore:          start jobs from their last checkpoints
-    server_options:   more options of `ps-server shard`, in one text: "--lease 30 --keep 5"
-    certificates:     a directory on this machine with ca.pem, server.pem, server.key, worker.pem, worker.key and roles,
-                      as `ps-server dev-certs` makes it; their contents go to the nodes as arguments of actors
-    insecure:         without certificates: the cluster's network is trusted, and all travels in plaintext
-    resources_per_shard: what Ray reserves: {"CPU": 1, "memory": 8e9}
+    The servers outlive all workers, and Ray starts a server that ends again. As a context manager it stops them in
+    order at the end of the block.
 
-    Raises InvalidRequest for what does not fit together, and PSError if the servers do not start.
+    Args:
+        shards: The number of shards. Ray places each on a different node if it can (SPREAD).
+        checkpoint_dir: The directory of checkpoints, on storage that all nodes share. Without it a job ends when a
+            shard is lost.
+        checkpoint_every: The interval of checkpoints, such as "100steps" or "60s".
+        restore: Whether jobs begin from their last checkpoints.
+        server_options: More options of `ps-server shard`, in one text: "--lease 30 --keep 5".
+        certificates: A directory on this machine with ca.pem, server.pem, server.key, worker.pem, worker.key and roles,
+            as `ps-server dev-certs` makes it. The contents travel to the nodes as arguments of actors.
+        insecure: Whether servers without certificates may listen beyond this machine: all traffic is then plaintext.
+        resources_per_shard: Resources that Ray reserves for each shard: {"CPU": 1, "memory": 8e9}.
+
+    Raises:
+        InvalidRequest: Settings contradict each other.
+        PSError: The servers do not start.
     """
 
     def __init__(
@@ -133,13 +139,18 @@ class ParameterServer:
     def settings(
         self, mode: str = "sync", job: str = "default", elastic: bool = True, **more: object
     ) -> WorkerSettings:
-        """Returns what the workers of a job are told: each begins with `settings.apply()`, then `ps_worker.connect()`.
+        """Returns the settings of a job's workers. Each worker begins with `settings.apply()`, then
+        `ps_worker.connect()`.
 
-        mode:    sync, ssp:K or async
-        job:     its name; jobs of one cluster are apart, so each trial of Tune has one of its own
-        elastic: ranks are given out, and workers come and go; otherwise each calls apply(rank, world_size)
-        more:    other settings of a worker: start_timeout=60
-        Raises InvalidRequest.
+        Args:
+            mode: "sync", "ssp:K" or "async".
+            job: The job's name. Jobs of one cluster are separate, so each trial of Tune has its own.
+            elastic: Whether ranks are given out and workers come and go. Otherwise each worker calls `apply(rank,
+                world_size)`.
+            more: Other settings of a worker, such as start_timeout=60.
+
+        Raises:
+            InvalidRequest: A setting is unknown or out of range.
         """
         known = {setting.name: setting for setting in SETTINGS if setting.name not in _GIVEN}
         unknown = sorted(more.keys() - known.keys())
@@ -154,21 +165,27 @@ class ParameterServer:
         return WorkerSettings(self.address, mode, job, elastic, self._launch, *access, texts)
 
     def report_end(self, worker: WorkerProcess) -> tuple[int, ...]:
-        """Says that a worker's process is gone, as Ray has told: the others wait for it no longer.
+        """Reports that a worker's process has ended, so that other workers no longer wait for it.
 
-        worker: what `settings.apply()` returned in it
-        Returns the ranks that were taken off; none if it had left. Raises PSError.
+        Args:
+            worker: The value that `settings.apply()` returned in that process.
+
+        Returns:
+            The ranks that were removed; none if the worker had left already.
+
+        Raises:
+            PSError: The coordinator does not answer.
         """
         ranks: tuple[int, ...] = self._ask(self._coordinator.worker_has_ended.remote(worker))
         return ranks
 
     def status(self) -> dict[str, Any]:
-        """Returns what is running, as `ps-server status --json` has it. Raises PSError."""
+        """Returns the status that `ps-server status --json` prints. Raises PSError."""
         status: dict[str, Any] = self._ask(self._coordinator.status.remote())
         return status
 
     def stop(self) -> None:
-        """Ends the servers: the coordinator first, which has last checkpoints made, then the shards. Twice is once."""
+        """Stops the coordinator, which makes last checkpoints first, and then the shards. Further calls do nothing."""
         if self._coordinator is None:
             return
         for actors in ([self._coordinator], self._shards):

@@ -25,7 +25,7 @@ log = logging.getLogger("ps_worker")
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
     """Has a worker whose function returns leave its job: Ray kills the process later. One that fails is reported."""
-    from ps_worker.session import close_open_sessions
+    from ps_worker.connecting import close_open_sessions
 
     yield
     close_open_sessions()
@@ -34,13 +34,17 @@ def _leaving() -> Iterator[None]:
 class PsConfig(BackendConfig):
     """The backend of a `DataParallelTrainer` whose workers train on parameter servers, with `ps_worker.connect()`.
 
-    mode:    sync, ssp:K or async
-    job:     its name
-    elastic: ranks are given out, and data is leased batch by batch; otherwise workers have the ranks of Ray Train
-    servers:      those to train on, which outlive the run; None: servers of its own, which end with it
-    server_settings: of its own servers, as `ParameterServer` takes them: shards=4, checkpoint_dir="/nfs/run"
+    Args:
+        mode: "sync", "ssp:K" or "async".
+        job: The job's name.
+        elastic: Whether the coordinator gives out ranks and leases data batch by batch. Otherwise workers have the
+            ranks of Ray Train.
+        servers: Servers that outlive the run. None: the run starts its own servers and ends them.
+        server_settings: The arguments of `ParameterServer` for the run's own servers: shards=4,
+            checkpoint_dir="/nfs/run".
 
-    Raises InvalidRequest for what does not fit together.
+    Raises:
+        InvalidRequest: Settings contradict each other.
     """
 
     def __init__(

@@ -126,10 +126,16 @@ class WorkerSettings:
             raise InvalidRequest(f"mode {self.mode} has no servers: use sync, ssp:K or async")
 
     def apply(self, rank: int | None = None, world_size: int | None = None) -> WorkerProcess:
-        """Sets the PS_* variables of this process, so that `ps_worker.connect()` and the frameworks find all.
+        """Sets the PS_* variables of this process, so that `ps_worker.connect()` and the frameworks find them.
 
-        rank, world_size: of a worker of a job that is not elastic
-        Returns which process this is, for `ParameterServer.report_end`. Raises InvalidRequest for half a place.
+        Args:
+            rank, world_size: Those of a worker of a job that is not elastic.
+
+        Returns:
+            The identity of this process, for `ParameterServer.report_end`.
+
+        Raises:
+            InvalidRequest: The job is not elastic, and the rank or the world size is missing.
         """
         if not self.elastic and (rank is None or world_size is None):
             raise InvalidRequest("a job that is not elastic needs each worker's rank and world_size")

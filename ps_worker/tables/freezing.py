@@ -1,4 +1,4 @@
-"""A copy of a model for serving, with plain modules of torch in place of tables."""
+"""`freeze`: a copy of a model for serving, in which modules of torch replace tables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from ps_worker.tables.modules import Embedding, EmbeddingBag
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model for serving, in eval mode, whose tables are plain modules of torch.
+    """Returns a copy of a model for serving, in eval mode, in which plain torch modules replace the tables.
 
-    Each Embedding becomes an nn.Embedding, each EmbeddingBag an nn.EmbeddingBag, behind a search for the place of an id
-    among those that have a row. It gives what the model gives in eval mode, as long as all ids have a row. An id that
-    has none gets the mean of all first values: zeros, or with `initial="constant"` its `scale`. That row is the last
-    one of the plain module's weight, and can be changed there. The rows need no gradient.
+    An Embedding becomes an nn.Embedding and an EmbeddingBag an nn.EmbeddingBag, each behind a search among the ids that
+    have a row. If all ids have a row, the copy returns what the model returns in eval mode. An id without a row gets
+    the mean of all first values: zeros, or `scale` with `initial="constant"`. That vector is the last row of the plain
+    module's weight, where a script may change it. No row requires a gradient.
 
-    model: also as `prepare` returned it. Rows on servers are fetched, as by `state_dict`
-    Raises Unsupported for a table whose class has a forward of its own.
+    Args:
+        model: The model, or what `prepare` returned for it. Rows on servers are fetched, as by `state_dict`.
+
+    Raises:
+        Unsupported: The class of a table overrides `forward`.
+
+    Example:
+        plain = ps_worker.freeze(torch.nn.Sequential(ps_worker.Embedding(8), torch.nn.Linear(8, 1)))
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(plain, nn.Module):
         raise InvalidRequest(f"freeze takes a model, got {type(plain).__name__}")
-    # What `deepcopy` takes for copies that it has made already: so no table is copied with its optimizer's state.
+    # deepcopy's memo: with an entry for each table it copies no table, nor the optimizer state within.
     replaced = {id(each): _frozen(name, each) for name, each in plain.named_modules() if isinstance(each, Embedding)}
     return copy.deepcopy(plain, replaced).eval()
 
@@ -40,7 +46,7 @@ def _frozen(name: str, module: Embedding) -> nn.Module:
     handle, settings = module.weight.detach(), module.settings
     rows = module.local.snapshot() or {"ids": torch.empty(0, dtype=torch.int64), "weights": handle.float().cpu()}
     ids, weights = rows["ids"], rows["weights"]
-    if module.padding_idx is not None:  # it reads as zeros, and not as an id without a row
+    if module.padding_idx is not None:  # a row of zeros: an id without a row may have another value
         kept = ids != module.padding_idx
         ids = torch.cat([ids[kept], torch.tensor([module.padding_idx])])
         weights = torch.cat([weights[kept], torch.zeros(1, handle.shape[1])])

@@ -26,14 +26,16 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of ids and their vectors, for `Embedding.from_pretrained` and `assign`. It is read piece by piece.
+    """A file of ids and vectors, for `Embedding.from_pretrained` and `Embedding.assign`, which read it piece by piece.
 
-    path:    NAME.safetensors; NAME.parquet, for which pyarrow is needed; or NAME.npy, of vectors
-    ids:     the name of the ids in the file: [n] int64 or int32. Of a .npy file: the path of another one, with the ids
-    vectors: the name of the vectors: [n, dim], of any floating type; in Parquet a column of lists, all `dim` long. Of a
-             .npy file it has no meaning
+    The default names are those in the files that `ps-server export` writes for tables.
 
-    The names are by default those in the files that `ps-server export` writes of tables.
+    Args:
+        path: NAME.safetensors; NAME.parquet, which needs pyarrow; or NAME.npy, which contains the vectors alone.
+        ids: The name of the ids in the file: [n] int64 or int32. With a .npy file, the path of another one that
+            contains them.
+        vectors: The name of the vectors: [n, dim], of any floating type; in Parquet a column of lists of length `dim`.
+            With a .npy file it is ignored.
     """
 
     path: str | Path

@@ -1,7 +1,8 @@
-"""Embedding and EmbeddingBag: torch's modules, whose ids are any 64-bit numbers and whose rows are in a table.
+"""Embedding and EmbeddingBag: torch's modules over a table, whose ids are any 64-bit numbers.
 
-A module has one parameter, `weight`, of shape [0, dim]: a handle, for optimizers, groups and schedulers to hold. The
-optimizer that has it steps the rows, unless the module has its own. `state_dict()` has the rows as bytes beside it.
+A module has one parameter, `weight`, of shape [0, dim]. It is a handle: optimizers, parameter groups and schedulers
+refer to the table by it. The optimizer that has the handle steps the rows, unless the module has an optimizer of its
+own. `state_dict()` contains the rows as bytes beside the handle.
 """
 
 from __future__ import annotations
@@ -27,31 +28,40 @@ T = TypeVar("T", bound="Embedding")
 
 
 class Embedding(nn.Module):
-    """As torch's nn.Embedding, without a number of embeddings: an id is any int64, and its row comes with training.
+    """Like torch's nn.Embedding, without a number of embeddings: an id is any int64, and training creates its row.
 
-    dim:          elements of a row, float32
-    optimizer:    of the rows: ps_worker.RowWiseAdagrad or ps_worker.Ftrl; by default that of the handle's group,
-                  lazily: a step moves the rows of its batch, and no others
-    initial, scale, seed: how a row begins: "normal" with this standard deviation, "uniform" in [-scale, scale), or the
-                  scale itself as a "constant"; by default the seed is one of torch's random numbers. An id that
-                  training has not seen has this value, also in evaluation; looking it up makes no row
-    admit_after:  an id becomes a row with the step in which it has occurred so often; 0 and 1: at once
-    expire_after: a row is forgotten when so many steps that trained others have not trained it; 0: never
-    max_rows:     beyond, the rows trained longest ago are forgotten; 0: as many as fit into memory
-    padding_idx:  an id that reads as zeros, and is never trained: it has no row. Any id may be it; None: none is
-    scale_grad_by_freq: the gradient of a row is divided by how often its id occurs in the lookup
-    max_norm, norm_type: refused: see Raises
-    lazy_decay:   the optimizer may have a weight_decay, though a row then decays only in the steps that have it
-    ids:          finds this table's ids in a batch of a prepared loader, as the loader makes it: a tensor, or a list of
-                  tensors. On servers, a step then brings the rows of the next batch along. `announce` does so by hand
+    The module's parameter `weight` is a handle of shape [0, dim]. Changes that a script makes through
+    `model.parameters()`, to values or to gradients, reach the handle and no row.
 
-    What a script does through `model.parameters()`, to values or gradients, reaches the handle, and no row.
+    Args:
+        dim: Elements of a row, float32.
+        optimizer: The optimizer of the rows, `ps_worker.RowWiseAdagrad(...)` or `ps_worker.Ftrl(...)`. By default the
+            optimizer that has the handle steps them lazily: a step changes the rows of its batch and no others.
+        initial, scale, seed: The first value of a row: "normal" with standard deviation `scale`, "uniform" in [-scale,
+            scale), or the "constant" `scale`. By default the seed is one of torch's random numbers. An id that training
+            has not seen has this value, also in evaluation; a lookup creates no row.
+        admit_after: The number of occurrences after which an id gets a row; with 0 and 1 the first one is enough.
+        expire_after: The number of steps without training after which a row is removed. Only steps that trained other
+            rows count. 0: never.
+        max_rows: The largest number of rows. Beyond it the rows that were trained longest ago are removed. 0: no limit.
+        padding_idx: An id whose vector is zero and is never trained. It has no row, and may be any id. None: no id.
+        scale_grad_by_freq: Whether the gradient of a row is divided by the number of times that its id occurs in the
+            lookup.
+        max_norm, norm_type: Not supported, see Raises.
+        lazy_decay: Whether the optimizer may have a weight_decay. A row then decays only in steps whose batch has it.
+        ids: A function that returns this table's ids in a batch of a prepared loader: a tensor, or a list of tensors.
+            With it a step on servers also fetches the rows of the next batch. `announce` does the same by hand.
 
-    Raises InvalidRequest for settings that no table can have, Unsupported for max_norm: torch writes rows anew in a
-    lookup, and here nothing but a step does.
+    Raises:
+        InvalidRequest: A setting is out of range.
+        Unsupported: `max_norm` is set. torch then rewrites rows in each lookup; in a table only steps change rows.
+
+    Example:
+        embedding = ps_worker.Embedding(8, admit_after=2)
+        vectors = embedding(torch.tensor([[3, 2**60], [3, -1]]))  # [2, 2, 8]
     """
 
-    padding_idx: int | None = None  # of a pickle of an earlier version
+    padding_idx: int | None = None  # also for a module unpickled from an earlier version
     scale_grad_by_freq = False
 
     def __init__(
@@ -97,12 +107,12 @@ class Embedding(nn.Module):
         register(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
-        """Returns rows: [...] ids of int64 or int32, to [..., dim]."""
+        """Returns the rows of ids, of int64 or int32: [...] to [..., dim]."""
         each, _ = self._each(input)
         return each
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns rows as they are now, apart from any training: [...] to [..., dim]."""
+        """Returns the current rows of ids, outside of training: [...] to [..., dim]."""
         with torch.no_grad():
             each, _ = self._each(ids)
             return each
@@ -115,17 +125,26 @@ class Embedding(nn.Module):
         freeze: bool = True,
         **settings: Any,
     ) -> T:
-        """Returns a table that begins with these rows, as nn.Embedding.from_pretrained.
+        """Returns a table that begins with given rows, as nn.Embedding.from_pretrained does.
 
-        ids:      [n] int64 or int32, each once; or a RowFile, which has the vectors, too
-        vectors:  [n, dim], of a floating type; rows are float32. Also an array that is mapped from a file
-        freeze:   the rows are not trained
-        settings: those of the class but for `dim`
+        Tensors and files are not copied. Do not change them until `prepare`, or until the first lookup. On servers rank
+        0 reads the vectors piece by piece and sends each piece to its shards; other workers read no vector. Ids without
+        a vector begin with the table's `initial`.
 
-        Tensors and files are not copied: leave them as they are until `prepare`, or until the first lookup. On servers
-        rank 0 reads them piece by piece, and sends each piece to its shards; the others read no vector. Other rows
-        begin as ever. Raises InvalidRequest for what are no vectors; for a vector that is not finite the call that
-        reads it does.
+        Args:
+            ids: [n] int64 or int32, each once; or a RowFile, which contains the vectors.
+            vectors: [n, dim], of a floating type; the table keeps float32. It may be an array that is mapped from a
+                file.
+            freeze: Whether the rows stay untrained.
+            settings: The arguments of the class except `dim`.
+
+        Raises:
+            InvalidRequest: These are no ids or no vectors. A vector that is not finite is found by the call that reads
+                it.
+
+        Example:
+            ids = torch.tensor([10, 20, 30])
+            words = ps_worker.Embedding.from_pretrained(ids, torch.randn(3, 8), freeze=False)
         """
         given = GivenRows.sized(ids, vectors, settings.get("padding_idx"))
         table = cls(given.dim, **settings)
@@ -138,26 +157,38 @@ class Embedding(nn.Module):
         ids: torch.Tensor | np.ndarray[Any, Any] | RowFile,
         vectors: torch.Tensor | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Sets rows, of ids that have one or not: before `prepare`, or between two steps.
+        """Sets rows, of new ids or of ids that have a row. Call it before `prepare`, or between two steps.
 
-        ids:     [n] int64 or int32, each once; or a RowFile, which has the vectors, too
-        vectors: [n, dim], of a floating type, finite
+        Assigned rows have no optimizer state at first. Before `prepare` a RowFile is read as in `from_pretrained`. On
+        servers and in ddp any worker may make the call. Its own lookups return the new rows at once. The next step of
+        this worker carries them to the others, and that step's update begins from them.
 
-        Rows that are set begin without a state of the optimizer. Before `prepare` a RowFile is read as by
-        `from_pretrained`. On servers, and in ddp, any worker may call it. Its own lookups see the rows at once, those
-        of others after its next step: that update begins from them. Raises InvalidRequest for what are no vectors of
-        this table, LimitExceeded for more than a step takes along to a shard; nothing is set then.
+        Args:
+            ids: [n] int64 or int32, each once; or a RowFile, which contains the vectors.
+            vectors: [n, dim], of a floating type, finite.
+
+        Raises:
+            InvalidRequest: These are no ids, or no vectors of this table. No row is set.
+            LimitExceeded: There are more bytes than one step can carry to a shard. No row is set.
+
+        Example:
+            embedding.assign(torch.tensor([3]), torch.zeros(1, 8))
         """
         given = GivenRows(self.weight.shape[1], self.padding_idx)
         given.add(ids, vectors)
         self.local.assign(given, lazily=isinstance(ids, RowFile))
 
     def announce(self, ids: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
-        """Says which ids the next batch looks up, so that the next step brings their rows along; None takes it back.
+        """Announces the ids of the next batch, so that the next step fetches their rows.
 
-        It changes no result: ids that were not announced are pulled when they are looked up. To be called before
-        `optimizer.step()`; the argument `ids` does it by itself. It does nothing where rows are in this process.
-        Raises InvalidRequest for what are no ids.
+        Call it before `optimizer.step()`; with the argument `ids` the module does so itself. No result depends on it: a
+        lookup pulls rows that were not announced. Without servers the call does nothing.
+
+        Args:
+            ids: The ids, in one tensor or several. None cancels the announcement.
+
+        Raises:
+            InvalidRequest: These are no ids.
         """
         flat = None if ids is None else flat_ids(ids)
         if flat is not None and self.padding_idx is not None:
@@ -165,25 +196,25 @@ class Embedding(nn.Module):
         self.local.announce(flat)
 
     def get_extra_state(self) -> torch.Tensor:
-        """Returns what `state_dict` has of the table beside its handle: all rows, as bytes of a safetensors file."""
+        """Returns all rows as bytes of a safetensors file. torch puts them into `state_dict` beside the handle."""
         return torch.frombuffer(bytearray(self.local.state()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Has the rows of a `state_dict`, and no others. Raises InvalidRequest if they fit no such table."""
+        """Replaces all rows by those of a `state_dict`. Raises InvalidRequest if they do not fit this table."""
         if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
             got = state.dtype if isinstance(state, torch.Tensor) else type(state).__name__
             raise InvalidRequest(f"a table's extra state is bytes, a tensor of uint8, got {got}")
         self.local.load(state.cpu().numpy().tobytes())
 
     def __len__(self) -> int:
-        """How many rows the table has."""
+        """Returns the number of rows."""
         return len(self.local)
 
     def __bool__(self) -> bool:
-        return True  # also without a row
+        return True  # as any module: with __len__ alone a table without rows would be false
 
     def extra_repr(self) -> str:
-        """Describes it in the model's text."""
+        """Returns the settings that differ from the defaults, for `print(model)`."""
         usual = asdict(TableSettings())
         changed = [f"{name}={value!r}" for name, value in vars(self.settings).items() if value != usual[name]]
         if self.padding_idx is not None:
@@ -193,18 +224,22 @@ class Embedding(nn.Module):
         return ", ".join([str(self.weight.shape[1]), *changed])
 
     def _each(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the row of each id, [...] to [..., dim], and which ids are padding; None: none can be.
+        """Returns the row of each id, [...] to [..., dim], and a mask of the ids that are padding; None without
+        padding.
 
-        A row for each id, not for each distinct one: `expanded` adds up their gradients in the order of the ids.
+        A row is returned for each id, not for each distinct one: `expanded` adds up their gradients in the order of the
+        ids.
         """
         rows, places, padding = self._find(ids)
         each = expanded(rows, places)
         return (each if padding is None else each.masked_fill(padding.unsqueeze(-1), 0.0)), padding
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # hashing ids is no work for a compiler
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ids are looked up in numpy, and on servers
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the distinct rows of ids, the place of each id among them, and which are padding: these have place 0,
-        with any row there."""
+        """Returns the distinct rows of ids, the index of each id among them, and a mask of padding.
+
+        The index of a padding id is 0, and the row there means nothing.
+        """
         if self.padding_idx is None:
             rows, places = self.lookups.find(self.local, self.weight, ids)
             return self._scaled(rows, places), places, None
@@ -214,14 +249,15 @@ class Embedding(nn.Module):
         rows, padding = self._scaled(rows, found), padding.to(rows.device)
         places = torch.zeros(len(flat), dtype=torch.int64, device=rows.device)
         places[~padding] = found
-        if not len(rows):  # all is padding
+        if not len(rows):  # every id is padding
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return rows, places.view(ids.shape), padding.view(ids.shape)
 
     def _scaled(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Returns the distinct rows of a lookup, whose gradients are divided by how often they occur, if that is to be.
+        """Returns the distinct rows of a lookup. With scale_grad_by_freq their gradients are divided by the ids'
+        counts.
 
-        places: of its ids among the rows
+        places: the index of each id among the rows
         """
         if not self.scale_grad_by_freq:
             return rows
@@ -229,11 +265,17 @@ class Embedding(nn.Module):
 
 
 class EmbeddingBag(Embedding):
-    """As torch's nn.EmbeddingBag, without a number of embeddings; see Embedding for the table.
+    """Like torch's nn.EmbeddingBag, without a number of embeddings. See Embedding for the table and the other
+    arguments.
 
-    mode: how the rows of a bag become one: "sum", "mean" or "max"
-    include_last_offset: offsets have the end of the last bag, too
-    padding_idx: an id that is left out of its bag, also of the number in a mean
+    Args:
+        mode: How the rows of a bag become one: "sum", "mean" or "max".
+        include_last_offset: Whether the offsets end with the end of the last bag.
+        padding_idx: An id that is left out of its bag, and of the count in a mean.
+
+    Example:
+        bag = ps_worker.EmbeddingBag(8, mode="sum")
+        vectors = bag(torch.tensor([1, 2, 2**40]), torch.tensor([0, 1]))  # two bags: [2, 8]
     """
 
     def __init__(
@@ -287,15 +329,18 @@ class EmbeddingBag(Embedding):
     ) -> torch.Tensor:
         """Returns one row a bag: [bags, n] ids, or [n] ids and [bags] offsets, to [bags, dim].
 
-        per_sample_weights: shaped as the ids, for mode "sum"
+        Args:
+            input: The ids.
+            offsets: The first index of each bag, where `input` has one dimension.
+            per_sample_weights: A weight for each id, for mode "sum".
         """
         each, padding = self._each(input)
         each = each.reshape(-1, each.shape[-1])
-        # torch wants one row at least, also where all bags are empty.
+        # torch's embedding_bag needs at least one row, even if all bags are empty.
         each = each if len(each) else torch.cat([each, each.new_zeros(1, each.shape[1])])
         numbers, left_out = torch.arange(input.numel(), device=each.device), None
         if padding is not None and bool(padding.any()):
-            # All that is padding is one row: torch leaves out one.
+            # torch's padding_idx is one row, so all padding ids share the first one's.
             left_out = int(padding.reshape(-1).nonzero()[0])
             numbers[padding.reshape(-1)] = left_out
         return functional.embedding_bag(
@@ -318,8 +363,9 @@ def _checked_padding(padding_idx: int | None) -> int | None:
 
 
 def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
-    """Returns the tables of some models by name: that of the module in the model, of several models with the model's
-    number in front, as parameters are named. Raises InvalidRequest for two modules that share one weight."""
+    """Returns the tables of some models by name, which is that of the module in its model. With several models the
+    model's number comes first, as in the names of parameters. Raises InvalidRequest for two modules that share one
+    weight."""
     found: dict[str, Embedding] = {}
     for number, model in enumerate(models):
         for name, module in model.named_modules():
@@ -334,7 +380,7 @@ def named_tables(models: Sequence[nn.Module]) -> dict[str, Embedding]:
 
 
 def looked_up(modules: Iterable[Embedding]) -> LookedUp:
-    """Returns what was looked up in some tables, in all of them together."""
+    """Returns the counts of the ids looked up in some tables, summed over the tables."""
     each = [module.lookups.looked_up for module in modules]
     return LookedUp(sum(one.ids for one in each), sum(one.distinct for one in each))
 
@@ -345,10 +391,10 @@ def prepare_tables(
     exchange: Exchange | None = None,
     rank: int = 0,
 ) -> Collection[Embedding]:
-    """Makes the tables of some models ready to be trained by these optimizers, or by others later; returns them.
+    """Prepares the tables of some models to be trained by these optimizers, or by later ones. Returns the tables.
 
-    exchange: in ddp, what the ranks tell each other with; all begin with the rows of rank 0
-    rank:     of this process
+    exchange: ddp's means to exchange values between ranks; all tables begin with the rows of rank 0
+    rank: the rank of this process
     Raises InvalidRequest or Unsupported for tables that cannot be trained so.
     """
     tables: Mapping[str, Embedding] = named_tables(models)

@@ -1,4 +1,4 @@
-"""Optimizers that only tables have. A table without one is stepped as its group of the script's optimizer is."""
+"""Optimizers for tables alone. A table without one is stepped by the script's optimizer that has its handle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADAGRAD, _FTRL = TABLE_OPTIMIZERS["RowWiseAdagrad"], TABLE_OPTIMIZERS["Ftrl"]
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """An optimizer of a table's own: the name by which ps_tables knows it, and its hyper-parameters."""
+    """The optimizer of one table: its name in ps_tables, and its hyper-parameters."""
 
     name: str
     values: HyperParameters
@@ -26,7 +26,21 @@ def RowWiseAdagrad(
     eps: float = _ADAGRAD["eps"],
     initial_accumulator_value: float = _ADAGRAD["initial_accumulator_value"],
 ) -> TableOptimizer:
-    """Returns Adagrad with one sum a row, of the means of its gradients' squares: a `dim`-th of the memory."""
+    """Returns row-wise Adagrad: one accumulator a row, which sums the mean square of the row's gradients.
+
+    Its state is 1/dim of Adagrad's. FBGEMM has the same method as EXACT_ROWWISE_ADAGRAD.
+
+    Args:
+        lr: The learning rate.
+        eps: The term that keeps the divisor above 0.
+        initial_accumulator_value: The first value of the accumulator.
+
+    Raises:
+        InvalidRequest: A value is out of range.
+
+    Example:
+        item = ps_worker.Embedding(8, optimizer=ps_worker.RowWiseAdagrad(lr=0.05))
+    """
     values = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
     return TableOptimizer("RowWiseAdagrad", values)
 
@@ -34,5 +48,17 @@ def RowWiseAdagrad(
 def Ftrl(
     lr: float = _FTRL["lr"], beta: float = _FTRL["beta"], l1: float = _FTRL["l1"], l2: float = _FTRL["l2"]
 ) -> TableOptimizer:
-    """Returns FTRL-Proximal (McMahan et al., KDD 2013), whose l1 has weights become zero; lr is the paper's alpha."""
+    """Returns FTRL-Proximal, whose l1 makes weights exactly 0.
+
+    McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013 (https://doi.org/10.1145/2487575.2488200).
+
+    Args:
+        lr: The paper's alpha.
+        beta: The paper's beta.
+        l1: The paper's lambda 1.
+        l2: The paper's lambda 2.
+
+    Raises:
+        InvalidRequest: A value is out of range.
+    """
     return TableOptimizer("Ftrl", {"lr": lr, "beta": beta, "l1": l1, "l2": l2})

@@ -261,7 +261,7 @@ def test_help_is_there_at_once() -> None:
     assert found.stdout == "False\n", "torch takes seconds to import"
 
 
-@pytest.mark.parametrize("module", ["ps_server.cli", "ps_server.server", "ps_worker.cli", "ps_worker.session"])
+@pytest.mark.parametrize("module", ["ps_server.cli", "ps_server.server", "ps_worker.cli", "ps_worker.connecting"])
 def test_what_grpc_reads_from_the_environment_is_set_when_it_is_imported(module: str) -> None:
     check = (
         "import os, sys\n"

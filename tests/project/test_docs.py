@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ps_worker
 from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.storage.export import export
@@ -36,6 +37,43 @@ def _scripts(document: Path) -> list[str]:
 def test_the_reference_is_what_the_docstrings_say() -> None:
     made = launching.load(DOCS / "make_reference.py").document()
     assert (DOCS / "reference.md").read_text() == made, "run `make reference`"
+
+
+def _examples() -> dict[str, str]:
+    """The examples in the docstrings that the reference has, by the name of what they show."""
+    made = re.split(r"^###? (.+)$", (DOCS / "reference.md").read_text(), flags=re.MULTILINE)
+    found = {
+        name: re.search(r"^\*\*Example:\*\*\n\n```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+        for name, text in zip(made[1::2], made[2::2], strict=True)
+    }
+    return {name: example[1] for name, example in found.items() if example is not None}
+
+
+@pytest.mark.parametrize("mode", ["single", "sync"])
+@pytest.mark.parametrize("name", ["connect", "session.prepare"])
+def test_the_examples_of_connect_and_prepare_are_whole_scripts(
+    shared: Cluster, job: str, tmp_path: Path, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_examples()[name] + "\nassert session.clock in (3, 16)\n")
+    launching.run_here(monkeypatch, script, PS_MODE=mode, PS_SERVER=shared.address, PS_JOB=job)
+
+
+def test_the_other_examples_of_docstrings_run_in_a_session(
+    shared: Cluster, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = {name: text for name, text in _examples().items() if name not in ("connect", "session.prepare")}
+    assert len(examples) > 8
+    embedding = ps_worker.Embedding(8)
+    with shared.connect("sync", job=job) as session:
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        there = {"session": session, "model": model, "optimizer": optimizer, "x": torch.ones(2, 4), "loader": [1, 2]}
+        for text in examples.values():
+            exec(text, {"torch": torch, "ps_worker": ps_worker, "embedding": embedding, **there})
+        assert session.clock == 1
+    assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
 
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:

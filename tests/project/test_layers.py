@@ -76,7 +76,7 @@ MAY_IMPORT = {
         "ps_worker.tables",
         "ps_runtime",
     },
-    "ps_worker.ray": {"ps_worker.config", "ps_worker.session", "ps_worker.cluster", "ps_runtime", "ps_launch"},
+    "ps_worker.ray": {"ps_worker.config", "ps_worker.connecting", "ps_worker.cluster", "ps_runtime", "ps_launch"},
 }
 
 # By module of the world: the rooms and files that may import it.

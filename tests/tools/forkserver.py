@@ -185,7 +185,7 @@ def _import_everything() -> None:
     import safetensors.torch  # noqa: F401
     import torch
 
-    import ps_worker.session  # noqa: F401
+    import ps_worker.connecting  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # torch imports more with the first optimizer
 
