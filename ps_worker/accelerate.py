@@ -1,6 +1,6 @@
 """Accelerate on parameter servers: a `connect` that has each worker see itself as one process. Needs `accelerate`.
 
-    session = ps_worker.accelerate.connect()                                  # before Accelerator()
+    session = ps_torch.accelerate.connect()                                  # before Accelerator()
     accelerator = Accelerator(gradient_accumulation_steps=4)
     model, optimizer, loader = session.prepare(model, optimizer, loader)      # first ours: the plain objects
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
@@ -30,11 +30,11 @@ LAUNCHED = (
 
 
 def connect(*arguments: Any, **settings: Any) -> Session:
-    """Returns a session as `ps_worker.connect` does, and has Accelerate see one process, of its rank.
+    """Returns a session as `ps_torch.connect` does, and has Accelerate see one process, of its rank.
 
     The launcher's variables leave os.environ, except in mode ddp, where Accelerate does what it always does. Call it
     before Accelerator or TrainingArguments are made. Raises InvalidRequest if Accelerate has started already, and what
-    `ps_worker.connect` raises.
+    `ps_torch.connect` raises.
     """
     session = connect_session(*arguments, **settings)
     if session.mode != "ddp":
@@ -48,7 +48,7 @@ def hide_launcher(session: Session) -> None:
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:
         raise InvalidRequest(
-            "Accelerate has started torch.distributed already: call ps_worker.accelerate.connect() before "
+            "Accelerate has started torch.distributed already: call ps_torch.accelerate.connect() before "
             "Accelerator() and TrainingArguments(), or launch with `ps-worker run`"
         )
     for known in (PartialState._shared_state, AcceleratorState._shared_state):

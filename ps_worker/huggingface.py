@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face on parameter servers. Needs `transformers` and `accelerate`.
 
-    session = ps_worker.huggingface.connect()          # before TrainingArguments
+    session = ps_torch.huggingface.connect()          # before TrainingArguments
     trainer = PsTrainer(model=..., args=TrainingArguments(...), train_dataset=..., session=session)
     trainer.train()
 

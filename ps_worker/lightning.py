@@ -1,6 +1,6 @@
 """Lightning on parameter servers: a strategy for Trainer, and one for Fabric. Needs the package `lightning`.
 
-    trainer = Trainer(strategy="ps", ...)                             # after `import ps_worker.lightning`
+    trainer = Trainer(strategy="ps", ...)                             # after `import ps_torch.lightning`
     fabric = Fabric(strategy=FabricParameterServerStrategy(), ...)
 
 Each worker is one process with one device, started by `ps-worker run`, torchrun or another launcher. Lightning's own
@@ -157,7 +157,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
     A strategy serves one `fit`; `validate`, `test` and `predict` may come before or after it. Checkpoints hold the
     weights and the whole optimizer state, and are written by rank 0.
 
-    session: from ps_worker.connect; by default a new one
+    session: from ps_torch.connect; by default a new one
     options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
     """
 
@@ -218,7 +218,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     Call `fabric.setup` before `fabric.setup_dataloaders`: joining tells the share of data. It takes one model with its
     optimizers; for several models call `strategy.session.prepare` with all of them first.
 
-    session: from ps_worker.connect; by default a new one
+    session: from ps_torch.connect; by default a new one
     options: of Session.prepare: bucket_bytes, gradient_wire, seed, ...
     """
 

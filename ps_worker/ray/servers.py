@@ -133,7 +133,7 @@ class ParameterServer:
     def settings(
         self, mode: str = "sync", job: str = "default", elastic: bool = True, **more: object
     ) -> WorkerSettings:
-        """Returns what the workers of a job are told: each begins with `settings.apply()`, then `ps_worker.connect()`.
+        """Returns what the workers of a job are told: each begins with `settings.apply()`, then `ps_torch.connect()`.
 
         mode:    sync, ssp:K or async
         job:     its name; jobs of one cluster are apart, so each trial of Tune has one of its own

@@ -30,7 +30,7 @@ class Embedding(nn.Module):
     """As torch's nn.Embedding, without a number of embeddings: an id is any int64, and its row comes with training.
 
     dim:          elements of a row, float32
-    optimizer:    of the rows: ps_worker.RowWiseAdagrad or ps_worker.Ftrl; by default that of the handle's group,
+    optimizer:    of the rows: ps_torch.RowWiseAdagrad or ps_torch.Ftrl; by default that of the handle's group,
                   lazily: a step moves the rows of its batch, and no others
     initial, scale, seed: how a row begins: "normal" with this standard deviation, "uniform" in [-scale, scale), or the
                   scale itself as a "constant"; by default the seed is one of torch's random numbers. An id that
@@ -85,7 +85,7 @@ class Embedding(nn.Module):
         self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
-                f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
+                f"optimizer must be ps_torch.RowWiseAdagrad(...) or ps_torch.Ftrl(...), got {str(optimizer)[:80]}"
             )
         self.local: Rows = LocalRows(self.settings, dim)
         self.weight = nn.Parameter(torch.empty(0, dim))
