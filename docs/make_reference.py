@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ps_worker
+import ps_torch
 from ps_worker import session
 from ps_worker.connecting import connect
 from ps_worker.model.optimizer import ServerOptimizer
@@ -30,7 +30,8 @@ OUTPUT = Path(__file__).parent / "reference.md"
 HEAD = """# Reference
 
 Made from the docstrings by `make reference`; do not edit it by hand. Guides: [training.md](training.md),
-[save-and-resume.md](save-and-resume.md). Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
+[save-and-resume.md](save-and-resume.md). Scripts `import ps_torch as ps`; those that import the same names from
+`ps_worker` run for one more version. Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
 * [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Tables](#tables) ·
   [Frameworks](#frameworks) · [Errors](#errors)
@@ -55,7 +56,7 @@ ITEM = re.compile(r"((?:\*{0,2}\w+)(?:, \w+)*): +(\S.*)")
 
 def document() -> str:
     """Returns the whole page."""
-    parts = [HEAD, *entry("##", "connect", connect, "ps_worker."), *session_entries(), *optimizer_entries()]
+    parts = [HEAD, *entry("##", "connect", connect, "ps_torch."), *session_entries(), *optimizer_entries()]
     return "\n".join([*parts, *table_entries(), *framework_entries(), *error_table()]) + "\n"
 
 
@@ -91,18 +92,18 @@ def table_entries() -> Iterator[str]:
     yield "## Tables\n"
     yield "[tables.md](tables.md) says what they promise.\n"
     for cls in (modules.Embedding, modules.EmbeddingBag, RowFile, RowFeed):
-        yield f"### ps_worker.{cls.__name__}\n"
+        yield f"### ps_torch.{cls.__name__}\n"
         signature = inspect.signature(cls.__init__).replace(return_annotation=cls.__name__)
-        yield f"```python\n{called(f'ps_worker.{cls.__name__}', signature)}\n```\n"
+        yield f"```python\n{called(f'ps_torch.{cls.__name__}', signature)}\n```\n"
         yield text_of(inspect.getdoc(cls) or "", None) + "\n"
         if cls is modules.Embedding:
-            yield from entry("###", "ps_worker.Embedding.from_pretrained", modules.Embedding.from_pretrained)
+            yield from entry("###", "ps_torch.Embedding.from_pretrained", modules.Embedding.from_pretrained)
             for name in ("assign", "rows", "announce"):
                 yield from entry("###", f"embedding.{name}", getattr(modules.Embedding, name))
     yield from member_entries(RowFeed, "feed")
     for function in (optimizers.RowWiseAdagrad, optimizers.Ftrl):
-        yield from entry("###", f"ps_worker.{function.__name__}", function)
-    yield from entry("###", "ps_worker.freeze", freezing.freeze)
+        yield from entry("###", f"ps_torch.{function.__name__}", function)
+    yield from entry("###", "ps_torch.freeze", freezing.freeze)
 
 
 def framework_entries() -> Iterator[str]:
@@ -110,16 +111,16 @@ def framework_entries() -> Iterator[str]:
     yield "## Frameworks\n"
     yield "Each module needs its extra; [frameworks.md](frameworks.md) and [ray.md](ray.md) show scripts.\n"
     for module, names in FRAMEWORKS.items():
-        place = Path(str(ps_worker.__file__)).with_name(module)
+        place = Path(str(session.__file__)).with_name(module)
         sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
         nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
         defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}
         for name in names:
-            yield f"### ps_worker.{module}.{name}\n"
+            yield f"### ps_torch.{module}.{name}\n"
             constructor = _constructor(defined[name])
             if constructor is not None:
                 taken = ast.unparse(constructor.args).removeprefix("self, ")
-                yield f"```python\nps_worker.{module}.{name}({taken})\n```\n"
+                yield f"```python\nps_torch.{module}.{name}({taken})\n```\n"
             yield text_of(ast.get_docstring(defined[name]) or "", None) + "\n"
 
 
@@ -131,16 +132,16 @@ def _constructor(defined: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | N
 
 
 def error_table() -> Iterator[str]:
-    """Yields every error that `ps_worker` exports, with the first sentence of its docstring."""
+    """Yields every error that `ps_torch` exports, with the first sentence of its docstring."""
     yield "## Errors\n"
-    yield "All are exported by `ps_worker` and derive from `PSError`. [troubleshooting.md](troubleshooting.md) has the"
+    yield "All are exported by `ps_torch` and derive from `PSError`. [troubleshooting.md](troubleshooting.md) has the"
     yield "messages and what to do.\n"
     yield "| error | also a | when |"
     yield "|---|---|---|"
-    for name in ps_worker.__all__:
-        error = getattr(ps_worker, name)
-        if inspect.isclass(error) and issubclass(error, ps_worker.PSError):
-            bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__ if base is not ps_worker.PSError)
+    for name in ps_torch.__all__:
+        error = getattr(ps_torch, name)
+        if inspect.isclass(error) and issubclass(error, ps_torch.PSError):
+            bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__ if base is not ps_torch.PSError)
             yield f"| `{name}` | {bases} | {' '.join((inspect.getdoc(error) or '').split())} |"
 
 

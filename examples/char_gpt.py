@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import ps_worker
+import ps_torch as ps
 
 try:
     from tqdm import tqdm
@@ -203,7 +203,7 @@ def train(arguments: argparse.Namespace) -> None:
     windows = Windows(library_text(), arguments.block, arguments.seed)
     loader = DataLoader(windows, arguments.batch_size, shuffle=True, drop_last=True)
 
-    session = ps_worker.connect()  # (ps)
+    session = ps.connect()  # (ps)
     model, optimizer, loader = session.prepare(model, optimizer, loader)  # (ps)
     session.progress(total=arguments.steps)  # (ps) for those who watch: how much is left
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import ps_worker
+import ps_torch as ps
 
 FIELDS, FACTORS = 8, 4  # of the truth
 POPULAR = 5_000  # ids a field that occur at any time
@@ -113,9 +113,7 @@ class FactorisationMachine(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.rows = ps_worker.Embedding(
-            1 + width, scale=0.02
-        )  # (ps) any id may have a row: they are not counted beforehand
+        self.rows = ps.Embedding(1 + width, scale=0.02)  # (ps) any id may have a row: they are not counted beforehand
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -159,7 +157,7 @@ def train(arguments: argparse.Namespace) -> Result:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=arguments.lr, initial_accumulator_value=1e-8)
     loader = DataLoader(data, arguments.batch_size, collate_fn=as_it_is, drop_last=True)  # in order, as clicks come
 
-    session = ps_worker.connect()  # (ps)
+    session = ps.connect()  # (ps)
     model, optimizer, loader = session.prepare(model, optimizer, loader)  # (ps)
     session.progress(total=len(loader))  # (ps) for those who watch: how much is left
     own = session.unwrap(model)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ps_worker
+import ps_torch as ps
 
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIDE = 28  # pixels
@@ -171,7 +171,7 @@ def train(arguments: argparse.Namespace) -> float:
     dataset = TensorDataset(training.images, training.labels)
     loader = DataLoader(dataset, arguments.batch_size, shuffle=True, drop_last=True)
 
-    session = ps_worker.connect()  # (ps)
+    session = ps.connect()  # (ps)
     model, optimizer, loader, scheduler = session.prepare(model, optimizer, loader, scheduler)  # (ps)
     session.progress(total=arguments.passes * len(loader))  # (ps) for those who watch: how much is left
 

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import ps_worker
+import ps_torch as ps
 
 LIKED = 4  # stars, of five
 FIELDS = 7
@@ -247,8 +247,8 @@ class DeepFM(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         # (ps) An id's row is its weight and its vector. Any id may have one: they are not counted beforehand.
-        self.rows = ps_worker.Embedding(1 + width, scale=0.01)
-        self.genres = ps_worker.EmbeddingBag(width, mode="mean", scale=0.01)  # (ps)
+        self.rows = ps.Embedding(1 + width, scale=0.01)
+        self.genres = ps.EmbeddingBag(width, mode="mean", scale=0.01)  # (ps)
         self.deep = nn.Sequential(nn.Linear((FIELDS + 1) * width, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, ids: Tensor, genres: Tensor, offsets: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def train(arguments: argparse.Namespace) -> float:
     dense = torch.optim.AdamW(model.deep.parameters(), lr=1e-3)
     loader = DataLoader(training, arguments.batch_size, shuffle=True, collate_fn=as_it_is, drop_last=True)
 
-    session = ps_worker.connect()  # (ps)
+    session = ps.connect()  # (ps)
     model, rows, dense, loader = session.prepare(model, rows, dense, loader)  # (ps)
     session.progress(total=arguments.passes * len(loader))  # (ps) for those who watch: how much is left
     own = session.unwrap(model)

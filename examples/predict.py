@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-import ps_worker
+import ps_torch as ps
 
 FIELDS = 8  # ids of a sample
 LARGEST_REQUEST = 2**20  # bytes
@@ -36,7 +36,7 @@ class Model:
     dense: a file with the other weights; None: they are zeros
     """
 
-    def __init__(self, feed: ps_worker.RowFeed, dense: Path | None) -> None:
+    def __init__(self, feed: ps.RowFeed, dense: Path | None) -> None:
         self.feed, self.bias = feed, torch.zeros(1)
         if dense is not None:
             with safe_open(dense, "pt") as file:  # it may have rows, too, of the time when it was written
@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the example; see the top of this file."""
     arguments = parse_arguments()
-    with ps_worker.RowFeed(  # (ps)
+    with ps.RowFeed(  # (ps)
         arguments.table, arguments.server, arguments.job, directory=arguments.directory
     ) as feed:
         version = feed.wait_for(timeout=arguments.wait)  # (ps)

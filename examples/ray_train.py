@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ps_worker
-from ps_worker.ray import PsConfig
+import ps_torch as ps
+from ps_torch.ray import PsConfig
 
 
 def make_points(count: int, seed: int) -> TensorDataset:
@@ -43,7 +43,7 @@ def train(config: dict[str, Any]) -> None:
     loader = DataLoader(make_points(4096, seed=1), batch_size=64, shuffle=True)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session = ps_worker.connect()
+    session = ps.connect()
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     session.progress(total=config["epochs"] * len(loader))  # for those who watch: how much is left
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ps_worker
+import ps_torch as ps
 
 EVERY = 10  # steps between two points of a curve
 
 Track = Callable[[int, float, float], None]  # takes a clock, this worker's loss, and the mean over all workers
 
 
-def tensorboard(session: ps_worker.Session, folder: Path) -> tuple[Track, Callable[[], None]]:
+def tensorboard(session: ps.Session, folder: Path) -> tuple[Track, Callable[[], None]]:
     """Returns what tracks, and what ends it. One process writes for the job: rank 0, if it is still there."""
     if not session.is_main:
         return lambda clock, own, mean: None, lambda: None
@@ -36,7 +36,7 @@ def tensorboard(session: ps_worker.Session, folder: Path) -> tuple[Track, Callab
     return lambda clock, own, mean: writer.add_scalar("loss", mean, clock), writer.close
 
 
-def wandb(session: ps_worker.Session, folder: Path) -> tuple[Track, Callable[[], None]]:
+def wandb(session: ps.Session, folder: Path) -> tuple[Track, Callable[[], None]]:
     """Returns what tracks, and what ends it. Each worker is a run, and the job is their group."""
     import wandb
 
@@ -60,7 +60,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    session = ps_worker.connect()
+    session = ps.connect()
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     session.progress(total=3 * len(loader))  # for those who watch: how much is left
     track, finish = {"tensorboard": tensorboard, "wandb": wandb}[options.tracker](session, options.out)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ps_worker
+import ps_torch as ps
 
 torch.manual_seed(0)
 points = 2 * torch.rand(4096, 2) - 1
@@ -20,7 +20,7 @@ loader = DataLoader(TensorDataset(points, inside), batch_size=64, shuffle=True)
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-session = ps_worker.connect()  # finds the server, the mode and the rank in the environment
+session = ps.connect()  # finds the server, the mode and the rank in the environment
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 session.progress(total=5 * len(loader))  # steps of this worker: the page says how many are left, and how long they take
 

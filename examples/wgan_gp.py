@@ -5,7 +5,7 @@
     ps-server up --shards 2 & ps-worker run --server 127.0.0.1:50051 --workers 2 --mode sync examples/wgan_gp.py
 
 The critic makes two steps for each step of the generator (Gulrajani et al., "Improved Training of Wasserstein GANs",
-2017). Only the lines that call `ps_worker` and `session` tell this from a script for one process.
+2017). Only the lines that call `ps` and `session` tell this from a script for one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ps_worker
+import ps_torch as ps
 
 
 def ring(count: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def main() -> None:
     arguments.add_argument("--save", type=Path, help="a safetensors file for the generator's weights")
     options = arguments.parse_args()
 
-    session = ps_worker.connect()
+    session = ps.connect()
     torch.manual_seed(session.rank)
     generator, critic = network(8, 2), network(2, 1)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.0, 0.9))

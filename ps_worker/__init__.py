@@ -1,7 +1,11 @@
 """Train an ordinary PyTorch model on a parameter server, with DDP, or alone: the same script, the same loop.
 
-session = ps_worker.connect()
+import ps_torch as ps
+
+session = ps.connect()
 model, optimizer, loader = session.prepare(model, optimizer, loader)
+
+Scripts import the names of __all__ from ps_torch; `import ps_worker` goes on working in them for one version.
 
 values.py       Values that the rooms of a worker hand to each other: how it trains, its place, what it pushes and pulls
 connecting.py   `connect`, and the sessions that this process has open

@@ -1,6 +1,6 @@
 """Accelerate on parameter servers: a `connect` that shows Accelerate a single process. Needs `accelerate`.
 
-    session = ps_worker.accelerate.connect()                                  # before Accelerator()
+    session = ps_torch.accelerate.connect()                                  # before Accelerator()
     accelerator = Accelerator(gradient_accumulation_steps=4)
     model, optimizer, loader = session.prepare(model, optimizer, loader)      # first ours: the plain objects
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # then Accelerate's
@@ -30,16 +30,16 @@ LAUNCHED = (
 
 
 def connect(*arguments: Any, **settings: Any) -> Session:
-    """Returns a session as `ps_worker.connect` does. Accelerate then sees one process, of this worker's rank.
+    """Returns a session as `ps_torch.connect` does. Accelerate then sees one process, of this worker's rank.
 
     The launcher's variables are removed from os.environ, except in mode ddp, where Accelerate works as usual. Call it
     before Accelerator or TrainingArguments are made.
 
     Args:
-        arguments, settings: As for `ps_worker.connect`.
+        arguments, settings: As for `ps_torch.connect`.
 
     Raises:
-        InvalidRequest: Accelerate has started already, or as in `ps_worker.connect`.
+        InvalidRequest: Accelerate has started already, or as in `ps_torch.connect`.
     """
     session = connect_session(*arguments, **settings)
     if session.mode != "ddp":
@@ -53,7 +53,7 @@ def hide_launcher(session: Session) -> None:
     state = PartialState(cpu=session.device.type == "cpu")
     if state.num_processes > 1:
         raise InvalidRequest(
-            "Accelerate has started torch.distributed already: call ps_worker.accelerate.connect() before "
+            "Accelerate has started torch.distributed already: call ps_torch.accelerate.connect() before "
             "Accelerator() and TrainingArguments(), or launch with `ps-worker run`"
         )
     for known in (PartialState._shared_state, AcceleratorState._shared_state):

@@ -99,12 +99,12 @@ def connect(
         InvalidRequest: Settings contradict each other, or files do not fit together.
 
     Example:
-        import ps_worker
+        import ps_torch
         import torch
 
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ps_worker.connect() as session:
+        with ps_torch.connect() as session:
             model, optimizer = session.prepare(model, optimizer)
             for _ in range(3):
                 optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face on parameter servers. Needs `transformers` and `accelerate`.
 
-    session = ps_worker.huggingface.connect()          # before TrainingArguments
+    session = ps_torch.huggingface.connect()          # before TrainingArguments
     trainer = PsTrainer(model=..., args=TrainingArguments(...), train_dataset=..., session=session)
     trainer.train()
 
@@ -37,7 +37,7 @@ class OnServers:
     state, and the random state of every worker.
 
     Args:
-        session: From `ps_worker.huggingface.connect`.
+        session: From `ps_torch.huggingface.connect`.
         prepare_options: Options of `Session.prepare`, such as bucket_bytes and gradient_wire.
         arguments, more: The arguments of the Trainer.
     """

@@ -1,6 +1,6 @@
 """Lightning on parameter servers: a strategy for Trainer, and one for Fabric. Needs the package `lightning`.
 
-    trainer = Trainer(strategy="ps", ...)                             # after `import ps_worker.lightning`
+    trainer = Trainer(strategy="ps", ...)                             # after `import ps_torch.lightning`
     fabric = Fabric(strategy=FabricParameterServerStrategy(), ...)
 
 Each worker is one process with one device, started by `ps-worker run`, torchrun or another launcher. Lightning's own
@@ -159,7 +159,7 @@ class ParameterServerStrategy(_OnSession, ParallelStrategy):
     checkpoints, which contain the weights and the whole optimizer state.
 
     Args:
-        session: From `ps_worker.connect`; by default a new one.
+        session: From `ps_torch.connect`; by default a new one.
         options: Options of `Session.prepare`, such as bucket_bytes, gradient_wire and seed.
     """
 
@@ -222,7 +222,7 @@ class FabricParameterServerStrategy(_OnSession, FabricStrategy):
     first.
 
     Args:
-        session: From `ps_worker.connect`; by default a new one.
+        session: From `ps_torch.connect`; by default a new one.
         options: Options of `Session.prepare`, such as bucket_bytes, gradient_wire and seed.
     """
 

@@ -1,4 +1,4 @@
-"""What `ps_worker.connect` returns: a session, one worker's part in one job.
+"""What `ps_torch.connect` returns: a session, one worker's part in one job.
 
 prepare    Models, optimizers, loaders and schedulers are sorted and handed to the strategy of the mode. This file knows
            nothing else about how a worker trains.
@@ -173,11 +173,11 @@ class Session:
             PSError: Servers refuse the worker for another reason; the message says which.
 
         Example:
-            import ps_worker
+            import ps_torch
             import torch
             from torch.utils.data import DataLoader, TensorDataset
 
-            session = ps_worker.connect()
+            session = ps_torch.connect()
             data = TensorDataset(torch.rand(64, 4), torch.rand(64, 1))
             loader = DataLoader(data, batch_size=8, shuffle=True)
             model = torch.nn.Linear(4, 1)

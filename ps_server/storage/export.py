@@ -114,7 +114,7 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
 
 
 def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
-    """Returns what the state_dict of a model has of a table: see ps_worker.Embedding."""
+    """Returns what the state_dict of a model has of a table: see ps_torch.Embedding."""
     state = saved_rows(rows, spec.initializer.seed)
     return {
         f"{spec.name}.weight": torch.empty(0, spec.dim),

@@ -140,7 +140,7 @@ class ParameterServer:
         self, mode: str = "sync", job: str = "default", elastic: bool = True, **more: object
     ) -> WorkerSettings:
         """Returns the settings of a job's workers. Each worker begins with `settings.apply()`, then
-        `ps_worker.connect()`.
+        `ps_torch.connect()`.
 
         Args:
             mode: "sync", "ssp:K" or "async".

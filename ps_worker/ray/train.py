@@ -32,7 +32,7 @@ def _leaving() -> Iterator[None]:
 
 
 class PsConfig(BackendConfig):
-    """The backend of a `DataParallelTrainer` whose workers train on parameter servers, with `ps_worker.connect()`.
+    """The backend of a `DataParallelTrainer` whose workers train on parameter servers, with `ps_torch.connect()`.
 
     Args:
         mode: "sync", "ssp:K" or "async".
@@ -84,7 +84,7 @@ class _PsBackend(Backend):
         self._ended: list[WorkerProcess] = []  # those that Ray was about to kill
 
     def on_start(self, worker_group: Any, backend_config: PsConfig) -> None:
-        """Tells workers that begin what `ps_worker.connect()` reads: all of a run, or one that replaces another."""
+        """Tells workers that begin what `ps_torch.connect()` reads: all of a run, or one that replaces another."""
         if self._servers is None:
             self._servers = backend_config.servers or ParameterServer.of(backend_config.deployment)
         if self._settings is None:

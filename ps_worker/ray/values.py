@@ -126,7 +126,7 @@ class WorkerSettings:
             raise InvalidRequest(f"mode {self.mode} has no servers: use sync, ssp:K or async")
 
     def apply(self, rank: int | None = None, world_size: int | None = None) -> WorkerProcess:
-        """Sets the PS_* variables of this process, so that `ps_worker.connect()` and the frameworks find them.
+        """Sets the PS_* variables of this process, so that `ps_torch.connect()` and the frameworks find them.
 
         Args:
             rank, world_size: Those of a worker of a job that is not elastic.

@@ -28,7 +28,7 @@ def freeze(model: nn.Module) -> nn.Module:
         Unsupported: The class of a table overrides `forward`.
 
     Example:
-        plain = ps_worker.freeze(torch.nn.Sequential(ps_worker.Embedding(8), torch.nn.Linear(8, 1)))
+        plain = ps_torch.freeze(torch.nn.Sequential(ps_torch.Embedding(8), torch.nn.Linear(8, 1)))
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(plain, nn.Module):

@@ -221,10 +221,10 @@ def _opened(ids: Any, vectors: Any) -> tuple[str, Vectors]:
     """Returns what vectors are called in messages, and the vectors."""
     if not isinstance(ids, RowFile):
         if vectors is None:
-            raise InvalidRequest(f"expected ids and vectors, or a ps_worker.RowFile, got {type(ids).__name__}")
+            raise InvalidRequest(f"expected ids and vectors, or a ps_torch.RowFile, got {type(ids).__name__}")
         return "vectors", _Arrays("vectors", ids, vectors)
     if vectors is not None:
-        raise InvalidRequest("a ps_worker.RowFile has ids and vectors: leave the vectors out")
+        raise InvalidRequest("a ps_torch.RowFile has ids and vectors: leave the vectors out")
     file, suffix = ids, Path(ids.path).suffix
     with _readable(str(file)):
         if suffix == ".safetensors":

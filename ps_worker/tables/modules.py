@@ -35,7 +35,7 @@ class Embedding(nn.Module):
 
     Args:
         dim: Elements of a row, float32.
-        optimizer: The optimizer of the rows, `ps_worker.RowWiseAdagrad(...)` or `ps_worker.Ftrl(...)`. By default the
+        optimizer: The optimizer of the rows, `ps_torch.RowWiseAdagrad(...)` or `ps_torch.Ftrl(...)`. By default the
             optimizer that has the handle steps them lazily: a step changes the rows of its batch and no others.
         initial, scale, seed: The first value of a row: "normal" with standard deviation `scale`, "uniform" in [-scale,
             scale), or the "constant" `scale`. By default the seed is one of torch's random numbers. An id that training
@@ -57,7 +57,7 @@ class Embedding(nn.Module):
         Unsupported: `max_norm` is set. torch then rewrites rows in each lookup; in a table only steps change rows.
 
     Example:
-        embedding = ps_worker.Embedding(8, admit_after=2)
+        embedding = ps_torch.Embedding(8, admit_after=2)
         vectors = embedding(torch.tensor([[3, 2**60], [3, -1]]))  # [2, 2, 8]
     """
 
@@ -95,7 +95,7 @@ class Embedding(nn.Module):
         self.settings = TableSettings(optimizer, initial, scale, seed, *limits, lazy_decay)
         if optimizer is not None and not isinstance(optimizer, TableOptimizer):
             raise InvalidRequest(
-                f"optimizer must be ps_worker.RowWiseAdagrad(...) or ps_worker.Ftrl(...), got {str(optimizer)[:80]}"
+                f"optimizer must be ps_torch.RowWiseAdagrad(...) or ps_torch.Ftrl(...), got {str(optimizer)[:80]}"
             )
         self.local: Rows = LocalRows(self.settings, dim)
         self.weight = nn.Parameter(torch.empty(0, dim))
@@ -144,7 +144,7 @@ class Embedding(nn.Module):
 
         Example:
             ids = torch.tensor([10, 20, 30])
-            words = ps_worker.Embedding.from_pretrained(ids, torch.randn(3, 8), freeze=False)
+            words = ps_torch.Embedding.from_pretrained(ids, torch.randn(3, 8), freeze=False)
         """
         given = GivenRows.sized(ids, vectors, settings.get("padding_idx"))
         table = cls(given.dim, **settings)
@@ -274,7 +274,7 @@ class EmbeddingBag(Embedding):
         padding_idx: An id that is left out of its bag, and of the count in a mean.
 
     Example:
-        bag = ps_worker.EmbeddingBag(8, mode="sum")
+        bag = ps_torch.EmbeddingBag(8, mode="sum")
         vectors = bag(torch.tensor([1, 2, 2**40]), torch.tensor([0, 1]))  # two bags: [2, 8]
     """
 

@@ -39,7 +39,7 @@ def RowWiseAdagrad(
         InvalidRequest: A value is out of range.
 
     Example:
-        item = ps_worker.Embedding(8, optimizer=ps_worker.RowWiseAdagrad(lr=0.05))
+        item = ps_torch.Embedding(8, optimizer=ps_torch.RowWiseAdagrad(lr=0.05))
     """
     values = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
     return TableOptimizer("RowWiseAdagrad", values)

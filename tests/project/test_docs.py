@@ -31,7 +31,7 @@ DOCS = ROOT / "docs"
 def _scripts(document: Path) -> list[str]:
     """The Python blocks of a document that are whole scripts: they connect, and import what they use."""
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
-    return [block for block in blocks if "import ps_worker" in block and "connect()" in block]
+    return [block for block in blocks if "import ps_torch" in block and "connect()" in block]
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:

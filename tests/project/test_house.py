@@ -23,10 +23,14 @@ GENERATED = ROOT / "ps_protocol" / "v1"
 # Extras, each imported by its own files alone: by file, the package that it needs.
 FRAMEWORKS = {
     "ps_worker/accelerate.py": "accelerate",
+    "ps_torch/accelerate.py": "accelerate",
     "ps_worker/huggingface.py": "transformers",
+    "ps_torch/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",
+    "ps_torch/lightning.py": "lightning",
     **dict.fromkeys(("ps_worker/ray/__init__.py", "ps_worker/ray/actors.py", "ps_worker/ray/servers.py"), "ray"),
     "ps_worker/ray/train.py": "ray",
+    "ps_torch/ray.py": "ray",
 }
 
 
@@ -187,7 +191,8 @@ def wrong_names(path: Path) -> Iterator[str]:
     for named in re.findall(r"`(test_\w+)`", text):
         if named not in defined_in_tests() and not list((ROOT / "tests").rglob(f"{named}.py")):
             yield named
-    for named in re.findall(r"`((?:ps_protocol|ps_server|ps_worker|tests|bench|examples|proto|docs)/[\w./-]*)`", text):
+    folders = "|".join((*PACKAGES, "tests", "bench", "examples", "proto", "docs"))
+    for named in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
         if not (ROOT / named).exists():
             yield named
 

@@ -153,8 +153,8 @@ def test_strangers_can_install_the_wheel_and_run_a_cluster(wheel: Path, sdist: P
     version = re.findall(r"ps_torch-(.*?)-py3", wheel.name)[0]
     for command in ("ps-server", "ps-worker"):
         assert call(fresh / "bin" / command, "--version", folder=tmp_path) == f"{command} {version}\n"
-    where = "import ps_server, ps_worker; print(ps_server.__file__, ps_worker.__file__)"
-    assert call(python, "-c", where, folder=tmp_path).count(str(packages)) == 2
+    where = "import ps_server, ps_worker, ps_torch; print(ps_server.__file__, ps_worker.__file__, ps_torch.__file__)"
+    assert call(python, "-c", where, folder=tmp_path).count(str(packages)) == 3
     said = call(python, sdist / "examples" / "demo.py", f"--out={tmp_path / 'out'}", *TINY, folder=tmp_path)
     assert "6 of each worker" in said
     assert json.loads((tmp_path / "out" / "result.json").read_text())["shards"] == 2
@@ -224,9 +224,9 @@ def test_every_page_is_in_the_site_and_can_be_reached_and_searched(site: Path) -
 
 def test_every_public_name_has_a_place_in_the_site(site: Path) -> None:
     reference = (site / "reference.html").read_text()
-    import ps_worker
+    import ps_torch
 
-    for name in ps_worker.__all__:
+    for name in ps_torch.__all__:
         assert f'<section id="{name.lower()}"' in reference or f">{name}</span>" in reference, name
 
 

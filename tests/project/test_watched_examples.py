@@ -34,7 +34,7 @@ def calls(script: Path) -> dict[str, list[ast.Call]]:
 TRAINING = sorted(
     path.name
     for path in EXAMPLES.glob("*.py")
-    if any(name.endswith(".backward") for name in calls(path)) and "ps_worker.connect" in calls(path)
+    if any(name.endswith(".backward") for name in calls(path)) and "ps.connect" in calls(path)
 )
 
 

@@ -208,8 +208,8 @@ def text_file(folder: Path, name: str) -> tuple[Any, ...]:
 
 
 BAD: dict[str, tuple[Callable[[Path], tuple[Any, ...]], str]] = {
-    "no vectors": (lambda _: (IDS,), r"expected ids and vectors, or a ps_worker.RowFile, got Tensor"),
-    "too many vectors": (lambda f: (npy_files(f), VECTORS), "a ps_worker.RowFile has ids and vectors"),
+    "no vectors": (lambda _: (IDS,), r"expected ids and vectors, or a ps_torch.RowFile, got Tensor"),
+    "too many vectors": (lambda f: (npy_files(f), VECTORS), "a ps_torch.RowFile has ids and vectors"),
     "lists": (lambda _: ([1, 2], VECTORS[:2]), r"expected ids of shape \[n\], of int64 or int32, got list"),
     "a list of vectors": (lambda _: (IDS, [[1.0]]), "expected vectors as a tensor or an array, got list"),
     "ids of a float type": (lambda _: (IDS.float(), VECTORS), r"of int64 or int32, got \[5\] of float32"),

@@ -465,7 +465,7 @@ def test_tables_of_one_model_begin_unlike_and_say_what_they_are(session: ps_work
         (lambda: ps_worker.Embedding(4, admit_after=-1), "admit_after must be from 0 to"),
         (
             lambda: ps_worker.Embedding(4, optimizer=torch.optim.SGD),
-            r"optimizer must be ps_worker.RowWiseAdagrad\(...\) or",
+            r"optimizer must be ps_torch.RowWiseAdagrad\(...\) or",
         ),
         (lambda: ps_worker.EmbeddingBag(4, "median"), "mode must be sum, mean or max, got 'median'"),
     ],
