@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this scrip
 
 import ps_worker
 from ps_worker.strategies.unfinished import Fate
+from ps_worker.values import JoinResult
 from tests.chaos.ledger import Ledger
 from tests.chaos.oracle import Cells, Rules, Shape, Witness
 
@@ -79,9 +80,13 @@ def take_routes(routes: dict[str, str]) -> None:
 
 
 def incarnation_of(session: ps_worker.Session) -> int:
-    """Which of its places in the job a session has. Users have no need to know, so that it is not public."""
-    place = session._strategy._training.participation.connection.place  # type: ignore[attr-defined]
-    return place.identity.incarnation
+    """Which of its places in the job a session has."""
+    return place_of(session).identity.incarnation
+
+
+def place_of(session: ps_worker.Session) -> JoinResult:
+    """A session's place in the job. Users have no need to know, so that it is not public."""
+    return session._strategy._training.participation.connection.place  # type: ignore[attr-defined]
 
 
 class Late(logging.Handler):

@@ -16,7 +16,7 @@ from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.chaos.cluster import read_weights
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, Witness, judge, missing, too_stale
-from tests.chaos.worker import Task, incarnation_of
+from tests.chaos.worker import Task, incarnation_of, place_of
 from tests.tools.cluster import in_parallel, until
 
 SHAPE = Shape(buckets=5, rows=4, columns=7)
@@ -75,6 +75,7 @@ class Run:
     store:      where there is to be a checkpoint before it does
     late:       one more worker joins when there is a checkpoint; the job is elastic then
     transports: of the ranks, in turn
+    joined_again: by rank, the clock it had reached when it last joined again, and the clock it went on from
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Run:
         self._lives = [Life(rank, rank) for rank in range(self._workers)]
         self._barrier = threading.Barrier(self._workers, timeout=60)
         self.stepped: Callable[[int, int], object] = lambda rank, clock: None
+        self.joined_again: dict[int, tuple[int, int]] = {}
         self._ended: Ended | None = None
 
     def to_the_end(self) -> Ended:
@@ -126,12 +128,14 @@ class Run:
             if self._happened is not None and not self._happened.wait(PACE_SECONDS) and session.clock >= FIRST:
                 self._await_kept(self._happened)
             step += 1
-            number = session.clock + 1 if self._rules.averaged else step
+            before = session.clock
+            number = before + 1 if self._rules.averaged else step
             place = incarnation_of(session)
             life.attempted.append(number)
             model.mark(witness, rank, number)
             optimizer.step()
             if incarnation_of(session) != place:
+                self.joined_again[rank] = before, place_of(session).clock
                 witness.lost_track()
                 continue
             life.done[number], life.at[number] = session.clock, time.monotonic()
