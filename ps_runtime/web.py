@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
-from ps_protocol.errors import InvalidRequest, PSError
-from ps_runtime.background import join_within
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_runtime.background import join_within, start
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
@@ -260,7 +260,11 @@ def serve(
         watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name=what, daemon=True)
-    thread.start()
+    try:
+        start(thread)
+    except TryLater:
+        server.server_close()
+        raise
 
     def stop() -> None:
         server.shutdown()

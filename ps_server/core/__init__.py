@@ -34,5 +34,6 @@ sent.py          What every worker has of one bucket, where weights travel in bl
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 tables.py        One job's tables on one shard: rule, rows and pending pushes of each
+thread_shares.py How the threads that a process may have are divided
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.frames import HEADER_BYTES, TICKET_BYTES, Kind, read_header
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, start
 
 log = logging.getLogger("ps_server")
 
@@ -61,6 +61,7 @@ class Handshakes:
     opened:  is called with a connection and the ticket that it has shown, in the thread of all of them: it is not to
              wait. From then on the connection is the callee's
     seconds: that a connection may take until then
+    thread:  in which all of that is done
     """
 
     def __init__(self, opened: Callable[[socket.socket, bytes], None], seconds: float) -> None:
@@ -72,7 +73,7 @@ class Handshakes:
         self._contexts: dict[socket.socket, Context] = {}  # by listener
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first; of this thread alone
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data-listener", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="data-listener", daemon=True)
 
     def listen(self, listener: socket.socket, context: Context) -> None:
         """Accepts connections of a listener from `start` on."""
@@ -81,16 +82,16 @@ class Handshakes:
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError if no thread can be had."""
-        self._thread.start()
+        """Begins. Raises TryLater if no thread can be had."""
+        start(self.thread)
 
     def stop(self) -> None:
         """Closes all that is here, the listeners too; returns when that is done."""
         self._stopping.set()
         with contextlib.suppress(OSError):  # it is full of what wakes already
             self._wake.send(b"\0")
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         for connection in [*self._strangers, *self._contexts, self._wake, self._woken]:
             connection.close()
         self._selector.close()
