@@ -1,5 +1,6 @@
 """What every process needs, and is no matter of tensors, workers or shards.
 
+arrivals.py       Connections by host: how many each has, and how many it has opened of late
 audit.py          The audit log: who was refused, joined, left and ended what, a JSON object a line
 background.py     Threads that run beside the calls of a process, and go on whatever happens in them
 channel.py        Channels and servers: the options that both ends must hold in common

@@ -24,6 +24,7 @@ from grpc_health.v1.health import HealthServicer
 
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.optimizers import ELEMENTWISE
+from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
@@ -267,7 +268,8 @@ class Server:
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
         site = coordinators_page(views) if views is not None and config.shows_page() else None
         where = config.metrics_host, config.metrics_port
-        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site)
+        hosts = HostLimits(config.limits.connections_of_a_host, config.limits.new_connections)
+        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site, hosts)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"

@@ -84,6 +84,10 @@ class Limits:
         least=LEAST_THREADS,
     )
     connections: int = _limit(8_192, "connections to one process")
+    connections_of_a_host: int = _limit(4_096, "data connections from one host; and to metrics, where they are 16")
+    new_connections: float = _limit(
+        100.0, "connections that one host may open in a second, to data or metrics; ten times as many at once"
+    )
     handshake_seconds: float = _limit(10.0, "seconds that a connection may take to be made, TLS included")
     idle_seconds: float = _limit(600.0, "seconds that a connection may lie without a call")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.segment_layout import SOCKET_PREFIX
+from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Tls
 from ps_runtime.frame_socket import frames_over
@@ -82,7 +83,8 @@ class DataListener:
     ) -> None:
         self._serving, self._tickets, self._admit, self._most = serving, tickets, admit, most
         self._lock = threading.Lock()
-        self._handshakes = Handshakes(self._open, limits.handshake_seconds)
+        self._arrivals = Arrivals(HostLimits(limits.connections_of_a_host, limits.new_connections))
+        self._handshakes = Handshakes(self._open, limits.handshake_seconds, self._arrivals)
         self._connections: dict[int, DataConnection] = {}
         # By number, the oldest first: with the caller of the connection, None once it has had to make room.
         self._threads: dict[int, tuple[threading.Thread, str | None]] = {}
@@ -127,29 +129,32 @@ class DataListener:
         self._handshakes.listen(listener, None)
         return name, inode
 
-    def _open(self, connection: socket.socket, ticket: bytes) -> None:
+    def _open(self, connection: socket.socket, ticket: bytes, host: str) -> None:
         """Has a connection served in a thread of its own, if its ticket is good."""
         opener = self._tickets.redeem(ticket, lambda opener: _is_of(connection, opener))
-        if opener is None:
+        if opener is None or not self._start(connection, opener, host):
             connection.close()
-            return
+            self._arrivals.goes(host)
+
+    def _start(self, connection: socket.socket, opener: Opener, host: str) -> bool:
+        """Starts a connection's thread; returns whether there is room for it, and a thread can be had."""
         with self._lock:
             if self._is_stopping or (len(self._threads) >= self._most and not self._make_room(opener.caller)):
-                connection.close()
-                return
+                return False
             self._next += 1
             number = self._next
-            thread = threading.Thread(target=self._run, args=(connection, opener, number), name="data", daemon=True)
+            arguments = connection, opener, number, host
+            thread = threading.Thread(target=self._run, args=arguments, name="data", daemon=True)
             self._threads[number] = thread, opener.caller
         try:
             start(thread)
         except TryLater as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
             with self._lock:
                 del self._threads[number]
-            connection.close()
             self._troubles.met("", "a data connection is refused: %s", error)
-        else:
-            self._troubles.over("")
+            return False
+        self._troubles.over("")
+        return True
 
     def _make_room(self, caller: str) -> bool:
         """Ends a connection of the caller that has most, if this one has two fewer; returns whether it did."""
@@ -163,11 +168,12 @@ class DataListener:
             self._connections[number].abort()
         return number is not None
 
-    def _run(self, connection: socket.socket, opener: Opener, number: int) -> None:
+    def _run(self, connection: socket.socket, opener: Opener, number: int, host: str) -> None:
         try:
             guarded("data-connections", lambda: self._serve(connection, opener, number))
         finally:
             connection.close()
+            self._arrivals.goes(host)
             with self._lock:
                 del self._threads[number]
 

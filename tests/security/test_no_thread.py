@@ -23,6 +23,7 @@ from torch import nn
 from ps_launch.lifeline import Lifeline
 from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
+from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
 from ps_runtime.frame_socket import frames_over
 from ps_runtime.retry import Peer
@@ -108,7 +109,7 @@ def slow_peers(_: Path) -> None:
 
 
 def handshakes(_: Path) -> None:
-    made = Handshakes(lambda connection, ticket: connection.close(), 1.0)
+    made = Handshakes(lambda connection, ticket, host: connection.close(), 1.0, Arrivals(HostLimits()))
     made.listen(socket.create_server(("127.0.0.1", 0)), None)
     at_start(made.start)
     made.stop()
@@ -214,7 +215,7 @@ HERE: dict[str, Callable[[Path], None]] = {
 }
 # By the test that holds it, or why none does.
 ELSEWHERE = {
-    "ps_server/rpc/data_listener.py DataListener._open": (
+    "ps_server/rpc/data_listener.py DataListener._start": (
         "tests/security/test_handshakes.py",
         "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
     ),
