@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from ps_runtime.background import start
 from ps_runtime.signals import await_event
 
 _READ_BYTES = 4096
@@ -17,6 +18,8 @@ class Lifeline:
     descriptor: of the standard input. It is read without Python's buffer, whose lock a thread that waits for input
                 would hold when the process ends
     when_cut:   called when it closes: the parent is gone
+
+    Raises TryLater where no thread can be had: the parent starts such a process again
     """
 
     def __init__(self, descriptor: int, when_cut: Callable[[], object]) -> None:
@@ -24,7 +27,7 @@ class Lifeline:
         self._when_cut = when_cut
         self._line: str | None = None
         self._answered = threading.Event()  # the line is there, or will never be
-        threading.Thread(target=self._read, name="lifeline", daemon=True).start()
+        start(threading.Thread(target=self._read, name="lifeline", daemon=True))
 
     def line(self) -> str | None:
         """Waits for the line, and returns it; None if the parent has gone without it. Signals are handled meanwhile."""

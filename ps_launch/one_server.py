@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
 from ps_launch.ready import place_in
+from ps_protocol.errors import TryLater
+from ps_runtime.background import start
 from ps_runtime.own_program import own_program
 
 KILL_SECONDS = 5.0  # for which a killed server is waited for
@@ -50,8 +52,13 @@ class OneServer:
             threading.Thread(target=read, args=(source,), name="server's output", daemon=True)
             for read, source in ((self._read_out, self._process.stdout), (self._read_err, self._process.stderr))
         ]
-        for reader in self._readers:
-            reader.start()
+        try:
+            for reader in self._readers:
+                start(reader)
+        except TryLater:  # it would wait for ever for who reads what it says
+            with self._process:
+                self._process.kill()
+            raise
 
     @property
     def pid(self) -> int:

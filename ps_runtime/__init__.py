@@ -1,5 +1,6 @@
 """What every process needs, and is no matter of tensors, workers or shards.
 
+arrivals.py       Connections by host: how many each has, and how many it has opened of late
 audit.py          The audit log: who was refused, joined, left and ended what, a JSON object a line
 background.py     Threads that run beside the calls of a process, and go on whatever happens in them
 channel.py        Channels and servers: the options that both ends must hold in common
@@ -26,6 +27,7 @@ retry.py          How a failed call is repeated: the pauses, the limit, and what
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        How a main thread waits for long and hears signals
 status.py         Errors of the project as gRPC statuses, and back
+thread_limit.py   How many threads this process may have
 tls_contexts.py   TLS of connections that are not gRPC's
 tls_diagnosis.py  Why a TLS connection does not come about
 troubles.py       Troubles that come again and again: logged once, then counted

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from ps_protocol.errors import TryLater
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_runtime")
@@ -33,6 +34,14 @@ def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def start(thread: threading.Thread) -> None:
+    """Starts a thread. Raises TryLater where none can be had: `pids.max` of a container, RLIMIT_NPROC, or memory."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise TryLater(f"no thread for {thread.name!r} can be had in this process: {error}") from None
 
 
 def errors() -> Mapping[str, int]:
@@ -83,7 +92,7 @@ class Background:
         self._started = True
 
     def repeat(self, name: str, seconds: float, work: Callable[[], object]) -> None:
-        """Calls `work` every so many seconds in a thread of its own."""
+        """Calls `work` every so many seconds in a thread of its own. Raises TryLater where none can be had."""
 
         def run() -> None:
             while not self._stopping.wait(seconds):
@@ -91,7 +100,7 @@ class Background:
                 self._run_delayed()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
+        start(thread)
         self._repeating.append(thread)
 
     def run(self, name: str, work: Callable[[], object]) -> None:
@@ -102,8 +111,8 @@ class Background:
         if not self._started:
             return
         try:
-            threading.Thread(target=lambda: guarded(name, work), name=name, daemon=True).start()
-        except RuntimeError:
+            start(threading.Thread(target=lambda: guarded(name, work), name=name, daemon=True))
+        except TryLater:
             note_error(name)
             with self._lock:
                 self._delayed.append((name, work))
@@ -138,8 +147,8 @@ class Background:
                     self._apart.discard(key)
 
         try:
-            threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:  # no thread can be had: the next call tries again
+            start(threading.Thread(target=run, name=name, daemon=True))
+        except TryLater:  # no thread can be had: the next call tries again
             with self._lock:
                 self._apart.discard(key)
             note_error(name)

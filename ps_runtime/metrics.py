@@ -18,6 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ps_protocol.versions import VERSION
+from ps_runtime import arrivals
+from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import errors
 from ps_runtime.credentials import Tls, certificate_expiry, is_loopback
 from ps_runtime.troubles import counts
@@ -123,10 +125,11 @@ def serve_metrics(
     pages: Mapping[str, Callable[[], bytes]] | None = None,
     tls: Tls | None = None,
     site: Site | None = None,
+    limits: HostLimits = arrivals.DEFAULTS,
 ) -> tuple[int, Callable[[], None]]:
     """Serves /metrics from a registry, and `pages` of JSON by path. Returns the port and a function that stops serving.
 
-    site: for people, beside that
+    site: for people, beside that. limits: of connections by host
     host: where it is loopback, only a request for a name of loopback is answered: what a browser shows on this machine
           cannot read it under another name (DNS rebinding)
     port: 0 lets the system choose. tls: with it /metrics is https, and with its CA a scraper must show a certificate of
@@ -154,4 +157,4 @@ def serve_metrics(
         start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
         return [b""] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
-    return serve(host, port, app, "metrics", "--metrics-port", tls)
+    return serve(host, port, app, "metrics", "--metrics-port", tls, limits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+from ps_protocol.errors import TryLater
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_runtime")
@@ -20,7 +21,7 @@ class Pool(ThreadPoolExecutor):
     """At most `count` threads, one of them from the beginning: where no other can be started, those that there are do
     the work, one task after the other.
 
-    name: of its threads. Raises RuntimeError if not even the first can be had
+    name: of its threads. Raises TryLater if not even the first can be had
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -35,7 +36,7 @@ class Pool(ThreadPoolExecutor):
             super()._adjust_thread_count()
         except RuntimeError as error:
             if not self._is_made:
-                raise
+                raise TryLater(f"no thread for {self._name!r} can be had in this process: {error}") from None
             what = "the pool %r goes on with the threads that it has, %d: %s"
             _troubles.met(self._name, what, self._name, len(self._threads), error)
         else:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer, make_server
 
-from ps_protocol.errors import InvalidRequest, PSError
-from ps_runtime.background import join_within
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_runtime import arrivals
+from ps_runtime.arrivals import Arrivals, HostLimits
+from ps_runtime.background import join_within, start
 from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
@@ -25,8 +27,9 @@ _POLL_SECONDS = 0.05
 _HANG_UP_SECONDS = 1.0
 # A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
+SILENT_SECONDS = 3.0  # for which it may say nothing meanwhile
 MAX_CONNECTIONS = 64
-MAX_CONNECTIONS_OF_A_HOST = 16  # so that no single host keeps the scraper out
+MOST_OF_A_HOST = 16  # so that no single host keeps the scraper out
 
 _LONGEST_LINE = 65_536  # of a request's first line, as in the standard library
 
@@ -58,6 +61,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False  # a connection that lies idle does not hold up the end of the process
     request_queue_size = 128
+    arrivals = Arrivals(HostLimits(MOST_OF_A_HOST))  # each server has its own
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
     def server_activate(self) -> None:
@@ -70,8 +74,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         host = str(client_address[0])
         with self._lock:
-            full = len(self._open) >= MAX_CONNECTIONS
-            if full or sum(host == other for other, _ in self._open.values()) >= MAX_CONNECTIONS_OF_A_HOST:
+            if len(self._open) >= MAX_CONNECTIONS or not self.arrivals.comes(host):
                 self.shutdown_request(request)
                 return
             handle = request.dup()
@@ -87,7 +90,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         with self._lock:
             self._serving.add(threading.current_thread())
         try:
-            plain.settimeout(CONNECTION_SECONDS)
+            plain.settimeout(SILENT_SECONDS)
             super().process_request_thread(self.secure(plain), client_address)
         except OSError:
             self.shutdown_request(plain)  # its handshake failed, or took too long
@@ -97,8 +100,9 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def _over(self, handle: socket.socket) -> None:
         with self._lock:
             self._serving.discard(threading.current_thread())
-            del self._open[handle]
+            host, _ = self._open.pop(handle)
             handle.close()
+        self.arrivals.goes(host)
 
     def hang_up(self) -> None:
         """Ends all connections, and waits a moment for their threads: what a page shows may be made by torch."""
@@ -160,7 +164,7 @@ class _Answer(ServerHandler):
 
 
 class _Silent(WSGIRequestHandler):
-    timeout = CONNECTION_SECONDS
+    timeout = SILENT_SECONDS
 
     def handle(self) -> None:
         """Answers one request, as the class above does, by an `_Answer`."""
@@ -169,6 +173,7 @@ class _Silent(WSGIRequestHandler):
             self.requestline = self.request_version = self.command = ""
             self.send_error(414)
         elif self.parse_request():
+            self.connection.settimeout(CONNECTION_SECONDS)  # it reads as fast as it likes
             streams = self.rfile, self.wfile, self.get_stderr()
             answer = _Answer(*streams, self.get_environ(), multithread=False)  # type: ignore[arg-type]  # they are binary
             answer.request_handler = self  # type: ignore[attr-defined]  # which ServerHandler logs by
@@ -243,12 +248,19 @@ def _names_loopback(host: str) -> bool:
 
 
 def serve(
-    host: str, port: int, app: App, what: str, flag: str, tls: Tls | None = None
+    host: str,
+    port: int,
+    app: App,
+    what: str,
+    flag: str,
+    tls: Tls | None = None,
+    limits: HostLimits = arrivals.DEFAULTS,
 ) -> tuple[int, Callable[[], None]]:
     """Serves an application until it is told to stop. Returns the port and a function that stops serving.
 
     port: 0 lets the system choose. tls: with it, https, and with its CA a client must show a certificate of that CA;
-    the files may change while it is served. what, flag: of the error where the port cannot be bound, an InvalidRequest
+    the files may change while it is served. limits: of connections by host, up to MOST_OF_A_HOST.
+    what, flag: of the error where the port cannot be bound, an InvalidRequest
     """
     try:
         server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
@@ -256,11 +268,16 @@ def serve(
         raise InvalidRequest(
             f"cannot serve {what} on {host}:{port} ({error.strerror}); choose another {flag}"
         ) from None
+    server.arrivals = Arrivals(HostLimits(min(limits.most, MOST_OF_A_HOST), limits.new))
     if tls is not None:
         watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name=what, daemon=True)
-    thread.start()
+    try:
+        start(thread)
+    except TryLater:
+        server.server_close()
+        raise
 
     def stop() -> None:
         server.shutdown()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -39,7 +40,8 @@ from ps_runtime.settings import (
     unknown_variables,
     whole_number,
 )
-from ps_runtime.signals import await_event, on_signals
+from ps_runtime.signals import on_signals
+from ps_runtime.thread_limit import thread_limit
 from ps_runtime.version import version
 from ps_server import failpoints
 from ps_server.config import (
@@ -58,7 +60,7 @@ from ps_server.config import (
     checkpoints_at,
     config_of,
 )
-from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
+from ps_server.core.limits import LEAST_THREADS, LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 from ps_server.ops.plan_tables import table_question
 from ps_server.storage.files import check_directory
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 OF_SERVERS = ("torch", "numpy", "safetensors")  # what servers and exports need, and those do not that look in
 OTHERS_END_SECONDS = 20.0  # in which launches on other machines hear that a job is over, and end their shards
 SWITCH_SECONDS = 0.0005
+LOOK_SECONDS = 1.0  # between two looks at whether this process serves; a signal is heard meanwhile
 _PROCESS = whole_number(1, 2**63 - 1)
 
 SERVER = Setting("server", "the coordinator", host_port, f"127.0.0.1:{DEFAULT_PORT}", "HOST:PORT")
@@ -415,6 +418,8 @@ def _up(arguments: argparse.Namespace) -> int:
     config = config_of(arguments, arguments.shards, index=0, coordinator=None)  # and so is what every shard refuses
     config.is_exposed()
     config.checkpoint_policy()
+    if arguments.max_threads is None:
+        arguments.max_threads = _threads_of_each(1 if only is not None else arguments.shards)
     inherited = streaming(environment())
     foreign = {setting.variable: "" for setting in (COORDINATOR, ADVERTISE, HEALTH_PORT)}
     supervision = Supervision(
@@ -423,6 +428,12 @@ def _up(arguments: argparse.Namespace) -> int:
         coordinator=arguments.coordinator or "",
     )
     return up(supervision, {**inherited, **as_variables((SHARDS, *SETTINGS), arguments), **foreign})
+
+
+def _threads_of_each(shards: int) -> int | None:
+    """Returns how many threads each of this machine's shards may have: they share what there is."""
+    found = thread_limit()
+    return None if found is None else max(LEAST_THREADS, found.threads // shards)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -466,7 +477,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not stop.is_set():
         role = "coordinator" if alone else f"shard {shard}"
         _announce(role, server, config, supervised)
-    await_event(stop)
+    _await_end(stop, server)
     # Told once, it finishes what it has; told again, it ends at once.
     on_signals(lambda number, _: os._exit(128 + number))
     if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
@@ -476,6 +487,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     server.stop()
     audit.flush(all_of_them=True)
     return 0
+
+
+def _await_end(stop: threading.Event, server: Server) -> None:
+    """Waits until this process is told to stop. Ends it with an error when it does not serve any more."""
+    while not stop.wait(LOOK_SECONDS):
+        lost = server.ports.lost()
+        if lost:
+            logging.getLogger("ps_server").error("%s: this process ends", lost)
+            audit.flush(all_of_them=True)
+            logging.shutdown()
+            os._exit(1)  # what calls do in other threads would keep it, and whoever started it from starting it again
 
 
 def _announce(role: str, server: Server, config: ServerConfig, supervised: bool) -> None:

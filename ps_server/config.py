@@ -264,7 +264,7 @@ CHECKPOINTS = (
 def _kind(limit: Field[Any]) -> Callable[[str], Any]:
     if limit.type == "float":
         return seconds if limit.name.endswith("_seconds") else amount
-    return whole_number(1, limit.metadata["largest"])
+    return whole_number(limit.metadata["least"], limit.metadata["largest"])
 
 
 LIMITS = tuple(

@@ -11,6 +11,7 @@ import logging
 import resource
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ import grpc
 import torch
 from grpc_health.v1.health import HealthServicer
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.optimizers import ELEMENTWISE
+from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
@@ -30,9 +32,18 @@ from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
 from ps_runtime.retry import Peer
+from ps_runtime.thread_limit import thread_limit
+from ps_runtime.web import MAX_CONNECTIONS
 from ps_server.config import ServerConfig
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.core.limits import LEAST_THREADS
+from ps_server.core.thread_shares import (
+    POOLS_OF_A_COORDINATOR,
+    POOLS_OF_A_SHARD,
+    ThreadShares,
+    thread_shares,
+)
 from ps_server.ops.gauges import (
     coordinator_gauges,
     loops_gauge,
@@ -45,7 +56,7 @@ from ps_server.ops.glibc import give_memory_back
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
-from ps_server.rpc.call_limits import CALL_THREADS, CallLimits, grpc_options, note_event
+from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_messages import Answers
@@ -55,6 +66,7 @@ from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
+from ps_server.rpc.own_ports import OwnPorts
 from ps_server.rpc.registration import Registration
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
@@ -73,6 +85,7 @@ log = logging.getLogger("ps_server")
 
 HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
 OTHERS_LOOK_SECONDS = 0.2
+_OTHER_THREADS = 128  # that no pool of calls has, beside sites and connections: gRPC's own, timers, disks, checkpoints
 STOP_GRACE_SECONDS = 2.0
 
 
@@ -117,9 +130,12 @@ class Server:
         token = authenticator.cluster_token if authenticator.is_required else None
         self._access = Access(config.tls, token, config.insecure)
         self._registry = process_registry()
-        limits = CallLimits(authenticator, config.limits, config.index is not None, give_memory_back)
+        self._threads = _shares_of_threads(config)
+        limits = CallLimits(
+            authenticator, config.limits, config.index is not None, give_memory_back, self._threads.pool
+        )
         self._calls = CallInterceptor(self._registry, limits)
-        control_pool = Pool(CALL_THREADS, "control")
+        control_pool = Pool(self._threads.pool, "control")
         self._grpc = grpc.server(
             control_pool,
             interceptors=[self._calls],
@@ -133,6 +149,8 @@ class Server:
         self._registry.register(security_gauges(limits, exposed, encrypted, asks))
         if exposed:
             log.warning("insecure: %s serves plaintext beyond this machine, as --insecure says", self.address)
+        self._serving: list[threading.Thread] = []  # without which nothing is served
+        self._data_port = 0
         self.shard: Shard | None = None  # set where this process is a shard
         self.coordinator = self._make_coordinator() if config.shard_count is not None else None
         self.metrics_address = ""
@@ -146,9 +164,14 @@ class Server:
         health_pool = Pool(HEALTH_THREADS, "health")
         health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
-        self._grpc.start()
+        self._serving += [limits.thread, *_start(self._grpc)]
+        self.ports = self._own_ports(port)
         self._registration = self._register(config.index, port) if config.index is not None else None
         self.health = Health(health, self._open_health_port(config))
+
+    def _own_ports(self, port: int) -> OwnPorts:
+        config, name = self._config, self.address.rpartition(":")[0].strip("[]")
+        return OwnPorts(config.host, port, self._data_port, config.tls, name, self._serving)
 
     def _register(self, index: int, port: int) -> Registration:
         config = self._config
@@ -182,10 +205,16 @@ class Server:
         elif self.shard is not None and self._registration is not None:
             most = seconds + self._config.timing.fallback + ANSWER_SECONDS
             jobs = self.shard.jobs()
-            with Pool(max(1, len(jobs)), "drain") as pool:  # each job has all of the time
-                for name, job in jobs.items():
-                    job.refusals.seconds = most + self._config.timing.refusal
-                    pool.submit(guarded, "drain", partial(self._registration.checkpoint, name, most))
+            for job in jobs.values():
+                job.refusals.seconds = most + self._config.timing.refusal
+            last = [partial(guarded, "drain", partial(self._registration.checkpoint, name, most)) for name in jobs]
+            try:
+                with Pool(max(1, len(jobs)), "drain") as pool:  # each job has all of the time
+                    for task in last:
+                        pool.submit(task)
+            except TryLater:  # no thread can be had: one after the other
+                for task in last:
+                    task()
 
     def outlive(self, seconds: float) -> None:
         """Stays until no other shard of the cluster answers, if no job runs: until then others ask whether it is over.
@@ -239,7 +268,8 @@ class Server:
         pages = {} if coordinator is None else {"/sd": lambda: service_discovery(coordinator, config.tls is not None)}
         site = coordinators_page(views) if views is not None and config.shows_page() else None
         where = config.metrics_host, config.metrics_port
-        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site)
+        hosts = HostLimits(config.limits.connections_of_a_host, config.limits.new_connections)
+        port, stop = serve_metrics(*where, self._registry, pages, config.tls, site, hosts)
         self._stops.append(stop)
         host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
         return f"{host}:{port}"
@@ -247,13 +277,13 @@ class Server:
     def _open_health_port(self, config: ServerConfig) -> HealthPort | None:
         if config.health_port is None:
             return None
-        port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0))
+        port = HealthPort(config.host, config.health_port, lambda: self.wait_ready(0), self.ports.trouble)
         self._stops.append(port.stop)
         return port
 
     def _add_coordinator(self, coordinator: Coordinator, views: Views) -> list[str]:
-        senders = Pool(CALL_THREADS, "watch")
-        membership = MembershipService(coordinator, senders)
+        senders = Pool(self._threads.pool, "watch")
+        membership = MembershipService(coordinator, senders, self._threads.pool)
         views.watch.start()
         cluster = ClusterService(coordinator, views, senders)
         services: list[Service] = [
@@ -289,13 +319,16 @@ class Server:
         )
         self.shard = shard
         answers = Answers(self._config.index or 0, self.process)
-        data, feeds = DataService(shard, answers), FeedService(shard, answers)
+        pool, connections = self._threads.pool, self._threads.connections
+        data, feeds = DataService(shard, answers, pool), FeedService(shard, answers, pool)
         data.register(self._grpc)
         feeds.register(self._grpc)
         config = self._config
         port = None if config.no_data_port else config.data_port
         where = Where(config.host, port, config.tls, config.shared_directory)
-        data.listen(self._calls, config.limits, where)
+        listener = data.listen(self._calls, config.limits, where, connections)
+        self._serving.append(listener.thread)
+        self._data_port = listener.places.port
         control = ShardService(shard, self._config.limits, self.process)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
@@ -308,7 +341,7 @@ class Server:
         directory = self._config.cold_rows_dir
         if directory is None:
             return None
-        files = RowFiles(directory, self._config.limits.cold_row_bytes)
+        files = RowFiles(directory, self._config.limits.cold_row_bytes, Pool)
         self._last_stops.append(files.stop)
         return files
 
@@ -320,6 +353,24 @@ class Server:
         disk, release = take_own_disk(directory, index, self.address, time.time())
         log.info("checkpoints: this shard's own disk is %s, at %s", disk, own_directory(directory, index))
         return CheckpointStore(directory, own_disk=disk), release
+
+
+_starting = threading.Lock()  # so that threads which come meanwhile are of one server
+
+
+def _start(server: grpc.Server) -> list[threading.Thread]:
+    """Starts a server of gRPC; returns the thread that hands out its calls.
+
+    grpcio has no other way to learn that it has ended, as it does with any exception there: then nothing is answered.
+    Raises TryLater where it cannot be had.
+    """
+    with _starting:
+        before = set(threading.enumerate())
+        try:
+            server.start()
+        except RuntimeError as error:
+            raise TryLater(f"gRPC's thread cannot be had in this process: {error}") from None
+        return [thread for thread in threading.enumerate() if thread not in before and "_serve" in thread.name]
 
 
 def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
@@ -335,6 +386,27 @@ def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
             f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's"
         )
     return int(bound)
+
+
+def _shares_of_threads(config: ServerConfig) -> ThreadShares:
+    """Divides the threads that this process may have, and says so in the log."""
+    found = thread_limit()
+    most, why = config.limits.threads, "--max-threads"
+    if most is None and found is not None:
+        most, why = found.threads, found.name
+    is_shard, is_coordinator = config.index is not None, config.shard_count is not None
+    pools = 1 + is_shard * POOLS_OF_A_SHARD + is_coordinator * POOLS_OF_A_COORDINATOR
+    sites = 1 + (config.health_port is not None)
+    reserved = _OTHER_THREADS + config.apply_threads + (config.shard_count or 0) + sites * MAX_CONNECTIONS
+    shares = thread_shares(most, reserved, pools, config.limits.connections)
+    if most is None:
+        return shares
+    text = "threads: at most %d of this process (%s), %d in each of %d pools for calls, %d for data connections"
+    level = logging.INFO if most >= LEAST_THREADS else logging.WARNING
+    log.log(level, text, most, why, shares.pool, pools, shares.connections)
+    if most < LEAST_THREADS:
+        log.warning("threads: give this process at least %d; past its limit it goes on, but more slowly", LEAST_THREADS)
+    return shares
 
 
 def _allow_many_files(wanted: int) -> None:

@@ -26,7 +26,7 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.row_ids import shards_of
-from ps_runtime.background import guarded, join_within
+from ps_runtime.background import guarded, join_within, start
 from ps_runtime.credentials import Access, access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
@@ -99,8 +99,8 @@ class _Follower:
         self.thread = threading.Thread(target=self._run, name=f"row-feed-{shard}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self.thread.start()
+        """Starts the thread. Raises TryLater if the system has no thread to give."""
+        start(self.thread)
 
     @property
     def version(self) -> int:
@@ -246,7 +246,12 @@ class RowFeed:
             self._coming = self._followers(saved)
             self._settle()
         self._thread = threading.Thread(target=self._look_after, name="row-feed", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except TryLater:
+            for each in self._coming:
+                each.end()
+            raise
         _open.add(self)
 
     def __enter__(self) -> RowFeed:
@@ -372,21 +377,30 @@ class RowFeed:
         else:
             self._trouble = None
             if shards and shards != len(current):
-                self._replace(shards)
+                try:
+                    self._replace(shards)
+                except TryLater as error:
+                    self._trouble = error
         with self._condition:
             self._condition.notify_all()
 
     def _replace(self, shards: int) -> None:
         """Follows another number of shards. The present rows stay until the new ones are complete."""
-        before, self._coming = self._coming, self._followers(shards)
+        made = self._followers(shards)
+        before, self._coming = self._coming, made
         for each in before:
             each.end(wait=False)
         self._settle()
 
     def _followers(self, shards: int) -> tuple[_Follower, ...]:
         made = tuple(_Follower(self._source, shard, shards, self._settle) for shard in range(shards))
-        for each in made:
-            each.start()
+        try:
+            for each in made:
+                each.start()
+        except TryLater:
+            for each in made:
+                each.end(wait=False)
+            raise
         return made
 
     def _settle(self) -> None:

@@ -25,5 +25,6 @@ rounds.py        Rounds: values that all live workers of a job exchange, one rou
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 tables.py        One job's tables on one shard: rule, rows and pending pushes of each
+thread_shares.py How the threads that a process may have are divided
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

@@ -11,14 +11,15 @@ from typing import Any
 
 from ps_protocol.job import MAX_MESSAGE_BYTES, MAX_NAME_LENGTH, MAX_PARAMETERS
 
+LEAST_THREADS = 512  # that --max-threads takes
 SHORTEST_WATCH, LONGEST_WATCH = 0.5, 60.0  # seconds between two views of a caller that watches
 _LARGEST = 2**31 - 1  # of what gRPC takes as an option
 _LARGEST_SIZE = 2**62
 
 
-def _limit(default: float | None, text: str, largest: int = _LARGEST) -> Any:
-    """Declares a limit: its default, what it limits, which --help-limits says, and the largest that can be set."""
-    return field(default=default, metadata={"text": text, "largest": largest})
+def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int = 1) -> Any:
+    """Declares a limit: its default, what it limits, which --help-limits says, and what can be set."""
+    return field(default=default, metadata={"text": text, "largest": largest, "least": least})
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,17 @@ class Limits:
     request_seconds: float = _limit(2.0, "seconds that a request of a few bytes may take to arrive")
     upload_seconds: float = _limit(30.0, "seconds that any other request may take to arrive")
     stall_seconds: float = _limit(30.0, "seconds that an answer may lie unread")
-    # of connections
+    # of connections and threads
+    threads: int | None = _limit(
+        None,
+        "threads of one process (by default as many as its container, its user and the kernel allow)",
+        least=LEAST_THREADS,
+    )
     connections: int = _limit(8_192, "connections to one process")
+    connections_of_a_host: int = _limit(4_096, "data connections from one host; and to metrics, where they are 16")
+    new_connections: float = _limit(
+        100.0, "connections that one host may open in a second, to data or metrics; ten times as many at once"
+    )
     handshake_seconds: float = _limit(10.0, "seconds that a connection may take to be made, TLS included")
     idle_seconds: float = _limit(600.0, "seconds that a connection may lie without a call")
 

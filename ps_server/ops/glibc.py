@@ -14,6 +14,7 @@ from ps_runtime.settings import environment
 _M_ARENA_MAX = -8  # of mallopt(3)
 _TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
+_AT_SECURE = 23  # of getauxval(3): the program has rights that who started it lacks
 _STREAMED_BYTES = 2**20  # smaller copies stay in the cache, and may well be read from there
 
 
@@ -52,6 +53,8 @@ def stream_large_copies() -> None:
     environment can set, when a program starts.
     """
     if platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64":
+        return
+    if ctypes.CDLL(None).getauxval(_AT_SECURE):  # the loader takes them out again: it would start for ever
         return
     present = environment()
     wanted = streaming(present)

@@ -1,6 +1,7 @@
 """The health port: two pages in plaintext for probes that cannot show a certificate, and nothing else.
 
-/livez says that the process answers, /readyz whether it serves. Kubernetes' probes need no more than the status.
+/livez says whether its ports answer, /readyz also whether the coordinator knows this shard. Kubernetes' probes need no
+more than the status.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ class HealthPort:
     """Serves both pages until it is stopped.
 
     is_known:  returns whether the coordinator knows this server
+    trouble:   returns why it does not serve; empty: it does
     port:      where it is served; 0 lets the system choose. Raises InvalidRequest if it cannot be bound
     is_ending: set it when this server ends: from then on it is not ready
     """
 
-    def __init__(self, host: str, port: int, is_known: Callable[[], bool]) -> None:
+    def __init__(self, host: str, port: int, is_known: Callable[[], bool], trouble: Callable[[], str] = str) -> None:
         self.is_ending = False
-        self._is_known = is_known
+        self._is_known, self._trouble = is_known, trouble
         self.port, self.stop = serve(host, port, self._app, "health", "--health-port")
 
     def _app(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -38,7 +40,7 @@ class HealthPort:
             return "404 Not Found", f"here are {LIVE} and {READY}"
         if method not in ("GET", "HEAD"):
             return "405 Method Not Allowed", "health is only to be read"
-        reason = self._why_not_ready() if path == READY else None
+        reason = (self._why_not_ready() if path == READY else None) or self._trouble() or None
         return ("200 OK", "ok") if reason is None else ("503 Service Unavailable", reason)
 
     def _why_not_ready(self) -> str | None:

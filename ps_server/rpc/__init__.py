@@ -20,6 +20,7 @@ job_service.py      Serves what is asked of the coordinator about jobs as a whol
 layout_messages.py  The layout of a job's buckets as messages, for clients that do not compute it
 lease_service.py    Serves workers of elastic jobs that lease data
 membership_service.py Serves workers that join a job, stay in it, and leave it
+own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
 position.py         Where a reader of views is: what it has been told already

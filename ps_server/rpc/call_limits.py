@@ -1,7 +1,8 @@
 """Authenticates and limits every call, and cancels slow peers.
 
 The caller is known before a byte of its request is read. A peer that sends or reads too slowly is cut off, so that it
-holds one thread for a stated time at most; the pools are larger than the number of requests that may wait in them.
+holds one thread for a stated time at most; the pools are larger than the number of requests that may wait in them
+(core/thread_shares.py). Threads are made when they are needed: ordinary traffic makes a few.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import grpc
 from ps_protocol.errors import Forbidden, Unauthenticated
 from ps_protocol.job import MAX_NAME_LENGTH
 from ps_runtime import audit
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, start
 from ps_server.core.admission import WINDOW_BYTES, terms
 from ps_server.core.limits import Limits
+from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.auth import Authenticator, host_of
 from ps_server.rpc.calls_in_flight import HEARTBEAT, CallInFlight, CallsInFlight
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
@@ -31,10 +33,6 @@ from ps_server.rpc.receiving import Receiving
 
 _LOOK_SECONDS = 0.05
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
-
-# More than may wait for their requests (Terms.waiting), so that no slow peer holds all of them. Threads are made when
-# they are needed: ordinary traffic makes a few.
-CALL_THREADS = 1024
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
 STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
@@ -161,7 +159,10 @@ class Admitted:
 
 
 class CallLimits:
-    """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe."""
+    """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
+
+    thread: that watches
+    """
 
     def __init__(
         self,
@@ -169,16 +170,18 @@ class CallLimits:
         limits: Limits,
         is_shard: bool = True,
         release: Callable[[], None] = lambda: None,
+        pool: int = MOST_OF_A_POOL,
     ) -> None:
         """
         is_shard: whether this process takes pushes
         release:  gives memory that is free back to the system
+        pool:     threads of each pool of calls
 
         Raises InvalidRequest if --max-receiving-bytes is too little.
         """
         self._authenticator = authenticator
         self._limits = limits
-        self._receiving = Receiving(terms(limits, is_shard))
+        self._receiving = Receiving(terms(limits, is_shard, pool))
         self._release = release
         self._lock = threading.Lock()
         self._in_flight = CallsInFlight(limits)
@@ -186,13 +189,13 @@ class CallLimits:
         self._next = 0
         self._stopping = threading.Event()
         self._release_at = math.inf  # when memory that broken requests took is given back
-        self._thread = threading.Thread(target=self._watch, name="slow-peers", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._watch, name="slow-peers", daemon=True)
+        start(self.thread)
 
     def stop(self) -> None:
         """Ends the thread."""
         self._stopping.set()
-        self._thread.join()
+        self.thread.join()
 
     def statistics(self) -> dict[str, int]:
         """Returns how many calls are in flight, callers that have some, and waits for peers."""

@@ -44,12 +44,13 @@ LentMessage = tuple[Parts, Loan | None]
 
 @dataclass(frozen=True)
 class Opener:
-    """The call that asked for a connection: what its caller showed, and the worker that it named."""
+    """The call that asked for a connection: what its caller showed, the worker that it named, and who it was."""
 
     worker: Identity
     peer: str
     metadata: tuple[tuple[str, Any], ...] = field(repr=False)
     auth_context: Mapping[str, Any] = field(repr=False)
+    caller: str = ""
 
 
 class Tickets:

@@ -11,14 +11,16 @@ import secrets
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.errors import InvalidRequest, PSError, TryLater
 from ps_protocol.segment_layout import SOCKET_PREFIX
-from ps_runtime.background import guarded
+from ps_runtime.arrivals import Arrivals, HostLimits
+from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Tls
 from ps_runtime.frame_socket import frames_over
 from ps_runtime.local_sockets import listen
@@ -67,6 +69,8 @@ class DataListener:
 
     admit: is called with the opener of a connection and what ends it; returns what is to be called when it has ended.
            Raises PSError where the worker's place is lost
+    most:  connections at a time, each with a thread. Past that the caller with the most of them loses one to a caller
+           that would still have fewer with it; another caller's connection is refused
     """
 
     def __init__(
@@ -75,17 +79,25 @@ class DataListener:
         tickets: Tickets,
         admit: Callable[[Opener, Callable[[], None]], Callable[[], None]],
         limits: Limits,
+        most: int,
     ) -> None:
-        self._serving, self._tickets, self._admit, self._limits = serving, tickets, admit, limits
+        self._serving, self._tickets, self._admit, self._most = serving, tickets, admit, most
         self._lock = threading.Lock()
-        self._handshakes = Handshakes(self._open, limits.handshake_seconds)
+        self._arrivals = Arrivals(HostLimits(limits.connections_of_a_host, limits.new_connections))
+        self._handshakes = Handshakes(self._open, limits.handshake_seconds, self._arrivals)
         self._connections: dict[int, DataConnection] = {}
-        self._threads: set[threading.Thread] = set()
+        # By number, the oldest first: with the caller of the connection, None once it has had to make room.
+        self._threads: dict[int, tuple[threading.Thread, str | None]] = {}
         self._next = 0
         self._is_stopping = False
         self._troubles = Troubles(log, None)
         self._path: Path | None = None
         self.places = DataPlaces()
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The one that takes connections."""
+        return self._handshakes.thread
 
     def listen(self, where: Where) -> None:
         """Begins to listen. Raises InvalidRequest if the port cannot be had; a directory may take no socket."""
@@ -117,39 +129,53 @@ class DataListener:
         self._handshakes.listen(listener, None)
         return name, inode
 
-    def _open(self, connection: socket.socket, ticket: bytes) -> None:
+    def _open(self, connection: socket.socket, ticket: bytes, host: str) -> None:
         """Has a connection served in a thread of its own, if its ticket is good."""
         opener = self._tickets.redeem(ticket, lambda opener: _is_of(connection, opener))
-        if opener is None:
+        if opener is None or not self._start(connection, opener, host):
             connection.close()
-            return
+            self._arrivals.goes(host)
+
+    def _start(self, connection: socket.socket, opener: Opener, host: str) -> bool:
+        """Starts a connection's thread; returns whether there is room for it, and a thread can be had."""
         with self._lock:
-            if self._is_stopping or len(self._threads) >= self._limits.connections:
-                connection.close()
-                return
+            if self._is_stopping or (len(self._threads) >= self._most and not self._make_room(opener.caller)):
+                return False
             self._next += 1
             number = self._next
-            thread = threading.Thread(
-                target=lambda: self._run(thread, connection, opener, number), name="data", daemon=True
-            )
-            self._threads.add(thread)
+            arguments = connection, opener, number, host
+            thread = threading.Thread(target=self._run, args=arguments, name="data", daemon=True)
+            self._threads[number] = thread, opener.caller
         try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
+            start(thread)
+        except TryLater as error:  # no thread can be had: the worker goes on over gRPC, and asks again later
             with self._lock:
-                self._threads.discard(thread)
-            connection.close()
+                del self._threads[number]
             self._troubles.met("", "a data connection is refused: %s", error)
-        else:
-            self._troubles.over("")
+            return False
+        self._troubles.over("")
+        return True
 
-    def _run(self, thread: threading.Thread, connection: socket.socket, opener: Opener, number: int) -> None:
+    def _make_room(self, caller: str) -> bool:
+        """Ends a connection of the caller that has most, if this one has two fewer; returns whether it did."""
+        counts = Counter(other for _, other in self._threads.values() if other is not None)
+        most = max(counts, key=counts.__getitem__, default=caller)
+        if counts[caller] + 1 >= counts[most]:
+            return False
+        number = next((number for number in self._connections if self._threads[number][1] == most), None)
+        if number is not None:
+            self._threads[number] = self._threads[number][0], None
+            self._connections[number].abort()
+        return number is not None
+
+    def _run(self, connection: socket.socket, opener: Opener, number: int, host: str) -> None:
         try:
             guarded("data-connections", lambda: self._serve(connection, opener, number))
         finally:
             connection.close()
+            self._arrivals.goes(host)
             with self._lock:
-                self._threads.discard(thread)
+                del self._threads[number]
 
     def _serve(self, connection: socket.socket, opener: Opener, number: int) -> None:
         made = DataConnection(frames_over(connection), opener, self._serving, number)
@@ -176,7 +202,7 @@ class DataListener:
             self._path.unlink(missing_ok=True)
         self._handshakes.stop()
         with self._lock:
-            connections, threads = list(self._connections.values()), list(self._threads)
+            connections, threads = list(self._connections.values()), [thread for thread, _ in self._threads.values()]
         for connection in connections:
             connection.abort()
         for thread in threads:

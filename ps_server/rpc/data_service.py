@@ -13,8 +13,9 @@ from ps_protocol.v1 import data_pb2
 from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
+from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc import data_messages, row_messages
-from ps_server.rpc.call_limits import CALL_THREADS, caller_name, check_job, in_pool
+from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.data_connections import (
     ConnectionCall,
     FrameStream,
@@ -40,12 +41,13 @@ class DataService:
 
     NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
-    def __init__(self, shard: Shard, answers: Answers) -> None:
+    def __init__(self, shard: Shard, answers: Answers, threads: int = MOST_OF_A_POOL) -> None:
+        """threads: of each of its pools"""
         self._shard = shard
         self._answers = answers
-        self.senders = Pool(CALL_THREADS, "send")
-        self._push_pool = Pool(CALL_THREADS, "push")
-        self._pull_pool = Pool(CALL_THREADS, "pull")
+        self.senders = Pool(threads, "send")
+        self._push_pool = Pool(threads, "push")
+        self._pull_pool = Pool(threads, "pull")
         self._tickets = Tickets()
         self._listener: DataListener | None = None
         self._handlers = {
@@ -73,15 +75,15 @@ class DataService:
         """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
 
-    def listen(self, calls: CallInterceptor, limits: Limits, where: Where) -> DataListener:
-        """Takes data connections; see DataListener.listen. calls: what every call goes through"""
+    def listen(self, calls: CallInterceptor, limits: Limits, where: Where, most: int) -> DataListener:
+        """Takes data connections; see DataListener.listen. calls: what every call goes through; most: at a time"""
         methods = {
             kind: method(calls.guarded(f"/{self.NAME}/{name}", self._handlers[name])) for name, kind in KINDS.items()
         }
         buffers = ReceiveBuffers(RECEIVE_BYTES)
         watched = calls.limits.sending, calls.limits.skipping
         serving = Serving(methods, self.senders, *watched, limits.message_bytes, buffers)
-        self._listener = DataListener(serving, self._tickets, self._admit, limits)
+        self._listener = DataListener(serving, self._tickets, self._admit, limits, most)
         self._listener.listen(where)
         return self._listener
 
@@ -127,7 +129,8 @@ class DataService:
         check_job(worker.job)
         self._shard.check_worker(worker.job, worker.rank, worker.incarnation, worker.key, worker.run)
         shown = tuple((name, value) for name, value in context.invocation_metadata() or () if name == "authorization")
-        ticket = self._tickets.issue(Opener(worker, context.peer(), shown, context.auth_context()))
+        opener = Opener(worker, context.peer(), shown, context.auth_context(), caller_name())
+        ticket = self._tickets.issue(opener)
         if self._listener is None:
             return self._answers.of(worker.run).opened(ticket, 0, "", 0)
         places = self._listener.places

@@ -15,7 +15,8 @@ from ps_protocol.framing import Parts, message_parts
 from ps_protocol.v1 import feed_pb2
 from ps_runtime.pools import Pool
 from ps_server.core.requests import RowsWatch
-from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
+from ps_server.core.thread_shares import MOST_OF_A_POOL
+from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.data_messages import Answers, parse
 from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.row_feeds import RowFeeds
@@ -30,11 +31,12 @@ class FeedService:
 
     NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
-    def __init__(self, shard: Shard, answers: Answers) -> None:
+    def __init__(self, shard: Shard, answers: Answers, threads: int = MOST_OF_A_POOL) -> None:
+        """threads: of each of its pools"""
         self._shard, self._answers = shard, answers
         self._feeds: RowFeeds = shard.feeds
-        self.senders = Pool(CALL_THREADS, "feed")
-        self._pool = Pool(CALL_THREADS, "watch-rows")
+        self.senders = Pool(threads, "feed")
+        self._pool = Pool(threads, "watch-rows")
         handler = in_pool(self._watch_rows, self._pool, non_blocking=True)
         self._handlers = {"WatchRows": grpc.unary_stream_rpc_method_handler(handler)}
 

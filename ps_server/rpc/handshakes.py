@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.frames import HEADER_BYTES, TICKET_BYTES, Kind, read_header
-from ps_runtime.background import guarded
+from ps_runtime.arrivals import Arrivals
+from ps_runtime.background import guarded, start
 
 log = logging.getLogger("ps_server")
 
@@ -58,13 +59,15 @@ class _Stranger:
 class Handshakes:
     """Accepts connections, and hands over those that have shown a ticket. Methods may be called from any thread.
 
-    opened:  is called with a connection and the ticket that it has shown, in the thread of all of them: it is not to
-             wait. From then on the connection is the callee's
+    opened:  is called with a connection, the ticket that it has shown and its host, in the thread of all of them: it is
+             not to wait. From then on the connection is the callee's, which tells `arrivals` when it has ended
     seconds: that a connection may take until then
+    arrivals: counts connections by host
+    thread:  in which all of that is done
     """
 
-    def __init__(self, opened: Callable[[socket.socket, bytes], None], seconds: float) -> None:
-        self._opened, self._seconds = opened, seconds
+    def __init__(self, opened: Callable[[socket.socket, bytes, str], None], seconds: float, arrivals: Arrivals) -> None:
+        self._opened, self._seconds, self._arrivals = opened, seconds, arrivals
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -72,7 +75,7 @@ class Handshakes:
         self._contexts: dict[socket.socket, Context] = {}  # by listener
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first; of this thread alone
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data-listener", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="data-listener", daemon=True)
 
     def listen(self, listener: socket.socket, context: Context) -> None:
         """Accepts connections of a listener from `start` on."""
@@ -81,16 +84,16 @@ class Handshakes:
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError if no thread can be had."""
-        self._thread.start()
+        """Begins. Raises TryLater if no thread can be had."""
+        start(self.thread)
 
     def stop(self) -> None:
         """Closes all that is here, the listeners too; returns when that is done."""
         self._stopping.set()
         with contextlib.suppress(OSError):  # it is full of what wakes already
             self._wake.send(b"\0")
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         for connection in [*self._strangers, *self._contexts, self._wake, self._woken]:
             connection.close()
         self._selector.close()
@@ -124,7 +127,11 @@ class Handshakes:
             except OSError:  # too many files are open in this process: some are closed meanwhile
                 self._stopping.wait(_PAUSE_SECONDS)
                 return
-            self._greet(plain, str(address[0]) if listener.family != socket.AF_UNIX else "", self._contexts[listener])
+            host = str(address[0]) if listener.family != socket.AF_UNIX else ""
+            if self._arrivals.comes(host):
+                self._greet(plain, host, self._contexts[listener])
+            else:
+                plain.close()
 
     def _greet(self, plain: socket.socket, host: str, context: Context) -> None:
         connection, now = plain, time.monotonic()
@@ -134,6 +141,7 @@ class Handshakes:
                 connection = context().wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         except (OSError, InvalidRequest):  # it has gone; or the new files of TLS cannot be used, as the log says
             plain.close()
+            self._arrivals.goes(host)
             return
         stranger = _Stranger(connection, host, now + self._seconds, now, is_shaking_hands=context is not None)
         self._strangers[connection] = stranger
@@ -187,11 +195,12 @@ class Handshakes:
     def _hand_over(self, stranger: _Stranger) -> None:
         self._forget(stranger)
         stranger.connection.setblocking(True)
-        self._opened(stranger.connection, stranger.received[HEADER_BYTES:])
+        self._opened(stranger.connection, stranger.received[HEADER_BYTES:], stranger.host)
 
     def _close(self, stranger: _Stranger) -> None:
         self._forget(stranger)
         stranger.connection.close()
+        self._arrivals.goes(stranger.host)
 
     def _forget(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.connection]

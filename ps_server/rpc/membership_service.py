@@ -14,8 +14,9 @@ from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
+from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc import convert, figure_messages
-from ps_server.rpc.call_limits import CALL_THREADS, check_job, in_pool
+from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
 
 
@@ -23,14 +24,15 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     """Lets workers join and leave, and says which are live. Heartbeats have threads of their own.
 
     senders: send to those that watch
+    threads: for heartbeats
     """
 
     NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
 
-    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
+    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor, threads: int = MOST_OF_A_POOL) -> None:
         self._coordinator = coordinator
         self._senders = senders
-        self._heartbeat_pool = Pool(CALL_THREADS, "heartbeat")
+        self._heartbeat_pool = Pool(threads, "heartbeat")
         setattr(self, "Watch", in_pool(self._watch, None, non_blocking=True))  # noqa: B010
         setattr(self, "Heartbeat", in_pool(self._heartbeat, self._heartbeat_pool))  # noqa: B010
 

@@ -10,7 +10,7 @@ import time
 from ps_protocol.errors import PSError, TryLater
 from ps_protocol.v1 import cluster_pb2
 from ps_protocol.versions import VERSION
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, start
 from ps_runtime.retry import Peer
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
@@ -59,7 +59,7 @@ class Registration:
         self._stopping = threading.Event()
         self._client = CoordinatorClient(coordinator)
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def stop(self) -> None:
         """Stops telling the coordinator."""

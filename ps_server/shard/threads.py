@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ps_protocol.errors import TryLater
-from ps_runtime.background import guarded
+from ps_runtime.background import guarded, start
 from ps_runtime.pools import Pool
 
 Task = Callable[[], None]
@@ -114,7 +114,7 @@ class OwnThreads(ApplyThreads):
                 guarded("notices", task)
 
         thread = threading.Thread(target=run, name="notices", daemon=True)
-        thread.start()
+        start(thread)
         self._repeating.append(thread)
 
     def stop(self) -> None:

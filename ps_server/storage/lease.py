@@ -88,7 +88,11 @@ class Lease:
         for number in self._numbers():
             if number < self._number:
                 self._store.remove(self._at(number))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # nothing would renew it
+            self.release()
+            raise OSError(errno.EAGAIN, str(error)) from None
 
     def check(self) -> None:
         """Raises OSError if another process may have the lease by now."""

@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,19 @@ class RowFiles:
     """The files of one shard. Thread-safe. Raises InvalidRequest for a directory where none can be made.
 
     limit: bytes of all files together; None: half of what the disk has free when a job begins
+    pool:  makes the threads that read, from their number and a name
     """
 
-    def __init__(self, directory: Path, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit: int | None = None,
+        pool: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor,
+    ) -> None:
         self._directory, self._limit = directory, limit
         self._promised = 0
         self._lock = threading.Lock()
-        self._readers = ThreadPoolExecutor(_READERS, "cold-rows")
+        self._readers = pool(_READERS, "cold-rows")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):

@@ -16,10 +16,11 @@ from typing import Protocol
 
 import grpc
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.frames import HEADER_BYTES, Header, Kind, frame, read_header
 from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
+from ps_runtime.background import start
 from ps_runtime.frame_socket import FrameSocket, nothing
 from ps_runtime.status import STATUS_KEY
 
@@ -121,7 +122,11 @@ class DataConnection:
         self._scratch = bytearray()
         frames.watch(_LOOK_SECONDS, self._look)
         self.thread = threading.Thread(target=self._receive, name="data", daemon=True)
-        self.thread.start()
+        try:
+            start(self.thread)
+        except TryLater:
+            frames.close()
+            raise
 
     @property
     def is_open(self) -> bool:

@@ -20,6 +20,7 @@ import grpc
 from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
 from ps_protocol.frames import HEADER_BYTES, Kind, read_header, write_header
 from ps_protocol.v1 import data_pb2
+from ps_runtime.background import start
 from ps_runtime.credentials import Access
 from ps_runtime.frame_socket import frames_over, receive_exactly
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
@@ -58,8 +59,13 @@ class DataLink:
         with self._lock:
             if not self._is_opening and not self._closing.is_set() and time.monotonic() >= self._next:
                 self._is_opening = True
-                self._opener = threading.Thread(target=self._open_again, name="data-open", daemon=True)
-                self._opener.start()
+                opener = threading.Thread(target=self._open_again, name="data-open", daemon=True)
+                try:
+                    start(opener)
+                except TryLater:
+                    self._is_opening, self._next = False, time.monotonic() + self._pause
+                else:
+                    self._opener = opener
         return None
 
     def open(self) -> None:

@@ -21,10 +21,11 @@ from ps_protocol.errors import (
     LimitExceeded,
     NotFound,
     PSError,
+    TryLater,
     Unauthenticated,
     UnknownWorker,
 )
-from ps_runtime.background import guarded, join_within
+from ps_runtime.background import guarded, join_within, start
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
 from ps_worker.cluster import convert
@@ -118,9 +119,13 @@ class Membership:
             self.place = place
         beating = threading.Thread(target=self._beat, args=(place.lease,), name="heartbeat", daemon=True)
         watching = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._threads = [beating, watching]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in (beating, watching):
+                start(thread)
+                self._threads.append(thread)
+        except TryLater:  # nothing would keep the place
+            self.close()
+            raise
         return place
 
     def close(self, state: SavedState | None = None, done: bool = False) -> None:

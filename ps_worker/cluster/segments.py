@@ -21,8 +21,9 @@ import threading
 import time
 from pathlib import Path
 
-from ps_protocol.errors import NotShared
+from ps_protocol.errors import NotShared, TryLater
 from ps_protocol.segment_layout import HANDED_OVER, HANDOVER_SECONDS, NONCE_BYTES, SOCKET_PREFIX, SegmentOffer
+from ps_runtime.background import start
 from ps_runtime.local_sockets import connect, is_private_socket, listen, opened
 from ps_runtime.memory import free_bytes
 
@@ -57,7 +58,13 @@ class LocalSegment:
         self._lock = threading.Lock()
         for _ in range(_HANDING_THREADS):
             # Each has a descriptor of its own: one that is closed elsewhere may soon be another file's.
-            threading.Thread(target=self._serve, args=(self._listener.dup(),), name="segment", daemon=True).start()
+            listener = self._listener.dup()
+            try:
+                start(threading.Thread(target=self._serve, args=(listener,), name="segment", daemon=True))
+            except TryLater as error:
+                listener.close()
+                self.hide()
+                raise NotShared(f"no memory can be handed over: {error}") from None
 
     def __enter__(self) -> LocalSegment:
         return self

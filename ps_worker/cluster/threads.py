@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ps_runtime.background import join_within
+from ps_protocol.errors import TryLater
+from ps_runtime.background import join_within, start
 
 T = TypeVar("T")
 
@@ -25,19 +26,26 @@ class Closed(Exception):
 
 
 class DaemonPool:
-    """Runs calls in the order of their submission on a fixed number of daemon threads.
+    """Runs calls in the order of their submission on daemon threads: on fewer than `count` where no more can be had.
 
+    Raises TryLater if not even the first can be had
     threads: its threads, which end soon after `close`
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._count = count
         self._closed = False
         self._lock = threading.Lock()
-        self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
-        for thread in self.threads:
-            thread.start()
+        self.threads: list[threading.Thread] = []
+        for _ in range(count):
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                start(thread)
+            except TryLater:
+                if not self.threads:
+                    raise
+                break
+            self.threads.append(thread)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs a call in its turn; returns the future of its result, which fails at once when the pool is closed."""
@@ -53,7 +61,7 @@ class DaemonPool:
         """Ends the threads after what is queued."""
         with self._lock:
             self._closed = True
-            for _ in range(self._count):
+            for _ in self.threads:
                 self._calls.put(None)
 
     def join(self) -> None:

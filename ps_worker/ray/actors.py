@@ -23,7 +23,8 @@ import ray
 
 from ps_launch.one_server import OneServer
 from ps_launch.restarts import ShardRestarts
-from ps_protocol.errors import NotFound, PSError
+from ps_protocol.errors import NotFound, PSError, TryLater
+from ps_runtime.background import start
 from ps_runtime.credentials import access
 from ps_runtime.own_program import own_program
 from ps_runtime.settings import environment
@@ -71,7 +72,11 @@ class _ServerActor:
             # What it needs may be on its way out: its port, for one.
             threading.Event().wait(restarts.after(0.0))
         self.place = place
-        threading.Thread(target=self._end_with_server, name="server's end", daemon=True).start()
+        try:
+            start(threading.Thread(target=self._end_with_server, name="server's end", daemon=True))
+        except TryLater:  # nothing would end the actor with it
+            self.stop(0.0)
+            raise
 
     def _await_ready(self, meanwhile: Callable[[], object]) -> dict[str, str] | None:
         while not self._server.has_ended():

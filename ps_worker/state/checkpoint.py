@@ -177,7 +177,10 @@ class WorkerCheckpoint:
         # Not from this thread: it is in the script's code, which may be minutes of it.
         timer = threading.Timer(NEXT_STEP_SECONDS, lambda: self._save_captured(False, captured))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # no thread can be had: better the first of the two moments than none
+            self._save_captured(False, captured)
 
     def comes_late(self) -> None:
         """Notes that the job is under way: a script may step its schedulers, behind past passes, before it steps."""

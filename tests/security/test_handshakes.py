@@ -17,6 +17,7 @@ import torch
 
 from ps_protocol.frames import TICKET_BYTES, Kind, write_header
 from ps_protocol.identity import Identity
+from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.credentials import Tls
 from ps_runtime.tls_contexts import client_context, server_context
 from ps_server.ops import dev_certs
@@ -30,6 +31,7 @@ from tests.tools.frame_client import FrameClient, push_parts, ticket
 from tests.tools.raw_worker import joined, vector_job
 
 SECONDS = 20.0  # that a test waits at most
+UNLIMITED = HostLimits(most=10_000, new=1000.0)
 TICKET = bytes(range(TICKET_BYTES))
 OPENING = write_header(0, Kind.OPEN, TICKET_BYTES) + TICKET
 
@@ -44,9 +46,12 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Door:
     """A listener with its handshakes, and what they have handed over."""
 
-    def __init__(self, seconds: float, context: ssl.SSLContext | None) -> None:
+    def __init__(self, seconds: float, context: ssl.SSLContext | None, limits: HostLimits) -> None:
+        self.arrivals = Arrivals(limits)
         self.opened: Queue[tuple[socket.socket, bytes]] = Queue()
-        self.handshakes = Handshakes(lambda connection, shown: self.opened.put((connection, shown)), seconds)
+        self.handshakes = Handshakes(
+            lambda connection, shown, _: self.opened.put((connection, shown)), seconds, self.arrivals
+        )
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listener.getsockname()[1]
         self.handshakes.listen(listener, None if context is None else lambda: context)
@@ -72,8 +77,10 @@ class Door:
 def make_door() -> Iterator[Callable[..., Door]]:
     with ExitStack() as stack:
 
-        def make(seconds: float = SECONDS, context: ssl.SSLContext | None = None) -> Door:
-            door = Door(seconds, context)
+        def make(
+            seconds: float = SECONDS, context: ssl.SSLContext | None = None, limits: HostLimits = UNLIMITED
+        ) -> Door:
+            door = Door(seconds, context, limits)
             stack.callback(door.close)
             return door
 
@@ -164,6 +171,23 @@ def test_a_flood_of_one_host_takes_the_places_of_that_host_alone(make_door: Call
             assert is_closed(early)
         other.sendall(OPENING[-1:])
         assert door.take() == TICKET
+
+
+def test_a_host_has_so_many_connections_and_opens_so_many_a_second(make_door: Callable[..., Door]) -> None:
+    door = make_door(limits=HostLimits(most=2, new=1000.0))
+    with door.knock() as first, door.knock(), door.knock() as third, door.knock("127.0.0.2") as other:
+        assert is_closed(third)
+        other.sendall(OPENING)
+        assert door.take() == TICKET
+        first.sendall(b"no ticket, so that it is closed")
+        assert is_closed(first)
+        until(lambda: door.arrivals.comes("127.0.0.1"), "room for another one")
+    slow = make_door(limits=HostLimits(most=100, new=0.2))
+    with slow.knock() as first, slow.knock(), slow.knock() as third, slow.knock("127.0.0.2") as other:
+        assert is_closed(third), "two at once"
+        for good in (first, other):
+            good.sendall(OPENING)
+            assert slow.take() == TICKET
 
 
 def test_handshakes_that_stop_close_everything(make_door: Callable[..., Door]) -> None:

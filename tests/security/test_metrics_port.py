@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from prometheus_client import CollectorRegistry
 
+from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.metrics import serve_metrics
 from tests.tools.browsing import ask
 from tests.tools.cluster import Cluster
@@ -36,6 +39,47 @@ def test_it_is_only_to_be_read(shared: Cluster, path: str) -> None:
 def test_no_answer_tells_a_version(shared: Cluster, path: str, method: str) -> None:
     _, headers, _ = ask(shared.servers[0].metrics_address, path, method=method)
     assert headers["Server"] == "ps-torch"
+
+
+def test_the_silent_are_closed_and_a_host_opens_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ps_runtime.web.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("ps_runtime.web._Silent.timeout", 0.2)
+    port, stop = serve_metrics("127.0.0.1", 0, CollectorRegistry(), limits=HostLimits(new=0.2))
+    try:
+        for said in (b"", b"GET /metrics HTTP/1.1\r\nHost: "):
+            with socket.create_connection(("127.0.0.1", port), 20.0) as silent:
+                silent.sendall(said)
+                assert silent.recv(1) == b""
+        with pytest.raises(OSError, match=r".*"):
+            ask(f"127.0.0.1:{port}", "/metrics")
+    finally:
+        stop()
+
+
+def test_what_a_host_may_open_comes_back_with_time() -> None:
+    now = 0.0
+    arrivals = Arrivals(HostLimits(most=3, new=0.1), lambda: now)
+    assert arrivals.comes("10.0.0.1")
+    assert not arrivals.comes("10.0.0.1"), "ten seconds' worth is one"
+    assert arrivals.comes("10.0.0.2")
+    assert all(arrivals.comes("") for _ in range(9)), "this machine's own socket"
+    now = 10.0
+    assert arrivals.comes("10.0.0.1")
+    now = 100.0
+    assert arrivals.comes("10.0.0.1")
+    now = 200.0
+    assert not arrivals.comes("10.0.0.1"), "it has three"
+    arrivals.goes("10.0.0.1")
+    assert arrivals.comes("10.0.0.1")
+
+
+def test_a_machine_is_one_host_by_all_its_addresses_of_version_6() -> None:
+    arrivals = Arrivals(HostLimits(most=1))
+    assert arrivals.comes("2001:db8::1")
+    assert not arrivals.comes("2001:db8::2")
+    assert arrivals.comes("2001:db8:0:1::1")
+    assert arrivals.comes("::ffff:10.0.0.1")
+    assert not arrivals.comes("10.0.0.1")
 
 
 def test_beyond_loopback_each_name_is_answered() -> None:

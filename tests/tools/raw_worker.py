@@ -23,6 +23,7 @@ from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_runtime.channel import open_channel
+from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.status import error_from
 from tests.tools.modes import consistency
 
@@ -48,11 +49,11 @@ class RawWorker:
     Methods raise the PSError that the server answered with.
     """
 
-    def __init__(self, server: str, spec: JobSpec, rank: int) -> None:
+    def __init__(self, server: str, spec: JobSpec, rank: int, access: Access = PLAINTEXT) -> None:
         self.spec = spec
         self.rank = rank
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-        self._channels = [open_channel(server)]
+        self._channels = [open_channel(server, access)]
         self.members = MembershipServiceStub(self._channels[0])
         self.leases = DataLeaseServiceStub(self._channels[0])
         self.rounds = RoundServiceStub(self._channels[0])
@@ -62,7 +63,7 @@ class RawWorker:
         self.shard_of = list(found.shard_map.bucket_shards)
         self._data: list[DataServiceStub] = []
         for shard in found.shard_map.shards:
-            self._channels.append(open_channel(shard.address))
+            self._channels.append(open_channel(shard.address, access))
             self._data.append(DataServiceStub(self._channels[-1]))
         self.flagged: set[int] = set()  # clocks whose pulls said that they are in a checkpoint
         self.incarnation = 0

@@ -1,0 +1,66 @@
+"""How many threads this process may have: past that, none can be started any more.
+
+A container limits them (`pids.max`: Compose's `pids_limit`, Kubernetes' `podPidsLimit`, systemd's `TasksMax`), so do
+RLIMIT_NPROC, for all processes of a user together, and the kernel for the whole machine. What is free of each at the
+time counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ps_runtime.memory import control_groups, numbers
+
+_ROOT = Path("/")
+# Who has one of these capabilities has no RLIMIT_NPROC: CAP_SYS_ADMIN and CAP_SYS_RESOURCE; nor has root.
+_UNLIMITED = 1 << 21 | 1 << 24
+
+
+@dataclass(frozen=True, order=True)
+class ThreadLimit:
+    """How many threads a process may have, those that it has included; and which limit says so."""
+
+    threads: int
+    name: str
+
+
+def thread_limit(root: Path = _ROOT) -> ThreadLimit | None:
+    """Returns what limits the threads of this process most; None: nothing is known. root: where /proc and /sys are"""
+    own = numbers(root / "proc/self/status").get("Threads:", 1)
+    free = min((ThreadLimit(max(0, most), name) for most, name in _free(root)), default=None)
+    return None if free is None else ThreadLimit(free.threads + own, free.name)
+
+
+def _free(root: Path) -> Iterator[tuple[int, str]]:
+    for group in control_groups(root, "pids"):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            most = int((group / "pids.max").read_text())
+            yield most - int((group / "pids.current").read_text()), "pids.max of its control group"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limits = (root / "proc/self/limits").read_text().splitlines()
+        most = next(int(line.split()[2]) for line in limits if line.startswith("Max processes"))  # or "unlimited"
+        status = _status(root / "proc/self/status")
+        if status["Uid:"] != "0" and not int(status["CapEff:"], 16) & _UNLIMITED:
+            yield most - _threads_of(root, status["Uid:"]), "RLIMIT_NPROC of its user"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        most = min(int((root / f"proc/sys/kernel/{name}").read_text()) for name in ("threads-max", "pid_max"))
+        there = int((root / "proc/loadavg").read_text().split()[3].partition("/")[2])
+        yield most - there, "the kernel's threads-max or pid_max"
+
+
+def _status(path: Path) -> dict[str, str]:
+    """Returns the first word behind each name."""
+    return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}
+
+
+def _threads_of(root: Path, user: str) -> int:
+    """Counts the threads of all processes of a user: of its real id, as the kernel does."""
+    count = 0
+    for path in (root / "proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile
+            status = _status(path)
+            count += int(status["Threads:"]) if status["Uid:"] == user else 0
+    return count
