@@ -10,11 +10,11 @@ import pytest
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import WHOLESALE as KINDS_OF_WHOLESALE
-from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, WHOLESALE, Mutation
+from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, SAVED, WHOLESALE, Mutation
 from tests.tools.cases import cases
 
 SEEDS = 50
-KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *WHOLESALE) if mutation.known is not None]
+KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *SAVED, *WHOLESALE) if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)

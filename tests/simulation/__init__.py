@@ -13,6 +13,7 @@ fragments.py    Its rounds whose buckets leave fragment by fragment
 rows.py         The tables of a job: which rows a step pushes, and what it makes of them
 row_worker.py   A worker's pushes and pulls of rows
 row_oracle.py   What is wrong with rows
+saving.py       What rank 0 saves, and what is wrong with it
 whole_steps.py  Whether steps count as a whole where updates are means
 runs.py         A job from its beginning to its end, as its user knows it
 cluster.py      All together, and its course

@@ -332,7 +332,7 @@ class Cluster:
                     self._holds(run, until)
             self._let_pass(1.0)
         for run in self.running() if not self.violations else []:
-            if self._has_tables(run, until):
+            if self._has_tables(run, until) and self._has_saved(run):
                 self.promises.check_finished(run)
 
     def _has_tables(self, run: Run, until: float) -> bool:
@@ -347,6 +347,17 @@ class Cluster:
         else:
             if run.job.tables:
                 self.violated(Violation("stuck", f"{worker.host.name} cannot fetch its tables", {}))
+        return not self.violations
+
+    def _has_saved(self, run: Run) -> bool:
+        """Has rank 0 save, with the steps of all workers. Returns whether it could, and was right. With a quorum it may
+        be in a step that others, which hold, do not end: it saves only where it holds, too."""
+        saver = run.workers[0].saver
+        if run.rules.late and not run.workers[0].holds:
+            return True
+        saver.is_due = True
+        if not self._waits(lambda: not saver.is_due, self.world.now + FETCHES * FETCH_SECONDS):
+            self.violated(Violation("stuck", "rank 0 cannot save", {}))
         return not self.violations
 
     def _all_agree(self) -> bool:

@@ -537,6 +537,32 @@ ROWS = (
 )
 
 
+# -- what rank 0 saves -----------------------------------------------------------------------------------------------
+
+
+def sends_what_is_applied(patch: pytest.MonkeyPatch) -> None:
+    """Who asks for all that is staged gets the weights as they are, without what waits for its update."""
+    patch.setattr(JobPartition, "owed", lambda self, index: {})
+
+
+def sends_newcomers_what_there_is(patch: pytest.MonkeyPatch) -> None:
+    """A worker that joins gets the weights from before the clock that it joins at."""
+    admit_all = UpdateRule.admit_all
+
+    def early(self: UpdateRule[object], pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        live = self.roster
+        is_new = [self.initialised and rank in live and live[rank].start == clock for rank, clock in pulls]
+        return [ADMITTED if new else each for new, each in zip(is_new, admit_all(self, pulls), strict=True)]
+
+    patch.setattr(UpdateRule, "admit_all", early)
+
+
+IN_FILES = frozenset({"saved"})
+SAVED = (
+    Mutation(sends_what_is_applied, ("async", "sync quorum 2"), IN_FILES, faults=(), known=("sync quorum 2", 0)),
+    Mutation(sends_newcomers_what_there_is, ("sync",), IN_FILES, faults=(WORKER_DIES,), known=("sync", 9)),
+)
+
 # -- what strikes a whole launch, or the store -----------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tests.simulation.row_oracle import (
     wrong_at_any_time,
     wrong_beginning,
 )
-from tests.simulation.rows import COUNTS, START, Part, Rows, Table, nothing
+from tests.simulation.rows import COUNTS, START, UPDATES_BEFORE, Part, Rows, Table, nothing
 from tests.simulation.supervision import SHARDS
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN_LOOKS = 12  # at whole tables
 CALL_SECONDS, PULL_SECONDS = 15.0, 60.0  # of ps_worker.cluster
-UPDATES_BEFORE = 3  # that have trained the rows of the beginning
 
 
 class WorkerRows:
@@ -62,13 +61,22 @@ class WorkerRows:
 
     def pushes(self, place: Place, clock: int, step: int, begun: int) -> list[Callable[[], object]]:
         """Returns what pushes the rows of a step, each message by itself. begun: as in Worker.pushes"""
-        return [
-            partial(self._push, place, shard, message)
-            for table, shard in self.parts
-            for part in [table.pushed(shard, self.row, step, self.run.rules.unit)]
-            for left in [nothing(table) if self.has_had(place, table, shard, begun) else part]
-            for message in self._messages(place, table, clock, left)
-        ]
+        works: list[Callable[[], object]] = []
+        for table, shard in self.parts:
+            had = self.has_had(place, table, shard, begun)
+            part = nothing(table) if had else table.pushed(shard, self.row, step, self.run.rules.unit)
+            messages = [*self._messages(place, table, clock, part)]
+            left = {message.first for message in messages} if table.number == COUNTS and not had else set()
+            works += [partial(self._push_rows, place, shard, message, step, left) for message in messages]
+        return works
+
+    def _push_rows(self, place: Place, shard: int, message: RowsPush, step: int, left: set[int]) -> None:
+        """Pushes rows. left: the messages of a step that are not acknowledged, if the saved rows are to have them"""
+        self._push(place, shard, message)
+        if left:
+            left.discard(message.first)
+            if not left:
+                self.run.acknowledged.note(len(self.run.buckets) + shard, self.worker.life.number, step)
 
     def has_had(self, place: Place, table: Table, shard: int, clock: int) -> bool:
         """Whether a shard's part of a table had had what is pushed for a clock when the worker took its place."""
@@ -185,7 +193,7 @@ class WorkerRows:
     def _fetch(self) -> None:
         place = self.worker.place
         try:
-            content = {(table.number, shard): self._fetched(place, table, shard) for table, shard in self.parts}
+            content = {(table.number, shard): self.fetched(place, table, shard) for table, shard in self.parts}
         except PSError as error:
             self._world.trace(f"{self.worker.host.name}: its tables do not come: {error}")
             return
@@ -197,7 +205,7 @@ class WorkerRows:
         place, run = self.worker.place, self.run
         for table, shard in self.parts:
             try:
-                content = self._fetched(place, table, shard)
+                content = self.fetched(place, table, shard)
             except PSError:  # its place is lost
                 return
             for wrong in [
@@ -207,7 +215,8 @@ class WorkerRows:
                 where = {"table": table.name, "shard": shard, **wrong.where}
                 self.worker.cluster.violated(replace(wrong, where=where))
 
-    def _fetched(self, place: Place, table: Table, shard: int) -> Content:
+    def fetched(self, place: Place, table: Table, shard: int) -> Content:
+        """Returns a whole table of a shard, with all that is staged there."""
         call = TablePull(*self._who(place, table), count_only=False, key=place.key, run=place.run)
         pieces: list[bytes] = []
         count = 0

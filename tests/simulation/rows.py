@@ -29,6 +29,7 @@ from tests.tools.row_ids import mixed
 
 SHARE = 0.13  # of the seeds: their jobs have tables
 START = 2.0
+UPDATES_BEFORE = 3  # that have trained the rows of the beginning
 ROOM = 4096  # rows, where a table has room for all: what is reserved for more takes longer to get than a simulation has
 WORKERS = 3  # of the job under test
 COLUMNS, LIVES = 7, 56  # of the counting oracle there: its columns, and its rows

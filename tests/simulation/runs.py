@@ -24,6 +24,7 @@ from ps_server.core.membership import RETURN_LEASES
 from tests.chaos.oracle import Cells, Life, Rules, Shape, Violation, judge, too_stale
 from tests.simulation.row_oracle import Content, in_counting_order, wrong_beginning, wrong_tables
 from tests.simulation.rows import COLUMNS, COUNTS, LIVES, WORKERS, Table
+from tests.simulation.saving import Acknowledged
 from tests.simulation.supervision import SHARDS
 from tests.simulation.whole_steps import WholeSteps
 from tests.tools.modes import consistency, wire_of
@@ -169,6 +170,7 @@ class Run:
     saved:    it has had a checkpoint: it goes back to one, whatever dies
     lossy:    by bucket, when its shard died first
     writers:  by their row in the weights, the lives that count there
+    marks:    what its weights begin with, as lives
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -178,6 +180,7 @@ class Run:
         self.workers: dict[int, Worker] = {}
         self.everybody: list[Worker] = []
         self.tries = Tries()
+        self.acknowledged = Acknowledged()
         self.whole_steps = WholeSteps()
         self.gone: set[int] = set()
         self.comeback: Comeback | None = None
@@ -189,7 +192,7 @@ class Run:
         self.lossy: dict[int, float] = {}
         self.writers: dict[int, list[Life]] = {}
         # In sync the mark is that of a clock 0, of which each life knows that it was acknowledged.
-        self._marks = [Life(number, 0, [0], {0: 0})]
+        self.marks = [Life(number, 0, [0], {0: 0})]
         self.initial = torch.zeros(job.shape.rows, 1 + job.shape.columns)
         self.initial[number, :2] = self.rules.unit
 
@@ -206,7 +209,7 @@ class Run:
     @property
     def begun_by(self) -> set[int]:
         """The runs of which one has brought what the job began with."""
-        return {mark.number for mark in self._marks}
+        return {mark.number for mark in self.marks}
 
     def staying(self) -> list[Worker]:
         """Returns its workers, without those that are gone for good."""
@@ -237,10 +240,11 @@ class Run:
         """
         self.lives[:0] = earlier.lives
         self.tries.follow(earlier.tries)
+        self.acknowledged.follow(earlier.acknowledged)
         self.whole_steps.follow(earlier.whole_steps)
         for row, lives in earlier.writers.items():
             self.writers.setdefault(row, [])[:0] = lives
-        self._marks = [Life(mark.number, 0, [0]) for mark in (*earlier._marks, *self._marks)]
+        self.marks = [Life(mark.number, 0, [0]) for mark in (*earlier.marks, *self.marks)]
         self.lossy = earlier.lossy | self.lossy
         if earlier.end_is_forgotten and self.lossy:  # shards that stay drop a job when it ends: all of it goes back
             died, parts = min(self.lossy.values()), len(self.placement) + (SHARDS if self.job.tables else 0)
@@ -283,7 +287,7 @@ class Run:
         staying = {self.row(each.life.number, each.rank): [each.kept()] for each in self.staying() if each.host.alive}
         lives = [self.tries.decided(life) for life in self.lives] if self.rules.averaged else self.lives
         return [
-            *judge(view, [*self._marks, *lives], self.rules, lossy),
+            *judge(view, [*self.marks, *lives], self.rules, lossy),
             *(judge(torch.stack(rows), lives, self.rules, frozenset(b - buckets for b in lossy)) if rows else ()),
             *(
                 violation

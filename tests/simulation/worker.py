@@ -28,6 +28,7 @@ from tests.simulation.network import Call
 from tests.simulation.processes import Host
 from tests.simulation.row_worker import WorkerRows
 from tests.simulation.runs import moved_in
+from tests.simulation.saving import Saver
 from tests.simulation.servers import COORDINATOR
 from tests.simulation.threads import Condition
 from tests.simulation.whole_steps import marks_of
@@ -96,6 +97,8 @@ class Worker:
     stepped:  when its last step was acknowledged
     unfinished: it is in a step of which a part may count
     rows:     its part of the job's tables
+    saver:    what it saves
+    versions: of the buckets that it has
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -116,11 +119,13 @@ class Worker:
         self._view = torch.zeros(shape.buckets, shape.rows, 1 + shape.columns)
         self._buckets = list(self._view.view(shape.buckets, -1))  # each as it is sent
         self._before: tuple[int, torch.Tensor] | None = None  # what it saw last, and at which clock
-        self._versions: dict[int, int] = {}  # of the buckets that it has, where weights travel in blocks
+        self.versions: dict[int, int] = {}
+        self._number = 0  # of the step at hand
         self._made = 0  # steps of the round at hand
         self._counts = torch.zeros(shape.buckets, shape.rows)
         self.rows = WorkerRows(self, run, row)
         self._saves: set[int] = self.rows.saves
+        self.saver = Saver(self, run)
         self._streamed = StreamedRound(self, run)
         self.host.spawn("train", self._main)
 
@@ -298,7 +303,10 @@ class Worker:
                 self.computes = False
                 self.holds = self._is_to_hold()
                 if self.holds:
+                    if self.saver.is_due:
+                        self.saver.save()
                     continue
+                self.saver.between_steps()
                 self._made += 1
                 local = self.run.spec.local
                 if local is not None and local.is_streamed(self._streamed.number):
@@ -308,6 +316,8 @@ class Worker:
                     continue
                 step += 1
                 self._step(self.clock + 1 if self.run.rules.averaged else step)
+            if self.error is None and self.rank == 0:
+                self.saver.save()
             self.places[-1].cut()
             if self.error is None:
                 self.ended = self._leave_place(self.place)
@@ -358,7 +368,7 @@ class Worker:
         self._witness.lost_track()
         self._before = None
         self.rows.lost_track()
-        self._versions.clear()
+        self.versions.clear()
         self._made = 0
         self._streamed.begin(place.clock)
         if not self._begun:
@@ -381,6 +391,32 @@ class Worker:
             if self.error is not None:
                 raise self.error
         raise PlaceLost
+
+    def in_place(self, works: Callable[[Place], Sequence[Callable[[], object]]]) -> Place:
+        """Does things at once between two steps, from as many places as it takes; returns the last one."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            assert self._at is not None
+            place, to_do = self._at, works(self._at)
+            try:
+                if to_do and self.place is not place:
+                    raise PlaceLost
+                self.all(place, to_do)
+            except PlaceLost as lost:
+                self._lose(place, lost)
+                continue
+            self._save_if_wanted(place, place.clock)
+            return place
+
+    def weights(self) -> torch.Tensor:
+        """Returns a copy of the buckets as it has them: [buckets, rows, 1 + columns]."""
+        return self._view[: len(self.run.buckets)].clone()
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether some buckets of a round may have come, and not all."""
+        return self._streamed.is_under_way
 
     def all(self, place: Place, works: Sequence[Callable[[], object]]) -> None:
         """Does several things at once. Raises the first error; PlaceLost where the loss of the place has caused it."""
@@ -451,8 +487,10 @@ class Worker:
             key=place.key,
             run=place.run,
         )
-        address, network = place.addresses[shard], self.cluster.network
+        address, network, number = place.addresses[shard], self.cluster.network, self._number
         self.retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
+        if kind is PushKind.GRADIENT:
+            self.run.acknowledged.note(bucket, self.life.number, number)
 
     def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[int, list[int]]:
         """Returns the buckets of each shard, some or all, in an order of this worker's own."""
@@ -462,22 +500,26 @@ class Worker:
                 homes.setdefault(place.result.placement[bucket], []).append(bucket)
         return homes
 
-    def pulls(self, place: Place, clock: int, buckets: Collection[int] | None = None) -> list[Callable[[], object]]:
-        """Returns what pulls some buckets, or all, at a clock: from all shards at once."""
+    def pulls(
+        self, place: Place, clock: int, buckets: Collection[int] | None = None, all_staged: bool = False
+    ) -> list[Callable[[], object]]:
+        """Returns what pulls some buckets, or all, at a clock: from all shards at once. all_staged: see PullCall"""
         return [
-            partial(self._pull, place, place.addresses[shard], held, clock)
+            partial(self._pull, place, place.addresses[shard], held, clock, all_staged)
             for shard, held in self._homes(place, buckets).items()
         ]
 
-    def _pull(self, place: Place, address: str, buckets: list[int], clock: int) -> None:
+    def _pull(self, place: Place, address: str, buckets: list[int], clock: int, all_staged: bool) -> None:
         """Fetches buckets; after a failure those that are missing."""
         missing = dict.fromkeys(buckets)
 
         def attempt() -> None:
             narrow = self.run.spec.weight_wire in BLOCKS
-            whole = {bucket for bucket in missing if narrow and self._versions.get(bucket) != clock - 1}
+            whole = {bucket for bucket in missing if narrow and self.versions.get(bucket) != clock - 1}
             who = self.run.name, self.rank, place.incarnation, clock
-            call = PullCall(*who, tuple(missing), place.key, run=place.run, whole=frozenset(whole))
+            call = PullCall(
+                *who, tuple(missing), place.key, run=place.run, whole=frozenset(whole), all_staged=all_staged
+            )
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
                 if isinstance(answer, PulledBucket) and answer.payload is not None:
@@ -496,7 +538,7 @@ class Worker:
     def _land(self, pulled: PulledBucket, payload: memoryview) -> None:
         """Takes a bucket over; codes are added to the version before."""
         values, codec = self._buckets[pulled.bucket], BLOCKS.get(pulled.wire_format)
-        has = self._versions.get(pulled.bucket)
+        has = self.versions.get(pulled.bucket)
         if codec is None:
             values.copy_(tensor_from(payload, "float32"))
         elif has == pulled.version - 1:
@@ -504,7 +546,7 @@ class Worker:
         else:
             said = f"{self.host.name} has version {has} and gets codes that lead to {pulled.version}"
             self.cluster.violated(Violation("codes without their base", said, {"bucket": pulled.bucket}))
-        self._versions[pulled.bucket] = pulled.version
+        self.versions[pulled.bucket] = pulled.version
 
     def _step(self, number: int) -> None:
         self._made = 0
@@ -579,7 +621,7 @@ class Worker:
     def attempt(self, place: Place, number: int) -> None:
         """Notes that it begins a step."""
         self.cluster.promises.steps(self)
-        self.unfinished = True
+        self.unfinished, self._number = True, number
         if number not in self.life.attempted[-2:]:
             self.life.attempted.append(number)
         self.run.tries.begun(number, place.result.restore_count)
@@ -617,6 +659,9 @@ class Worker:
         self._acknowledged(number, clock)
         if self.run.rules.averaged:
             self._look_who_was_in(number, place.result.restore_count)
+        self._save_if_wanted(place, clock)
+
+    def _save_if_wanted(self, place: Place, clock: int) -> None:
         if clock in self._saves:
             self._saves.discard(clock)
             self.host.spawn("state", partial(self._save_state, place, clock))
