@@ -29,7 +29,7 @@ _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # the cursor, or what it ha
 _RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # all that are readable on black and on white; none is red
 
 
-class Lines:
+class OutputLines:
     """Cuts a stream of bytes into whole lines.
 
     A progress bar returns to the beginning of its line and writes over it. Each such state counts as a line, at most
@@ -205,7 +205,7 @@ class Stream:
     def __init__(self, source: IO[bytes], output: Output) -> None:
         self.source = source
         self._output = output
-        self._lines = Lines()
+        self._lines = OutputLines()
         os.set_blocking(source.fileno(), False)
 
     def pump(self) -> bool:

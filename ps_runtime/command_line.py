@@ -36,7 +36,7 @@ class _HelpOn(argparse.Action):
         parser.exit()
 
 
-class _Columns(argparse.HelpFormatter):
+class _HelpColumns(argparse.HelpFormatter):
     """Gives the names of commands a column: argparse forgets that they are indented, and breaks the line after some."""
 
     def add_argument(self, action: argparse.Action) -> None:
@@ -50,7 +50,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.formatter_class = _Columns
+        self.formatter_class = _HelpColumns
         self._settings: list[Setting] = []
         self._needs_all = True  # settings that are required, and the words that are no flags
         self._commands: argparse._SubParsersAction[CommandLine] | None = None

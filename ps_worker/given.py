@@ -15,7 +15,7 @@ from ps_protocol.job import WIRES, NonFinite
 
 
 @dataclass(frozen=True)
-class Given:
+class SortedThings:
     """The arguments of `prepare`, sorted; `others` have a state."""
 
     models: list[nn.Module]
@@ -24,9 +24,9 @@ class Given:
     others: list[Any]
 
 
-def sort_given(things: Sequence[Any]) -> Given:
+def sort_given(things: Sequence[Any]) -> SortedThings:
     """Returns the arguments of `prepare`, sorted. Raises InvalidRequest for one that it cannot take."""
-    given = Given([], [], [], [])
+    given = SortedThings([], [], [], [])
     for thing in things:
         _refuse_framework_optimizer(thing)
         if isinstance(thing, nn.Module):
@@ -45,7 +45,7 @@ def sort_given(things: Sequence[Any]) -> Given:
     return given
 
 
-def check_pairs(given: Given) -> None:
+def check_pairs(given: SortedThings) -> None:
     """Raises InvalidRequest for models without optimizers, and the other way round, where none are prepared yet."""
     if bool(given.models) != bool(given.optimizers):
         raise InvalidRequest(

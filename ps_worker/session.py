@@ -36,7 +36,7 @@ from ps_worker.prepared import Prepared
 from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.collectives import Collectives
 from ps_worker.tables.native_loops import loops_for
-from ps_worker.timeline.recording import Timeline, Wanted
+from ps_worker.timeline.recording import RecordingRequest, Timeline
 from ps_worker.values import PrepareOptions
 
 log = logging.getLogger("ps_worker")
@@ -66,7 +66,7 @@ class Session:
         self._timeline = Timeline()
         self._strategy = STRATEGIES[config.mode.partition(":")[0]](config, self._metrics, self.device, self._timeline)
         if config.timeline is not None:
-            self._record(Wanted(config.timeline, config.timeline_first, config.timeline_steps))
+            self._record(RecordingRequest(config.timeline, config.timeline_first, config.timeline_steps))
         self._forget = forget
 
     def __repr__(self) -> str:
@@ -402,9 +402,9 @@ class Session:
             InvalidRequest: The directory of `path` does not exist, or `steps` is below 1.
         """
         _check_process(self._pid)
-        self._record(Wanted(check("timeline", path), 1, check("timeline_steps", steps)))
+        self._record(RecordingRequest(check("timeline", path), 1, check("timeline_steps", steps)))
 
-    def _record(self, wanted: Wanted) -> None:
+    def _record(self, wanted: RecordingRequest) -> None:
         if self._config.consistency is None:
             log.warning("mode %s has no timeline: no bucket travels to a shard", self.mode)
             return

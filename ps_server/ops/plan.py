@@ -105,7 +105,7 @@ class ShardMemory:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """The answer for one number of shards.
 
     worker_bytes:  that a worker sends in a step, and receives
@@ -152,7 +152,7 @@ class Advice:
     coordinator_cpu: the part of a core that it uses while the job trains
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[ShardPlan, ...]
     rates: tuple[ModeRate, ...]
     mode: str
     why: str
@@ -204,7 +204,7 @@ def _check_momentum(optimizer: str, momentum: float) -> None:
         raise InvalidRequest(f"momentum is a finite number from 0, got {momentum:g}")
 
 
-def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
+def plan(question: Question, spec: JobSpec, shards: int) -> ShardPlan:
     """Returns what a job takes on so many shards."""
     placed = place_job(spec, shards, "")
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
@@ -239,7 +239,9 @@ def plan(question: Question, spec: JobSpec, shards: int) -> Plan:
     shard_cpu = travel + apply_seconds(spec.optimizer, room.optimizer // weights, weights)
     worker_cpu = travel_seconds(question.way, worker_bytes, len(layout), shards)
     cpu = shard_cpu, worker_cpu
-    return Plan(shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], *cpu, times[1])
+    return ShardPlan(
+        shards, len(layout), spec.bucket_bytes, memory, worker_bytes, shard_bytes, times[0], *cpu, times[1]
+    )
 
 
 def mode_rates(question: Question, round_seconds: float) -> tuple[ModeRate, ...]:

@@ -124,7 +124,7 @@ class Objects:
         """Opens a file to read it. What it returns is closed by the caller."""
         with _told(path):
             opened = self._fs.open(_key(path), "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
-        return cast(BinaryIO, _Reader(opened, path))
+        return cast(BinaryIO, _ObjectReader(opened, path))
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
         """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
@@ -190,7 +190,7 @@ class Objects:
             self._lease.check()
 
 
-class _Reader(io.RawIOBase):
+class _ObjectReader(io.RawIOBase):
     """An object that is read from its beginning to its end."""
 
     def __init__(self, file: Any, path: Path) -> None:

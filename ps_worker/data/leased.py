@@ -51,7 +51,7 @@ class Account:
             batches.clear()
 
 
-class Stepper(Protocol):
+class LeasingStrategy(Protocol):
     """What leasing needs of the way this worker trains."""
 
     def lease(self, ask: LeaseRequest) -> BatchLease | None:
@@ -145,7 +145,7 @@ class StepData:
 class Leases(Sampler[list[int]]):
     """The batch sampler of one leased loader: it yields the indices of leased batches, until none is left."""
 
-    def __init__(self, spec: LoaderSpec, data: StepData, stepper: Stepper) -> None:
+    def __init__(self, spec: LoaderSpec, data: StepData, stepper: LeasingStrategy) -> None:
         self.spec = spec
         self.number = 0  # of the pass that the next iteration is
         self.data = data

@@ -102,7 +102,7 @@ class _ServerActor:
         self._server.stop(seconds)
 
 
-class Coordinator(_ServerActor):
+class CoordinatorActor(_ServerActor):
     """The coordinator's actor, and the launcher that reports what Ray sees. It knows the process of each shard."""
 
     def __init__(self, plan: ServerPlan, address: str, insecure: bool) -> None:
@@ -155,7 +155,7 @@ class Coordinator(_ServerActor):
         return found
 
 
-class Shard(_ServerActor):
+class ShardActor(_ServerActor):
     """A shard's actor. It is started again where Ray puts it, at any port."""
 
     def __init__(self, plan: ServerPlan, index: int, coordinator: str) -> None:

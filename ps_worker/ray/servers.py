@@ -15,7 +15,7 @@ from ps_runtime.credentials import is_loopback
 from ps_runtime.launch_id import new_launch_id
 from ps_runtime.quantities import counted, size_text
 from ps_worker.config import SETTINGS
-from ps_worker.ray.actors import Coordinator, ServerPlan, Shard
+from ps_worker.ray.actors import CoordinatorActor, ServerPlan, ShardActor
 from ps_worker.ray.values import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
 
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
@@ -108,7 +108,7 @@ class ParameterServer:
         words = "coordinator", "--shards", str(deployment.shards), "--host", host.strip("[]"), "--port", port, *options
         resume = ("--resume",) if deployment.checkpoint_dir is not None else ()
         return (
-            ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=CALLS)(Coordinator)
+            ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=CALLS)(CoordinatorActor)
             .options(name=self._launch, scheduling_strategy=here)
             .remote(ServerPlan(words, resume, own), self.address, self._insecure)
         )
@@ -116,7 +116,7 @@ class ParameterServer:
     def _start_shard(self, index: int, deployment: Deployment, plan: ServerPlan) -> Any:
         resources = deployment.resources
         return (
-            ray.remote(max_restarts=-1, max_task_retries=-1)(Shard)
+            ray.remote(max_restarts=-1, max_task_retries=-1)(ShardActor)
             .options(
                 num_cpus=resources.pop("CPU", 0),
                 num_gpus=resources.pop("GPU", 0),

@@ -26,7 +26,7 @@ MOST_RESIDUAL_BYTES = 12 * 2**20
 KEPT_CLOCKS = 2
 
 
-class Residuals(Protocol):
+class SavedResiduals(Protocol):
     """What the gradients of a model have lost on the wire: see ps_worker/model/residual.py."""
 
     def copy(self) -> Residual:
@@ -46,7 +46,7 @@ class ModelState:
     residuals: of its buckets; None: they never have one
     """
 
-    def __init__(self, frozen: Mapping[int, torch.Tensor], residuals: Residuals | None = None) -> None:
+    def __init__(self, frozen: Mapping[int, torch.Tensor], residuals: SavedResiduals | None = None) -> None:
         self._frozen = {index: FrozenTensor(tensor) for index, tensor in frozen.items()}
         self._residuals = residuals
         self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved

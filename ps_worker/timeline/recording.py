@@ -28,7 +28,7 @@ MOST_BUCKETS = 100_000  # in one recording, over all steps: about 100 MB as a fi
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RecordingRequest:
     """What is to be recorded.
 
     path:  the file; each worker writes its own, with its rank in the name
@@ -127,7 +127,7 @@ class Timeline:
     def __init__(self) -> None:
         self.step: StepTimes = UNRECORDED
         self.clocks = ShardClocks()
-        self._wanted: Wanted | None = None
+        self._wanted: RecordingRequest | None = None
         self._layout = Layout((), (), {})
         self._rank = 0
         self._begun = False  # a step is being made
@@ -135,7 +135,7 @@ class Timeline:
         self._steps: list[StepMoments] = []
         self._kept = 0  # buckets in these
 
-    def record(self, wanted: Wanted) -> None:
+    def record(self, wanted: RecordingRequest) -> None:
         """Asks for a recording from the next step that begins; what was recorded before is written first."""
         self.close()
         self._wanted, self._made = wanted, -1 if self._begun else 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, Lines
+from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, OutputLines
 from ps_protocol.errors import LimitExceeded
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, environment, run, script
@@ -316,7 +316,7 @@ def test_accelerate_does_not_take_a_worker_for_a_process_of_torchrun(tmp_path: P
     ids=["bars", "colours", "without an end"],
 )
 def test_lines_are_what_a_terminal_would_show(parts: list[bytes], lines: list[bytes], end: list[bytes]) -> None:
-    reader = Lines(lambda: 0.0)
+    reader = OutputLines(lambda: 0.0)
     assert [line for part in parts for line in reader.feed(part)] == lines
     assert reader.end() == end
 
@@ -325,14 +325,14 @@ def test_lines_are_the_same_however_the_bytes_arrive() -> None:
     text = "first\nzweite Zeile, größer\r\n\nlast without an end".encode()
     expected = [b"first", "zweite Zeile, größer".encode(), b"", b"last without an end"]
     for size in range(1, len(text)):
-        lines = Lines()
+        lines = OutputLines()
         found = [line for i in range(0, len(text), size) for line in lines.feed(text[i : i + size])]
         assert found + lines.end() == expected
 
 
 def test_a_progress_bar_is_a_line_a_second_and_its_last_state() -> None:
     now = 0.0
-    lines = Lines(lambda: now)
+    lines = OutputLines(lambda: now)
     found = []
     for percent in range(0, 101, 5):
         found += lines.feed(f"\r{percent:3}%".encode())

@@ -22,7 +22,7 @@ from ps_worker.timeline import recording
 from ps_worker.timeline.chrome import SIX, BucketMoments, StepMoments, events
 from ps_worker.timeline.clocks import ClockReading, ShardClocks
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
-from ps_worker.timeline.recording import UNRECORDED, Timeline, Wanted
+from ps_worker.timeline.recording import UNRECORDED, RecordingRequest, Timeline
 from ps_worker.values import PulledBucket, ShardTimes
 from tests.tools.cluster import Cluster
 
@@ -95,7 +95,7 @@ def test_a_recording_has_the_steps_that_are_wanted(
 ) -> None:
     timeline = Timeline()
     timeline.describe(LAYOUT)
-    timeline.record(Wanted(tmp_path / "t.json", first, steps))
+    timeline.record(RecordingRequest(tmp_path / "t.json", first, steps))
     run(timeline, made)
     assert (tmp_path / "t-rank0.json").exists() == (made >= first + steps - 1), "written once it is complete"
     timeline.close()
@@ -106,7 +106,7 @@ def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(recording, "MOST_BUCKETS", 4)
     timeline = Timeline()
     timeline.describe(LAYOUT)
-    timeline.record(Wanted(tmp_path / "t.json", 1, 50))
+    timeline.record(RecordingRequest(tmp_path / "t.json", 1, 50))
     run(timeline, 10)
     assert clocks_in(tmp_path / "t-rank0.json") == [1, 2, 3, 4]
     assert "the timeline ends after 4 steps: it has 4 buckets" in caplog.text
@@ -115,7 +115,7 @@ def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_step_that_does_not_end_is_left_out_with_all_it_noted(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.describe(LAYOUT)
-    timeline.record(Wanted(tmp_path / "t.json", 1, 50))
+    timeline.record(RecordingRequest(tmp_path / "t.json", 1, 50))
     timeline.begin_step(1, 0)
     lost = timeline.step
     timeline.connect()
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_end_is_left_out_with_all_it_noted(tmp_path: Path) 
 def test_a_shard_that_tells_no_times_has_none(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.describe(LAYOUT)
-    timeline.record(Wanted(tmp_path / "t.json", 1, 1))
+    timeline.record(RecordingRequest(tmp_path / "t.json", 1, 1))
     run(timeline, 1)
     found = json.loads((tmp_path / "t-rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in found if event["ph"] == "X" and event["tid"] == 1}
@@ -141,7 +141,7 @@ def test_what_cannot_be_written_is_said_and_ends_no_training(tmp_path: Path, cap
     folder.mkdir()
     timeline = Timeline()
     timeline.describe(LAYOUT)
-    timeline.record(Wanted(folder / "t.json", 1, 1))
+    timeline.record(RecordingRequest(folder / "t.json", 1, 1))
     folder.rmdir()
     run(timeline, 2)
     assert f"the timeline cannot be written to {folder / 't-rank0.json'}: No such file or directory" in caplog.text
