@@ -8,19 +8,17 @@ gpu.py              Buckets of a model on a GPU, on their way to the host and ba
 gradients.py        The gradients as views into flat buffers: which are there, which were changed, which are not finite
 job_spec.py         Models and their optimizers as a job: what is trained, in which groups, with what
 local_settings.py   The settings of a job of local steps, as a script gives them
-local_round.py      A round of local steps, as it is pushed: what they took from the weights that it began with
+local_round.py      A round of local steps: which fragment of the model is due, and what is pushed of it
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
 optimizer_state.py  Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 overlap.py          Which buckets leave while backward still runs
 refused.py          Models that servers cannot train, told before anything joins, and in a dry run
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
-separate_base.py    The base of local steps with memory of its own: of each bucket, what was pulled last
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
 stages.py           What steps the parameters of a job, in each stage of the script
 storage.py          A storage of its own for a part of a flat buffer
 stepped_alone.py    Notices an optimizer that steps a session's parameters past it, on this worker alone
-streamed_round.py   A round whose model is pushed fragment by fragment: which one is due, and what is pushed of it
 tracked.py          Parameters and gradients that notify the session where a script may change them
 weights.py          The weights as views into flat buffers, and which of them a script has changed
 """

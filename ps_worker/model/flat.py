@@ -23,7 +23,6 @@ from ps_worker.model.buffers import FlatBuffers
 from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
-from ps_worker.model.separate_base import SeparateBase
 from ps_worker.model.weights import Weights
 from ps_worker.values import PulledBucket
 
@@ -51,7 +50,7 @@ class FlatModel:
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
-        self.base = (SeparateBase if spec.has_separate_base else Base)(self._buffers, self.weights)
+        self.base = Base(self._buffers, self.weights)
         self._staging: GpuStaging | None = None
 
     def move(self, segment: SegmentMap | None) -> None:

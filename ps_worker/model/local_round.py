@@ -1,8 +1,12 @@
-"""A round of local steps, as it is pushed: what the script's own steps took from the weights that it began with.
+"""A round of local steps (modes `local:H`, `local:H/F` and `local:Ts`): when what leaves, and what is pushed of it.
 
 base       The weights of the servers that a round begins with (base.py).
-ends       The weights are taken from the base: the difference. It is pushed like a gradient, and the weights that are
-           pulled are the next base.
+leaves     The weights are taken from the base: the difference. It is pushed like a gradient, and the weights that are
+           pulled are the next base. In local:H the whole model leaves with the round's last step.
+fragments  In local:H/F each fragment of the model leaves with a step of its own, and what was pulled of it is mixed
+           into the weights some steps later, which the script has stepped meanwhile (ps_protocol/fragments.py says
+           when). The round is over when its last fragment is mixed in. H is one fragment without a delay, and so is
+           each round of the warm-up.
 time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
@@ -10,38 +14,57 @@ averaging  Where one worker trains and the servers average, the result of a roun
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.fragments import Fragments
 from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.layout import BucketSpec
+from ps_protocol.local import Local
+from ps_runtime.troubles import Troubles
+from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.step import EndedStep, StepMaker
+from ps_worker.values import BucketPush
+
+log = logging.getLogger("ps_worker")
 
 
-class LocalRound(StepMaker):
-    """Makes the pushes of rounds, one after the other.
+class LocalRound:
+    """Makes the pushes of rounds, one after the other. For the training thread.
 
-    number:   of the round at hand, from 1
-    made:     steps that were made in it
-    before:   steps that were made before it, where the job's settings do not say: rounds end by time
-    left_out: the last round was left out of the mean: its weights were not finite
+    number:    of the round at hand, from 1
+    made:      steps that were made in it
+    before:    steps that were made before it, where the job's settings do not say: rounds end by time
+    left_out:  the last round was left out of the mean: its weights were not finite
+    fragments: when each is due; one without a delay where the model is pushed as a whole
+    pushed:    how many fragments of the round at hand have been pushed
     """
 
-    def __init__(self, spec: JobSpec, *arguments: Any, **more: Any) -> None:
-        super().__init__(spec, *arguments, **more)
-        assert spec.local is not None
-        self._local = spec.local
-        self.number, self.made = 1, 0
-        self.before: MadeSteps | None = None if spec.local.seconds is None else MadeSteps(self)
-        self._began = 0.0
+    def __init__(self, spec: JobSpec, local: Local, steps: StepMaker, metrics: WorkerMetrics) -> None:
+        self._spec, self._local, self._steps, self._metrics = spec, local, steps, metrics
+        self._base, self._weights = steps.model.base, steps.model.weights
+        self._trained = [bucket for bucket in steps.model.layout.buckets if not bucket.frozen]
+        self.number, self.made, self.pushed = 1, 0, 0
+        self.before: MadeSteps | None = None if local.seconds is None else MadeSteps(self)
         self.left_out = False
+        self.fragments = local.fragments or Fragments(local.steps, 1)
+        self._began = 0.0
+        self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
+        if len(self._trained) < self.fragments.count:
+            log.warning(
+                "%d of %d fragments are empty: the model has %d buckets that train. Smaller buckets "
+                "(prepare(..., bucket_bytes=)) fill them",
+                *(self.fragments.count - len(self._trained), self.fragments.count, len(self._trained)),
+            )
 
     def begin(self, clock: int) -> None:
         """Begins the round after so many others, with the weights that have been pulled as its base."""
         if self.before is not None:
             self.before.begin(clock)
-        self.number, self.made = clock + 1, 0
-        self.model.base.keep()
+        self.number, self.made, self.pushed = clock + 1, 0, 0
+        self._base.keep()
         self._began = time.monotonic()
 
     @property
@@ -65,15 +88,17 @@ class LocalRound(StepMaker):
     def begin_anew(self) -> None:
         """Takes back what was made of the weights in this round."""
         self.made = 0
-        self.model.base.go_back()
+        self._base.go_back()
+
+    # -- the whole model -----------------------------------------------------------------------------------------------
 
     def end(self, optimizer: int) -> EndedStep:
         """Ends the round with the difference. Raises NonFiniteGradient, or as `Weights.gather`, if it may not leave."""
         if not self._is_pushed():
             return self.end_empty()
-        self.model.base.subtract()
+        self._base.subtract()
         weight = 0 if self._local.seconds is None else self.made
-        return EndedStep(optimizer, set(), self._now(), False, self.tables.left_out(), float(weight))
+        return EndedStep(optimizer, set(), self._now(), False, self._steps.tables.left_out(), float(weight))
 
     def end_alone(self) -> bool:
         """Ends the round of the only worker of a job; returns whether its weights are the round's result.
@@ -84,7 +109,7 @@ class LocalRound(StepMaker):
 
     def end_empty(self) -> EndedStep:
         """Ends a round that counts as none."""
-        return EndedStep(None, set(), self._now(), drafts_hold=False, rows=self.tables.left_out())
+        return EndedStep(None, set(), self._now(), drafts_hold=False, rows=self._steps.tables.left_out())
 
     def _now(self) -> list[dict[str, Any]]:
         return [dict(self._local.outer(self.number))]
@@ -92,10 +117,10 @@ class LocalRound(StepMaker):
     def _is_pushed(self) -> bool:
         """Whether the weights at hand may count. Raises NonFiniteGradient if they are to be refused."""
         self.left_out = False
-        if not self.model.base.is_there:  # calls have failed that were to push them: what no shard has got is lost
+        if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
             return False
-        self.model.weights.gather()
-        name = self.model.base.not_finite()
+        self._weights.gather()
+        name = self._base.not_finite()
         if name is None:
             self._skipped.over("weights")
             return True
@@ -110,6 +135,70 @@ class LocalRound(StepMaker):
         self._skipped.met("weights", "%s is not finite after the steps of round %d; it is skipped", name, self.number)
         self.left_out = True
         return False
+
+    # -- fragment by fragment ------------------------------------------------------------------------------------------
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the round at hand pushes the model fragment by fragment."""
+        return self._local.is_streamed(self.number)
+
+    @property
+    def step(self) -> int:
+        """The last step that was made, as `Fragments` counts them."""
+        return self.made + (0 if self.number == self._local.warm_up + 1 else self.fragments.delay)
+
+    @property
+    def leaving(self) -> int | None:
+        """The fragment that is to be pushed now, or was to be before, and an interrupt came; None: none is."""
+        is_due = self.pushed < self.fragments.count and self.step >= self.fragments.leaves(self.pushed)
+        return self.pushed if is_due else None
+
+    def buckets(self, first: int, last: int) -> list[BucketSpec]:
+        """Returns the buckets of these fragments: from `first` to `last`, with both."""
+        numbers = range(first, last + 1)
+        return [bucket for number, bucket in enumerate(self._trained) if self.fragments.of(number) in numbers]
+
+    def leave(self, fragment: int, clock: int) -> list[BucketPush]:
+        """Returns the pushes of a fragment, which `left` follows. Where the weights are not finite and the job leaves
+        such out, they are empty, and all weights are their base again. Raises InvalidRequest or NonFiniteGradient, as
+        `end`, and nothing of the fragment is to be pushed then.
+        """
+        buckets, step = self.buckets(fragment, fragment), self.end_empty()
+        if self._is_pushed():
+            step = self.whole()
+            self._base.leave(buckets)
+        elif self.left_out:
+            self._base.go_back()
+        return self._steps.pushes(step, clock, (), buckets)
+
+    def leave_rest(self) -> bool:
+        """Makes the differences of the fragments that the round has not pushed; returns whether they may be pushed.
+        Raises as `leave`."""
+        if not self._is_pushed():
+            return False
+        self._base.leave(self.buckets(self.pushed, self.fragments.count - 1))
+        return True
+
+    def whole(self) -> EndedStep:
+        """Returns the round as one step of all fragments, whose differences are made."""
+        return EndedStep(0, set(), self._now(), False, self._steps.tables.left_out())
+
+    def left(self) -> None:
+        """Notes that the next fragment is on its way."""
+        self.pushed += 1
+
+    def leave_out(self, clock: int) -> list[BucketPush]:
+        """Returns empty pushes of the fragments that the round at hand has not pushed, for a worker that leaves in it:
+        so all fragments come to the same round."""
+        rest = self.buckets(self.pushed, self.fragments.count - 1)
+        self.pushed = self.fragments.count
+        return self._steps.pushes(self.end_empty(), clock, (), rest)
+
+    def land(self, fragment: int) -> None:
+        """Mixes what was pulled of a fragment into the weights."""
+        self._steps.model.end_pull(is_part=True)
+        self._base.mix(self.buckets(fragment, fragment), self.fragments.mixing)
 
 
 class MadeSteps:

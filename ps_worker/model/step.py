@@ -178,9 +178,16 @@ class StepMaker:
         for overlap in self._overlaps.values():
             overlap.abandon()
 
-    def pushes(self, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> list[BucketPush]:
-        """Returns the pushes of a step, of every bucket that trains. ranges: of leased data, that the step used"""
-        return [self._push(bucket, step, clock, ranges) for bucket in self._trained]
+    def pushes(
+        self, step: EndedStep, clock: int, ranges: Sequence[DataRange], buckets: Sequence[BucketSpec] | None = None
+    ) -> list[BucketPush]:
+        """Returns the pushes of a step.
+
+        ranges:  of leased data, that the step used
+        buckets: those that are pushed; None: every one that trains
+        """
+        trained = self._trained if buckets is None else buckets
+        return [self._push(bucket, step, clock, ranges) for bucket in trained]
 
     def _push(self, bucket: BucketSpec, step: EndedStep, clock: int, ranges: Sequence[DataRange]) -> BucketPush:
         others = self._others.get((bucket.index, step.optimizer))

@@ -19,7 +19,7 @@ KEY, AT = "weights", "round"
 
 
 class OwnWeights(Protocol):
-    """The weights of a worker, beside those of the servers: see ps_worker/model/separate_base.py."""
+    """The weights of a worker, beside those of the servers: see ps_worker/model/base.py."""
 
     def own(self) -> dict[int, torch.Tensor]:
         """Returns a copy of them, by parameter."""

@@ -119,11 +119,10 @@ class LocalTraining(JobTraining):
 
     def __init__(self, *arguments: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(*arguments)
-        assert isinstance(self._steps, LocalRound)
-        self._round: LocalRound = self._steps
         spec = self._model.spec
         assert spec.local is not None
         self._local = spec.local
+        self._round = LocalRound(spec, spec.local, self._steps, self._metrics)
         self._own = optimizers
         self._groups = [len(optimizer.param_groups) for optimizer in optimizers]
         self._inner = self._states_of(optimizers)

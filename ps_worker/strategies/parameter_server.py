@@ -38,8 +38,8 @@ from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import check_next, describe
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.model.optimizer_state import states_before
+from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
-from ps_worker.model.streamed_round import step_maker
 from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
 from ps_worker.strategies.job_training import JobTraining
@@ -246,7 +246,7 @@ def join(
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
         timeline.describe(layout)
-        steps = step_maker(spec)(
+        steps = StepMaker(
             *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
             timeline=timeline,

@@ -2,7 +2,7 @@
 
 step     `optimizer.step()` steps on this worker. After a step at which a fragment is due, its difference is pushed and
          its weights are pulled, and the script goes on at once. Some steps later what was pulled is mixed in; only then
-         does the worker wait, should it not be there yet (ps_worker/model/streamed_round.py).
+         does the worker wait, should it not be there yet (ps_worker/model/local_round.py).
 round    Its clock on the servers is the round, for every fragment. It is over with the last fragment: nothing is under
          way then, and this worker's own state of a checkpoint is of that moment.
 leaves   A worker that leaves in the middle of a round leaves the rest of it out, by empty pushes.
@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ps_protocol.errors import NonFiniteGradient, Unsupported
 from ps_worker.data.leased import LeasedLoader
 from ps_worker.data.loaders import PreparedLoader
-from ps_worker.model.separate_base import SeparateBase
-from ps_worker.model.streamed_round import StreamedRound
 from ps_worker.state.ending import undisturbed
 from ps_worker.state.inner import InnerStates
 from ps_worker.state.inner_weights import InnerWithWeights
@@ -81,17 +79,13 @@ class StreamedTraining(LocalTraining):
 
     def __init__(self, *arguments: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(*arguments, optimizers=optimizers)
-        assert isinstance(self._round, StreamedRound)
-        self._streamed: StreamedRound = self._round
+        self._streamed = self._round
         self._flight: SentFragment | None = None
         self._wanted = False  # a checkpoint wants this worker's state after the round at hand
 
     def _states_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> InnerStates:
-        base, at_hand = self._model.base, self._round
-        assert isinstance(base, SeparateBase)
-        return InnerWithWeights(
-            optimizers, self._metrics.fresh_inner_state, base, lambda: not at_hand.made, lambda: self.clock
-        )
+        fresh, base, at_hand = self._metrics.fresh_inner_state, self._model.base, self._round
+        return InnerWithWeights(optimizers, fresh, base, lambda: not at_hand.made, lambda: self.clock)
 
     @property
     def clock(self) -> int:

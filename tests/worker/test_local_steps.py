@@ -265,7 +265,7 @@ def test_workers_that_would_wait_for_each_other_forever_are_told_what_differs(
 @pytest.mark.parametrize(
     ("outer", "message"),
     [
-        ({"beta": 1}, "outer takes lr, momentum, nesterov, warm_up, weight, delay, mixing, got 'beta'"),
+        ({"beta": 1}, "outer takes lr, momentum, nesterov, warm_up, delay, mixing, got 'beta'"),
         ({"lr": "fast"}, "outer['lr'] is a number, got 'fast'"),
         ({"lr": True}, "outer['lr'] is a number, got True"),
         ({"lr": 0}, "lr must be a number above 0, got 0"),

@@ -269,7 +269,6 @@ def test_workers_with_other_fragments_are_told_what_differs(
         ("local:8/4", {"delay": 0.5}, "outer['delay'] is a whole number, got 0.5"),
         ("local:8/4", {"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
         ("local:8/4", {"mixing": 1}, "mixing of local:H/F is from 0 to below 1, got 1"),
-        ("local:8/4", {"weight": "steps"}, "outer['weight'] is for rounds of a time"),
         ("local:8", {"delay": 1}, "outer['delay'] is for fragments, such as local:8/4: in local:8 the model is pulled"),
         ("local:8", {"mixing": 0.5}, "outer['mixing'] is for fragments, such as local:8/4"),
         ("sync", {"delay": -1}, "outer['delay'] is a number of steps from 0, got -1"),
