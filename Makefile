@@ -106,7 +106,7 @@ simulate: .venv/dev.stamp ## clusters in virtual time, with faults, a seed each:
 		$(if $(TURN),--in-turn) $(if $(TRACE),--trace)
 
 fuzz: .venv/dev.stamp ## throw hostile input at every handler, guided by coverage: make fuzz SECONDS=600
-	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' || echo "atheris cannot be installed here"
+	@$(PIP) install --constraint constraints.txt --group fuzz --editable . || echo "atheris cannot be installed here"
 	@$(IN_VENV)/python -m tests.tools.fuzz --seconds $(SECONDS)
 
 lint: .venv/dev.stamp ## check style, format and types, and that the contract breaks no released one
@@ -163,12 +163,17 @@ $(IN_VENV)/python:
 	@$(PYTHON) -c '$(PRINT_OUTER)' > .venv/outer.pth 2>/dev/null \
 		&& mv .venv/outer.pth .venv/lib/python*/site-packages/ || rm .venv/outer.pth
 
-# What is locked is checked by its hash. The constraints hold extras that no lock has (frameworks, release).
+# What is locked is checked by its hash. The constraints hold what no lock has (frameworks, release). pip is upgraded because
+# the one that comes with a Python is too old for groups of dependencies, which it knows since 25.1.
+EXTRAS := examples ray
+UPGRADE_PIP = $(1) install --constraint constraints.txt --upgrade pip
 .venv/%.stamp: $(IN_VENV)/python pyproject.toml constraints.txt requirements.lock requirements-dev.lock
 	@$(IN_VENV)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP_TORCH) '$(TORCH)'; }
-	@echo "installing this project and what it needs, with its extra '$*': a minute or two, without a word from pip"
+	@echo "installing this project and what it needs, with '$*': a minute or two, without a word from pip"
+	@$(call UPGRADE_PIP,$(PIP))
 	@$(PIP) install --require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock)
-	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
+	@$(PIP) install --no-build-isolation --constraint constraints.txt \
+		$(if $(filter $(EXTRAS),$*),--editable '.[$*]',--group $* --editable .)
 	@touch $@
 
 # Environments with the oldest and the newest versions. torch is large: that of .venv is taken, whatever its version is,
@@ -176,7 +181,8 @@ $(IN_VENV)/python:
 RANGE_TORCH ?=
 INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_TORCH)',\
 		$(IN_VENV)/python -c '$(PRINT_OUTER)' > $(1)/outer.pth && mv $(1)/outer.pth $(1)/lib/python*/site-packages/) \
-	&& $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) --editable '.[dev]' && touch $(1)/stamp
+	&& $(call UPGRADE_PIP,$(1)/bin/python -m pip -qq --disable-pip-version-check) \
+	&& $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) --group dev --editable . && touch $(1)/stamp
 
 .venv-floors/stamp: .venv/dev.stamp
 	@$(IN_VENV)/python -m venv --clear .venv-floors

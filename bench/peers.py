@@ -7,7 +7,7 @@ as many servers as ours, and nn.DataParallel, which needs GPUs. All send float32
 of each system are compared with what must come of the same work: in a round to the bit, in a step, but for rounding,
 with one process that has the batches of all workers. All processes run from the beginning, and the systems take turns.
 
-A peer that is not measured is a line that says why. `pip install '.[peers]'` brings Ray; gloo and RPC are torch's own.
+A peer that is not measured is a line that says why. `pip install --group peers` brings Ray; gloo and RPC are torch's.
 Horovod is compiled as it is installed, with cmake and a C++ compiler: see docs/comparison.md. A ratio is the time of a
 line divided by ours over that transport.
 """
@@ -94,7 +94,7 @@ def reason(system: str, work: Work) -> str:
     if system == "Horovod" and not _is_installed("horovod"):
         return "Horovod is not installed, and has to be compiled: see docs/comparison.md"
     if system == "Ray" and not _is_installed("ray"):
-        return "Ray is not installed: pip install '.[peers]'"
+        return "Ray is not installed: pip install --group peers"
     if system == "torch RPC" and not rpc.is_available():
         return "this torch was built without RPC: install one of PyTorch's own builds"
     if system == "DataParallel" and (work.device != "cuda" or work.workers < 2):

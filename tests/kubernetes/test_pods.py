@@ -100,7 +100,7 @@ def test_pods_without_root_or_a_root_to_write_to_train_through_the_death_of_a_sh
     tmp_path: Path,
 ) -> None:
     if kubectl() is None:
-        pytest.skip("kubectl is not here: pip install 'ps-torch[kubernetes]'")
+        pytest.skip("kubectl is not here: pip install --group kubernetes")
     files = copy_of_the_files(tmp_path / "files")
     overlay = files / "overlays" / "test"
     overlay.mkdir()

@@ -1,6 +1,6 @@
 """Whether Kubernetes would take what kubectl renders: each object by the schema of its kind, unknown fields refused.
 
-The schemas come with the extra `kubernetes`: Kubernetes' own, and the models of cert-manager's, Prometheus' operator's
+The schemas come with the group `kubernetes`: Kubernetes' own, and the models of cert-manager's, Prometheus' operator's
 and Kubeflow Trainer's resources. No API server is asked, so rules that only it knows are not held here.
 """
 
@@ -33,7 +33,7 @@ MODELS = {  # by API group and version: the module, and the text before the kind
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the files, with what `dev-certs` makes."""
     if kubectl() is None:
-        pytest.skip("kubectl is not here: pip install 'ps-torch[kubernetes]'")
+        pytest.skip("kubectl is not here: pip install --group kubernetes")
     copied = copy_of_the_files(tmp_path_factory.mktemp("files"))
     from ps_server.ops import dev_certs
 
@@ -52,7 +52,7 @@ def refusals(manifest: Object, version: str) -> list[str]:
     """What is wrong with an object."""
     if manifest["apiVersion"] in MODELS:
         return refusals_of_model(manifest)
-    validator = pytest.importorskip("kubernetes_validate", reason="needs pip install 'ps-torch[kubernetes]'")
+    validator = pytest.importorskip("kubernetes_validate", reason="needs pip install --group kubernetes")
     try:
         validator.validate(manifest, version, strict=True)
     except validator.ValidationError as error:

@@ -141,7 +141,7 @@ def test_a_peer_that_is_not_there_says_how_it_could_be(monkeypatch: pytest.Monke
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(metadata, "version", nothing)
-    assert "pip install '.[peers]'" in reason("Ray", Work("round", 2))
+    assert "pip install --group peers" in reason("Ray", Work("round", 2))
     assert "docs/comparison.md" in reason("Horovod", Work("round", 2))
     assert "--device cuda" in reason("DataParallel", Work("round", 2))
     assert "2 GPUs" in reason("DataParallel", Work("round", 1, device="cuda"))

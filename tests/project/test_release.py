@@ -1,6 +1,6 @@
 """A release as a stranger gets it: the wheel runs, the sdist is whole, the site and the workflows stand by themselves.
 
-It needs the tools of the extra `release`: make test-release.
+It needs the tools of the group `release`: make test-release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.release,
     pytest.mark.skipif(
         any(importlib.util.find_spec(tool) is None for tool in TOOLS),
-        reason="the extra `release` is not installed: make test-release",
+        reason="the group `release` is not installed: make test-release",
     ),
 ]
 

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ def test_a_lock_has_the_versions_of_the_constraints_and_hashes_and_names_no_regi
     for entry in re.split(r"^(?=[a-z0-9-]+==)", text, flags=re.MULTILINE)[1:]:
         assert "--hash=sha256:" in entry, entry
     assert "://" not in text
+
+
+def test_users_choose_among_extras_that_are_for_them() -> None:
+    offered = set(metadata.metadata(requirements.PROJECT).get_all("Provides-Extra") or ())
+    documents = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert {extra for extra in offered if f"[{extra}]'" not in documents} == set()
+    assert {"dev", "release", "kubernetes"} <= set(requirements.groups())
+    assert offered.isdisjoint(requirements.groups())
+
+
+def test_make_installs_groups_and_extras_that_there_are() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    stamps = set(re.findall(r"\.venv/([a-z-]+)\.stamp", makefile))
+    [extras] = re.findall(r"^EXTRAS := (.*)$", makefile, re.MULTILINE)
+    assert set(extras.split()) <= set(metadata.metadata(requirements.PROJECT).get_all("Provides-Extra") or ())
+    assert stamps - set(extras.split()) <= set(requirements.groups())
 
 
 def test_every_floor_is_below_what_is_locked() -> None:

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         import atheris
     except ImportError:
-        print("make fuzz: skipped, because atheris is not installed (pip install 'ps-torch[fuzz]')")
+        print("make fuzz: skipped, because atheris is not installed (pip install --group fuzz)")
         return
     with atheris.instrument_imports(include=["ps_protocol", "ps_server"], enable_loader_override=False):
         from tests.tools.fuzz_requests import SEEDS

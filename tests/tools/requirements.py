@@ -1,7 +1,7 @@
 """What pyproject.toml asks for, as pip takes it: all but torch to be locked, or the oldest version of each.
 
-    python -m tests.tools.requirements lock examples dev    # for `make lock`
-    python -m tests.tools.requirements floors           # for `make test-floors`
+    python -m tests.tools.requirements lock examples dev    # extras and groups, for `make lock`
+    python -m tests.tools.requirements floors               # for `make test-floors`
 
 torch is in no lock: which build of it fits, for CPUs or for a CUDA version, only the machine knows (TORCH in the
 Makefile and in the Dockerfile). What torch itself needs on any machine is locked.
@@ -12,8 +12,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+from packaging.dependency_groups import resolve_dependency_groups
 from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PROJECT = "ps-torch"
 PYTHONS = ("3.10", "3.13")  # the first and the last that it runs on
@@ -34,9 +42,28 @@ def of(distribution: str, *extras: str) -> Iterator[Requirement]:
             yield requirement
 
 
-def to_lock(*extras: str) -> list[str]:
-    """What `make lock` resolves: everything but torch, and what torch needs that is not a build for some device."""
-    asked = {_text(each) for each in of(PROJECT, *extras) if each.name != "torch"}
+def groups() -> dict[str, Any]:
+    """The groups of dependencies, which only contributors install, as pyproject.toml has them."""
+    project: dict[str, Any] = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    return dict(project["dependency-groups"])
+
+
+def in_group(name: str) -> Iterator[Requirement]:
+    """What a group asks for, and the groups and extras that it names."""
+    for requirement in map(Requirement, resolve_dependency_groups(groups(), name)):
+        if requirement.name == PROJECT:
+            yield from of(PROJECT, *requirement.extras)
+        else:
+            yield requirement
+
+
+def to_lock(*names: str) -> list[str]:
+    """What `make lock` resolves: everything but torch, and what torch needs that is not a build for some device.
+
+    names: of extras and groups
+    """
+    of_groups = [each for name in names if name in groups() for each in in_group(name)]
+    asked = {_text(each) for each in (*of(PROJECT, *names), *of_groups) if each.name != "torch"}
     of_torch = {each.name for each in of("torch") if not each.name.startswith(("nvidia", "cuda", "triton"))}
     return sorted(asked | of_torch | {BUILD})
 
@@ -60,8 +87,8 @@ def floors() -> list[str]:
 
 def main(words: list[str]) -> None:
     """Prints one requirement a line."""
-    kind, *extras = words
-    print("\n".join(to_lock(*extras) if kind == "lock" else floors()))
+    kind, *names = words
+    print("\n".join(to_lock(*names) if kind == "lock" else floors()))
 
 
 if __name__ == "__main__":
