@@ -187,11 +187,14 @@ class FlatModel:
         return {index: self._buffers.weight_views[index].clone() for index in parameters}
 
     def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Has parameters what they had when `copies` were made."""
+        """Has parameters what the script has set: their buckets are not what came."""
         for index, copy in copies.items():
-            self._buffers.weight_views[index].copy_(copy)
-        if copies:
-            self.weights.landed()
+            view = self._buffers.weight_views[index]
+            view.copy_(copy.view(view.shape))
+        for bucket in self.layout.buckets if copies else ():
+            if any(part.parameter in copies for part in bucket.slices):
+                self._versions.pop(bucket.index, None)
+        self.weights.landed()
 
     def has_before(self, index: int, clock: int) -> bool:
         """Whether a bucket is here, unchanged, as it was at the clock before; always where none travels as what was

@@ -2,7 +2,8 @@
 
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
 sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
-         worker sends. They are kept until the step counts, which may be pushed again from another place.
+         worker sends. They are kept until the step counts, which may be pushed again from another place. Where the data
+         of a step comes again instead, they go with the step that follows.
 lost     They are lost with the step, if the one worker that sends dies in it.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
@@ -13,26 +14,39 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.tensors import tensor_from
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
 from ps_worker.model.stages import Stage
+from ps_worker.tables.server_rows import ServerTables
 from ps_worker.values import Assignment, JoinResult
 
 log = logging.getLogger("ps_worker")
 
 
-class Assignments:
-    """The assignments of one worker's script that no step has taken along yet. For the training thread."""
+@dataclass(frozen=True)
+class SetByScript:
+    """Weights, and optimizer state, that a script has set and no step that counts has taken along, by parameter."""
 
-    def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor]) -> None:
+    weights: Mapping[int, torch.Tensor]
+    states: Mapping[int, Mapping[str, torch.Tensor]]
+
+
+class Assignments:
+    """The assignments of one worker's script that no step has taken along yet. For the training thread.
+
+    Rows that it sets wait in their tables: here it is decided alone whether they count.
+    """
+
+    def __init__(self, model: FlatModel, tensors: Sequence[torch.Tensor], tables: ServerTables) -> None:
         """tensors: the model's, in the order of the job's parameters."""
-        self._model = model
+        self._model, self._tables = model, tables
         self._spec, self._stage = model.spec, 0
         self._tensors = tensors
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -40,6 +54,7 @@ class Assignments:
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
         self._of_step: list[Assignment] = []  # which the step at hand takes along, until it counts
+        self._states_of_step: dict[int, Mapping[str, torch.Tensor]] = {}  # likewise, by parameter
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -58,7 +73,42 @@ class Assignments:
 
     def step_is_over(self) -> None:
         """Drops what the step at hand has taken along, and weights that were changed and would have gone with it."""
-        self._weights, self._of_step = set(), []
+        self._weights, self._of_step, self._states_of_step = set(), [], {}
+
+    # -- a lost place ------------------------------------------------------------------------------------------------
+
+    def at_hand(self, in_step: bool) -> SetByScript:
+        """Returns what the script has set, before the weights of another place land. Raises as `find_weights`.
+
+        In local:H the weights are those of a round, and come and go with it.
+        in_step: a step has taken along what there is of it
+        """
+        if self._spec.local is not None:
+            return SetByScript({}, {})
+        if in_step:
+            return SetByScript(self._weights_of_step(), self._states_of_step)
+        self.find_weights()
+        return SetByScript(self.copies(), {})
+
+    def keep(self, kept: SetByScript) -> None:
+        """Has this go with the next step: the one at hand does not count, and the script does not set it again."""
+        self._model.put_back(kept.weights)
+        self._weights = set(kept.weights)
+        if kept.states:
+            self._states = {**kept.states, **(self._states or {})}
+
+    def _weights_of_step(self) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for each in self._of_step:
+            if each.state is not None or each.payload is None:
+                continue
+            values = tensor_from(each.payload, each.bucket.dtype)
+            for position, part in enumerate(each.bucket.slices):
+                if position not in each.absent:
+                    numel = self._spec.parameters[part.parameter].numel
+                    whole = found.setdefault(part.parameter, torch.empty(numel, dtype=values.dtype))
+                    whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
+        return found
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -114,21 +164,22 @@ class Assignments:
         began_late:    the job was under way when this process joined, and it has made no step yet
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
         """
-        rank = place.identity.rank
-        if at_pass_begin and (self._weights or self._states is not None):
+        rank, has_rows = place.identity.rank, bool(self._tables.assigned())
+        if at_pass_begin and (self._weights or self._states is not None or has_rows):
             self.note_between_passes(clock)
         self._warn_of_relied_on(ranks)
         weights, self._weights = self._weights, set()
         states, self._states = self._states, None
-        self._of_step = []
-        if not weights and states is None:
-            return
-        if began_late:
+        self._of_step, self._states_of_step = [], {}
+        if began_late and (weights or states is not None or has_rows):
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
-                "first step is not taken over; the servers' weights and optimizer state count",
+                "first step is not taken over; the servers' weights, rows and optimizer state count",
                 clock - 1,
             )
+            self._tables.forget_assigned()
+            return
+        if not weights and states is None:
             return
         lowest = min(ranks, default=rank)
         if self._spec.consistency.aggregate and rank != lowest:
@@ -141,6 +192,7 @@ class Assignments:
                 values = memoryview(bytes(self._model.assigned(bucket)))
                 self._of_step.append(Assignment(bucket, absent, None, values))
         self._of_step += state_assignments(self._spec, self._model.layout, states or {})
+        self._states_of_step = states or {}
 
     def send(self, connection: Connection, begun: int | None = None) -> bool:
         """Sends what the step that comes next takes along; returns whether there are calls to settle.

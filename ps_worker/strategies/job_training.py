@@ -10,8 +10,7 @@ lost       A worker loses its place by a pause, a partition, or a rollback of th
            weights there (ps_worker/cluster/participation.py). A step that was at hand counts as a whole: what shards
            have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
            worker, its own state is rolled back too, and the batch's other steps are left out.
-between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
-           sets.
+between    Leased data, values over all workers (cluster/rounds.py), optimizer state that the script reads or sets.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class JobTraining:
         self._steps = steps
         self._model = steps.model
         self._tensors = tensors
-        self._assignments = Assignments(steps.model, tensors)
+        self._assignments = Assignments(steps.model, tensors, steps.tables)
         self._added = added
         self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
@@ -309,8 +308,6 @@ class JobTraining:
         self._unfinished = Unfinished(step, self.clock)
         began_late = self.participation.came_late and not self.stepped
         self._gather_assignments(began_late, self.checkpoint.at_pass_begin)
-        if self.checkpoint.at_pass_begin and self._steps.tables.assigned():
-            self._assignments.note_between_passes(self.clock + 1)
 
     def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
@@ -412,6 +409,7 @@ class JobTraining:
         self._steps.abandon()
         self._steps.tables.forget_ahead()
         gradients = self._model.held_gradients()
+        set_by_script = self._assignments.at_hand(in_step=unfinished is not None or self._sent is not None)
         checkpoint_wanted = self.participation.rejoin(self._model)
         place = self.participation.connection.place
         self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
@@ -430,8 +428,10 @@ class JobTraining:
                 self._sent = None
             else:
                 self._end_sent(counts=fate is Fate.COUNTS)
-                if fate is Fate.COUNTS or rolled_back:  # otherwise rows that the script has set go with the next step
+                if fate is Fate.COUNTS or rolled_back:
                     self._steps.tables.forget_assigned()
+                else:  # what the script has set goes with the next step; its rows are still there
+                    self._assignments.keep(set_by_script)
             if fate is Fate.COUNTS and unfinished is not None:
                 self._counted = unfinished.begun
             if not rolled_back:
@@ -446,9 +446,8 @@ class JobTraining:
         return fate is Fate.COUNTS
 
     def _has_all_before(self, place: JoinResult, done: int) -> bool:
-        """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
-        it is. done: the clock of the last of them
-        """
+        """Whether a job that was rolled back has all steps of this worker up to the one at hand, so that its own state
+        stays. done: the clock of the last of them"""
         unfinished = self._unfinished
         if self.data.accounts or (unfinished is not None and unfinished.is_early):
             return False

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker
 from ps_server.core.requests import PushKind
@@ -211,3 +212,60 @@ def test_weights_that_a_script_has_set_count_with_a_step_that_was_cut_in_half(
             optimizer.step()
         assert cut.left == 0
         assert net.values() == [100.0 - (STEPS - CUT + 1)] * 32
+
+
+def trained_after_setting(
+    session: ps_worker.Session, then: Callable[[Any], object], how: dict[str, str]
+) -> list[float]:
+    """Makes a step with each leased batch; returns the values at the end. Before one of them ends, it sets weights,
+    rows and the optimizer's state.
+
+    then: is called right after that, with the model
+    """
+    net: Any = Net(with_table=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+    loader = DataLoader(TensorDataset(torch.zeros(STEPS, 1)), batch_size=1)
+    model, optimizer, loader = session.prepare(net, optimizer, loader, bucket_bytes=64, **how)
+    for number, _ in enumerate(loader, 1):
+        optimizer.zero_grad()
+        model().backward()
+        if number == CUT:
+            state = optimizer.state_dict()
+            for each in state["state"].values():
+                each["momentum_buffer"].fill_(10.0)
+            optimizer.load_state_dict(state)
+            with torch.no_grad():
+                for layer in net.layers:
+                    layer.fill_(100.0)
+            net.table.assign(torch.arange(8), torch.full((8, 1), 100.0))
+            then(net)
+        optimizer.step()
+    values: list[float] = net.values()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport", "how"),
+    cases(
+        [("sync", "tcp", {}), ("async", "grpc", {"weight_wire": "bfloat16"})],
+        [("ssp:2", "shm", {}), ("sync", "tcp", {"weight_wire": "int4"}), ("async", "tcp", {})],
+    ),
+)
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_what_a_script_has_set_counts_once_where_the_data_of_its_step_comes_again(
+    make_cluster: MakeCluster, mode: str, transport: str, how: dict[str, str], is_in_step: bool
+) -> None:
+    """And where the place is lost between what it sets and its step: it reads rows there."""
+    cluster = make_cluster(shards=2)
+
+    def train(job: str, then: Callable[[Any], object]) -> list[float]:
+        with ps_worker.connect(cluster.address, mode, job=job, elastic=True, transport=transport) as session:
+            return trained_after_setting(session, then, how)
+
+    def lose(net: Any) -> None:
+        take_off(cluster, "lost")
+        if not is_in_step:
+            net.table.rows(torch.arange(8))
+
+    expected = train("undisturbed", lambda _: None)
+    assert train("lost", lose) == pytest.approx(expected, abs=0.5 if how else 0.0)

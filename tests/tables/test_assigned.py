@@ -253,6 +253,24 @@ def test_any_worker_assigns_and_others_see_it_after_its_step(shared: Cluster, jo
     in_parallel(2, work)
 
 
+def test_a_worker_that_joins_a_running_job_takes_its_rows(
+    shared: Cluster, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it assigns before its first step does not count, and from then on what it assigns does."""
+    with shared.connect("async", job=job, elastic=True) as first:
+        run = Run(first)
+        run.step()
+        with shared.connect("async", job=job, elastic=True) as second:
+            late = Run(second)
+            late.table.assign(SOME, VALUES)
+            late.step()
+            assert "is not taken over" in caplog.text
+            assert run.first() == [-2 * RATE] * 3
+            late.table.assign(SOME, VALUES)
+            late.step()
+            assert run.first() == (VALUES[:, 0] - RATE).tolist()
+
+
 def test_of_several_workers_that_set_a_row_the_lowest_rank_counts_in_sync(shared: Cluster, job: str) -> None:
     def work(rank: int) -> list[float]:
         with shared.connect("sync", rank, 2, job=job) as session:
