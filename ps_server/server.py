@@ -28,6 +28,7 @@ from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access, Tls, server_credentials
+from ps_runtime.memory import free_bytes
 from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
@@ -37,7 +38,7 @@ from ps_runtime.web import MAX_CONNECTIONS
 from ps_server.config import ServerConfig
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.limits import LEAST_THREADS
+from ps_server.core.limits import LEAST_THREADS, Limits
 from ps_server.core.thread_shares import (
     POOLS_OF_A_COORDINATOR,
     POOLS_OF_A_SHARD,
@@ -85,6 +86,7 @@ log = logging.getLogger("ps_server")
 
 HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
 OTHERS_LOOK_SECONDS = 0.2
+_LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
 _OTHER_THREADS = 128  # that no pool of calls has, beside sites and connections: gRPC's own, timers, disks, checkpoints
 STOP_GRACE_SECONDS = 2.0
 
@@ -251,7 +253,9 @@ class Server:
         policy = config.checkpoint_policy(self.address)
         timing = replace(config.timing, deserted=config.job_timeout, absence=config.absence_seconds)
         coordinator = Coordinator(
-            config.shard_count, connect, config.lease, config.limits, policy, timing, charge=charge
+            *(config.shard_count, connect, config.lease, _with_memory(config.limits, config.index is not None), policy),
+            *(timing,),
+            charge=charge,
         )
         coordinator.events.told = note_event
         coordinator.start()
@@ -407,6 +411,20 @@ def _shares_of_threads(config: ServerConfig) -> ThreadShares:
     if most < LEAST_THREADS:
         log.warning("threads: give this process at least %d; past its limit it goes on, but more slowly", LEAST_THREADS)
     return shares
+
+
+def _with_memory(limits: Limits, is_shard: bool) -> Limits:
+    """Returns limits with what a coordinator may keep for workers: a part of the memory that is free now.
+
+    is_shard: whether weights are to have room in this process, too
+    """
+    states, free = limits.all_state_bytes, free_bytes()
+    if states is None:
+        states = _LEAST_STATE_BYTES if free is None else max(_LEAST_STATE_BYTES, free // (8 if is_shard else 2))
+    values = limits.all_round_bytes
+    if values is None:
+        values = max(4 * limits.round_bytes, states // 4)  # a whole round, and past ones, are half of one's share
+    return replace(limits, all_state_bytes=states, all_round_bytes=values)
 
 
 def _allow_many_files(wanted: int) -> None:

@@ -16,6 +16,7 @@ checkpoints.py  The checkpoints of one job: when one is made, which is asked for
 checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
 worker_states.py The workers' own parts of a job's checkpoints
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
+shared_room.py   Memory that all jobs share, of which no principal has more than half
 shards.py       The shards as the coordinator knows them: what it asks of one, and which process serves which
 held_jobs.py    What shards hold, beside what the coordinator knows: jobs that only one of the two has
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way

@@ -34,6 +34,7 @@ from ps_server.coordinator.checkpoint_attempt import (
 )
 from ps_server.coordinator.cluster import Checkpointing, Cluster
 from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.worker_states import StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import CheckpointStatistics
@@ -48,6 +49,7 @@ class JobCheckpoints:
     """Makes the checkpoints of one job, until `stop`. Methods may be called from any thread, `advance` from one.
 
     began: by rank, the clock at which a worker of that rank joined first: more are noted here as they join
+    owner: of the job
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class JobCheckpoints:
         cluster: Cluster,
         checkpointing: Checkpointing,
         began: Mapping[int, int],
+        owner: Owner | None = None,
     ) -> None:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
         self._progress, self._requests = CheckpointProgress(cluster.clock.now()), Requests()
-        self._states = WorkerStates(checkpointing.room)
+        self._states = WorkerStates(checkpointing.room, owner)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False

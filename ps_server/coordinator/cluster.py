@@ -10,8 +10,8 @@ from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.events import EventLog
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.shards import MakeExecutor, Shards
+from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.timing import Clock, Timing
-from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
@@ -29,14 +29,14 @@ class Checkpointing:
     store: CheckpointStore
     policy: CheckpointPolicy
     release: Callable[[], None]
-    room: StatesRoom
+    room: SharedRoom
 
     @classmethod
     def open(cls, policy: CheckpointPolicy, disk: Files, since: float, limits: Limits) -> Checkpointing:
         """Takes the directory for one coordinator, which began at `since`. Raises InvalidRequest if one has it."""
         store = CheckpointStore(policy.directory, disk)
         release = lock_directory(policy.directory, policy.address, disk, since)
-        return cls(store, policy, release, StatesRoom(limits.all_state_bytes))
+        return cls(store, policy, release, SharedRoom(limits.all_state_bytes))
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Cluster:
     lease:         seconds for which a worker counts as live without a heartbeat
     checkpointing: None: there are no checkpoints
     events:        what happened lately
+    rounds_room:   for the values that workers of all jobs exchange
     """
 
     shards: Shards
@@ -56,6 +57,7 @@ class Cluster:
     clock: Clock
     make_executor: MakeExecutor
     events: EventLog
+    rounds_room: SharedRoom
 
 
 class Registry(Protocol):

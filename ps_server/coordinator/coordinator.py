@@ -40,6 +40,7 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
+from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.core.limits import DEFAULTS, Limits
@@ -90,7 +91,8 @@ class Coordinator:
             checkpointing = Checkpointing.open(policy, disk, clock.since_1970(), limits)
             self.charge.begin(self._state_file)
         self.events = EventLog(clock)
-        self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events)
+        values = SharedRoom(limits.all_round_bytes, "max-all-round-bytes", "values that workers exchange")
+        self._cluster = Cluster(shards, lease, limits, checkpointing, timing, clock, make_executor, self.events, values)
         self._recovery = Recovery(checkpointing, shards) if checkpointing is not None else None
         self.held_jobs = HeldJobs(shards, self.jobs, self._known_runs)
         self._new_jobs = NewJobs(self._cluster, self, self._recovery)
@@ -202,11 +204,15 @@ class Coordinator:
             recovery=self._recovery.statistics() if self._recovery is not None else None,
         )
 
-    def register_job(self, spec: JobSpec, launch: str = "", memory_place: str = "") -> tuple[CoordinatedJob, bool]:
+    def register_job(
+        self, spec: JobSpec, launch: str = "", memory_place: str = "", caller: str = ""
+    ) -> tuple[CoordinatedJob, bool]:
         """Returns the job with this spec, and whether this call made it. Raises JobMismatch naming what differs.
 
         launch:       for which the job may have finished: then JobFinished is raised; empty: it may begin anew
         memory_place: where the worker can share memory; empty: nowhere
+        caller:       the principal, for which the job counts if it begins it, or goes on with one of an earlier
+                      coordinator's
         Where the spec leaves the size of buckets open, it is that of the job, of its checkpoint, or chosen here.
         Hyper-parameters that it leaves out have their defaults.
         """
@@ -223,7 +229,8 @@ class Coordinator:
             self.ended.check(spec.name, launch)
             known = self._jobs.get(spec.name)
             if known is None:
-                self._new_jobs.begin(spec.name, limits.jobs - len(self._jobs))
+                owners = [job.owner.name for job in self._jobs.values()]
+                self._new_jobs.begin(spec.name, owners, caller)
             else:
                 self._new_jobs.check(spec.name)  # one that is not on disk yet may not come to be
         if known is not None:
@@ -234,9 +241,11 @@ class Coordinator:
             self._check_not_waiting(known, launch)
             if known.life.has_ended:
                 raise try_soon(f"job {spec.name!r} ends at this moment")
+            known.owner.name = known.owner.name or caller
             return known, False
         try:
             job = self._new_jobs.make(spec, chosen)
+            job.owner.name = caller
             with self._lock:
                 self._jobs[spec.name] = job
                 self.ended.begun(spec.name, launch)

@@ -42,6 +42,7 @@ from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import Continued, JoinRequest, JoinResult, Member, Membership, WorkerProcess
@@ -74,6 +75,7 @@ class CoordinatedJob:
         accounting: StepAccounting | None = None,
     ) -> None:
         spec = placed.spec
+        self.owner = Owner()
         self.placed, self._shard_processes = placed, dict(shard_processes)
         self._cluster, self._registry = cluster, registry
         self.members = JobMembers(
@@ -86,10 +88,10 @@ class CoordinatedJob:
         )
         self.accounting = accounting or StepAccounting(spec.consistency.one_clock)
         self.data = JobData(placed, self.members, cluster)
-        self.rounds = JobRounds(self.members, cluster, registry.save_ahead)
+        self.rounds = JobRounds(self.members, cluster, registry.save_ahead, self.owner)
         checkpointing = cluster.checkpointing
         self.checkpoints = (
-            JobCheckpoints(placed, self.members, cluster, checkpointing, self.accounting.began)
+            JobCheckpoints(placed, self.members, cluster, checkpointing, self.accounting.began, self.owner)
             if checkpointing is not None
             else None
         )

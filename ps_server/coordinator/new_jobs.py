@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ps_protocol.errors import LimitExceeded, PSError, RunEnded, TryLater
@@ -15,6 +16,7 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.runs import Runs
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.limits import share
 from ps_server.core.membership import Membership
 from ps_server.core.placement import place_job
 from ps_server.core.validation import check_job_spec
@@ -31,22 +33,27 @@ class NewJobs:
 
     def __init__(self, cluster: Cluster, registry: Registry, recovery: Recovery | None) -> None:
         self._cluster, self._registry, self._recovery = cluster, registry, recovery
-        self._names: set[str] = set()  # of the jobs that are being made
+        self._making: dict[str, str] = {}  # by name of the jobs that are being made, who began them
         self._lock = threading.Lock()
         self.runs = Runs(cluster.clock)
 
-    def begin(self, name: str, room: int) -> None:
-        """Notes that a job is going to be made, until `done`. room: how many more jobs there may be
+    def begin(self, name: str, owners: Sequence[str], caller: str) -> None:
+        """Notes that a job is going to be made, until `done`.
+
+        owners: who began the jobs that there are; caller: who begins this one. Empty: nobody knows
 
         Raises TryLater while one of that name is being made, saying how far the restore of its checkpoint is if there
         is one; LimitExceeded if there is no room.
         """
         with self._lock:
             self._check(name)
-            if len(self._names) >= room:
-                limit = self._cluster.limits.jobs
+            limit, all_owners = self._cluster.limits.jobs, [*owners, *self._making.values()]
+            if len(all_owners) >= limit:
                 raise LimitExceeded(f"there are {limit} jobs already: that is the limit max-jobs")
-            self._names.add(name)
+            if caller and all_owners.count(caller) >= share(limit):
+                text = f"{caller} has {share(limit)} jobs: that is its share, half of max-jobs, which is {limit}"
+                raise LimitExceeded(text)
+            self._making[name] = caller
 
     def check(self, name: str) -> None:
         """Raises TryLater while a job of this name is being made, or written down: see `begin`."""
@@ -54,14 +61,14 @@ class NewJobs:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        if name in self._names:
+        if name in self._making:
             restoring = self._recovery.progress(name) if self._recovery is not None else None
             raise restoring or try_soon(f"job {name!r} is being registered at this moment")
 
     def done(self, name: str) -> None:
         """Notes that a job is made, or will not be."""
         with self._lock:
-            self._names.discard(name)
+            self._making.pop(name, None)
         self.runs.made(name)
 
     def make(self, spec: JobSpec, chosen: JobSpec) -> CoordinatedJob:

@@ -15,6 +15,7 @@ from typing import Protocol
 from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker, anew
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
+from ps_server.coordinator.shared_room import Owner
 from ps_server.core.rounds import Given, Round, Rounds
 from ps_server.core.statistics import Wait
 
@@ -72,10 +73,12 @@ class _Waiter:
 class JobRounds:
     """All rounds of one job. Methods may be called from any thread.
 
-    save: keeps a complete round on disk, before any worker is told; raises TryLater where the disk does not take it
+    save:  keeps a complete round on disk, before any worker is told; raises TryLater where the disk does not take it
+    owner: of the job
     """
 
-    def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object]) -> None:
+    def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
+        self._room = cluster.rounds_room.part(owner)
         self._rounds = Rounds(cluster.limits.round_bytes)
         self._members, self._save, self._timing, self._clock = members, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()
@@ -91,6 +94,11 @@ class JobRounds:
             self._rounds.completed, self._rounds.kept = completed, tuple(kept)
             self._rounds.behind = True
             self._done = completed, self._rounds.kept
+            self._count()
+
+    def _count(self) -> None:
+        """Notes how many bytes of values there are."""
+        self._room.held = self._rounds.bytes
 
     def done(self) -> tuple[int, tuple[Round, ...]]:
         """Returns the number of the last complete round, and the rounds that are kept. Waits for nothing."""
@@ -109,7 +117,11 @@ class JobRounds:
             given = Given(request.incarnation, request.clock, request.value)
             before = self._rounds.completed
             live, started = self._members.live()
-            complete = self._rounds.contribute(request.rank, request.number, given, live, started)
+            self._room.hold(self._rounds.more(request.rank, request.number, given))
+            try:
+                complete = self._rounds.contribute(request.rank, request.number, given, live, started)
+            finally:
+                self._count()
             now = self._clock.now()
             if complete is None:
                 waiter = _Waiter(request.rank, request.incarnation, request.clock, listener, now, now)
@@ -132,6 +144,7 @@ class JobRounds:
             for waiter in lost:
                 waiter.listener.fail(UnknownWorker(f"worker {waiter.rank} lost its place in the job: join again"))
             complete = self._rounds.settle(live, started)
+            self._count()
             if complete is not None:
                 with contextlib.suppress(TryLater):  # `look` tries again
                     self._publish(complete)
@@ -141,6 +154,7 @@ class JobRounds:
         with self._lock:
             self._over = error
             waiters, self._waiters = self._waiters, []
+            self._room.held = 0
         for waiter in waiters:
             waiter.listener.fail(error)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 
-from ps_protocol.errors import LimitExceeded
+from ps_server.coordinator.shared_room import Owner, SharedRoom
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
 
@@ -36,33 +36,16 @@ class StatesOnDisk(Mapping[int, tuple[int, bytes]]):
         return len(self._manifest.workers)
 
 
-class StatesRoom:
-    """The bytes of the states of all jobs that the coordinator has in memory. Thread-safe."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
-        self._lock = threading.Lock()
-
-    def hold(self, more: int) -> None:
-        """Notes that so many bytes more are held, or fewer. Raises LimitExceeded, and notes nothing, past the limit."""
-        with self._lock:
-            if more > 0 and self._held + more > self._limit:
-                raise LimitExceeded(
-                    f"max-all-state-bytes is {self._limit}, the coordinator has {self._held} bytes of workers' states, "
-                    f"and got {more} more"
-                )
-            self._held += more
-
-
 class WorkerStates:
     """The workers' own parts of one job's checkpoints. Thread-safe.
 
-    room: what all jobs' states are counted in
+    room:  what all jobs' states are counted in
+    owner: of the job
     kept: those in the last checkpoint
     """
 
-    def __init__(self, room: StatesRoom) -> None:
-        self._room = room
+    def __init__(self, room: SharedRoom, owner: Owner | None = None) -> None:
+        self._room = room.part(owner or Owner())
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then

@@ -22,12 +22,17 @@ def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int
     return field(default=default, metadata={"text": text, "largest": largest, "least": least})
 
 
+def share(limit: float) -> float:
+    """Returns how much of what there is for all one principal may have, at most: half, so that others find some."""
+    return max(1, limit // 2)
+
+
 @dataclass(frozen=True)
 class Limits:
     """The limits of one server process."""
 
     # of jobs
-    jobs: int = _limit(64, "jobs at the same time")
+    jobs: int = _limit(128, "jobs at the same time; begun by one caller half as many")
     workers: int = _limit(4_096, "live workers of a job")
     parameters: int = _limit(MAX_PARAMETERS, "tensors of a job")
     buckets: int = _limit(65_536, "buckets of a job")
@@ -55,15 +60,25 @@ class Limits:
         "640 bytes of ids count as one, and there may be as many copies of 640 bytes of whole tables",
     )
     state_bytes: int = _limit(16 * 2**20, "bytes of a worker's own part of a checkpoint", _LARGEST_SIZE)
-    all_state_bytes: int = _limit(2**30, "bytes of such parts that the coordinator has in memory", _LARGEST_SIZE)
+    all_state_bytes: int | None = _limit(
+        None,
+        "bytes of such parts that the coordinator has in memory (by default half of what is free at its start, an "
+        "eighth where it is a shard too); of one caller's jobs half as many",
+        _LARGEST_SIZE,
+    )
     round_bytes: int = _limit(
         16 * 2**20,
         "bytes of all workers' values in one session.gather or the like, and of past ones that are kept",
         _LARGEST_SIZE,
     )
+    all_round_bytes: int | None = _limit(
+        None,
+        "bytes of all such values of all jobs (by default a fourth of max-all-state-bytes); of one caller's jobs half",
+        _LARGEST_SIZE,
+    )
     push_norm: float = _limit(math.inf, "L2 norm of the gradient in one push, which is one bucket's")
-    views: int = _limit(64, "callers that watch the cluster (WatchStatus) at the same time")
-    feeds: int = _limit(64, "feeds of rows (WatchRows) of one job on one shard at the same time")
+    views: int = _limit(64, "calls that watch the cluster (WatchStatus) at the same time; of one caller half as many")
+    feeds: int = _limit(64, "feeds of rows (WatchRows) of one job on one shard; of one caller half as many")
     # of calls
     calls: int = _limit(
         512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"

@@ -59,6 +59,19 @@ class Rounds:
     given: dict[int, Given] = field(default_factory=dict)
     behind: bool = False
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the values of the open round, and of those that are kept."""
+        given = sum(len(given.value) for given in self.given.values())
+        return given + sum(kept.bytes for kept in self.kept)
+
+    def more(self, rank: int, number: int, given: Given) -> int:
+        """Returns how many bytes more there are with what a worker gives: none with a repeat."""
+        before = self.given.get(rank)
+        if number <= self.completed or (before is not None and before.incarnation == given.incarnation):
+            return 0
+        return len(given.value)
+
     def following(self, clock: int) -> int:
         """Returns the next round of a worker at a clock that has taken no part in any: those before it are over."""
         return next((kept.number for kept in self.kept if kept.clock >= clock), self.completed + 1)

@@ -16,7 +16,7 @@ from ps_protocol.v1 import feed_pb2
 from ps_runtime.pools import Pool
 from ps_server.core.requests import RowsWatch
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc.call_limits import check_job, in_pool
+from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.data_messages import Answers, parse
 from ps_server.rpc.streams import PullStream, Send
 from ps_server.shard.row_feeds import RowFeeds
@@ -53,7 +53,7 @@ class FeedService:
         call = _call(request)
         check_job(call.job)
         answers = self._answers.of(self._shard.run_of(call.job))
-        self._feeds.watch(call, PullStream(send, context, self.senders, partial(_response, answers)))
+        self._feeds.watch(call, PullStream(send, context, self.senders, partial(_response, answers)), caller_name())
 
 
 def _call(request: bytes) -> RowsWatch:

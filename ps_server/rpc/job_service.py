@@ -14,7 +14,7 @@ from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
 from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.rpc import convert
-from ps_server.rpc.call_limits import check_job
+from ps_server.rpc.call_limits import caller_name, check_job
 from ps_server.rpc.layout_messages import layout_of
 
 ANSWER_SECONDS = 1.0  # that an answer may take to its caller
@@ -35,7 +35,9 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
     def RegisterJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.spec.name)
         check_worker_version(request.protocol_version)
-        job, created = self._coordinator.register_job(job_spec(request.spec), request.launch, request.memory_place)
+        job, created = self._coordinator.register_job(
+            job_spec(request.spec), request.launch, request.memory_place, caller_name()
+        )
         return jobs_pb2.RegisterJobResponse(
             shard_map=convert.shard_map(self._coordinator.shards(), job.placed.placement),
             created=created,

@@ -98,8 +98,14 @@ class ViewStream:
     made when the one before is sent."""
 
     def __init__(
-        self, views: Views, stream: ResponseStream, sees: Sees, request: cluster_pb2.WatchStatusRequest
+        self,
+        views: Views,
+        stream: ResponseStream,
+        sees: Sees,
+        request: cluster_pb2.WatchStatusRequest,
+        caller: str = "",
     ) -> None:
+        self._caller = caller
         self._views, self._stream, self._sees = views, stream, sees
         self._period, self._told, self._history = period(request), position(request), request.history_wanted
         self._queued = False
@@ -107,7 +113,7 @@ class ViewStream:
 
     def begin(self) -> None:
         """Sends the first answer, and those that follow. Raises LimitExceeded where too many are watching."""
-        self._stream.on_close(self._views.watch.add(self._changed))
+        self._stream.on_close(self._views.watch.add(self._changed, self._caller))
 
     def _changed(self, view: View | None) -> None:
         if view is None:

@@ -80,7 +80,9 @@ class OfWorkers:
 
 
 class Feed(Protocol):
-    """A reader's feed of a table: see row_feeds.py."""
+    """A reader's feed of a table: see row_feeds.py. caller: the principal that reads"""
+
+    caller: str
 
     def end(self, error: PSError) -> None:
         """Ends the feed with an error."""

@@ -20,6 +20,7 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError,
 from ps_protocol.framing import Buffer
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
+from ps_server.core.limits import share
 from ps_server.core.requests import RowsWatch
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
@@ -76,6 +77,7 @@ class RowFeed:
 
     since:  the version up to which the reader has all changes; None: it has nothing to go on from
     period: seconds from the beginning of a round to that of the next one, at least
+    caller: the principal that reads; empty: nobody in particular
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class RowFeed:
         period: float,
         outbox: Outbox,
         clock: Callable[[], float],
+        caller: str = "",
     ) -> None:
-        self.outbox = outbox
+        self.outbox, self.caller = outbox, caller
         self._hosted: tuple[HostedJob, HostedTable] | None = (job, table)
         self._since, self._period, self._clock = since, period, clock
         self._walk: Changes | None = None  # of the round that is under way
@@ -171,7 +174,7 @@ class RowFeed:
 class RowFeeds:
     """The feeds of one shard. Methods may be called from any thread.
 
-    limit: feeds of one job
+    limit: feeds of one job; of one principal half as many
     """
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
@@ -179,7 +182,7 @@ class RowFeeds:
         self._open: set[RowFeed] = set()
         self._lock = threading.Lock()
 
-    def watch(self, call: RowsWatch, outbox: Outbox) -> None:
+    def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
         """Sends what changes in a table on the outbox until it is closed. Returns at once.
 
         Raises NotFound, InvalidRequest for a cursor or a period that is none, LimitExceeded where too many watch.
@@ -191,11 +194,16 @@ class RowFeeds:
         cursor = row_cursor(call.cursor) if call.cursor else None
         job = self._hosted.get(call.job, "")
         table = _table(job, call.table)
-        feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock)
+        feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
         with job.lock:
-            count = sum(len(each.feeds) for each in job.tables.values())
-            if count >= self._limit:
-                raise LimitExceeded(f"job {job.name!r} has {count} feeds of rows here: that is the limit max-feeds")
+            callers = [each.caller for other in job.tables.values() for each in other.feeds]
+            if len(callers) >= self._limit:
+                text = f"job {job.name!r} has {len(callers)} feeds of rows here: that is the limit max-feeds"
+                raise LimitExceeded(text)
+            own = callers.count(caller)
+            if caller and own >= share(self._limit):
+                text = f"{caller} has {own} feeds of job {job.name!r} here: its share is half of max-feeds"
+                raise LimitExceeded(text)
             table.feeds.add(feed)
         with self._lock:
             self._open.add(feed)

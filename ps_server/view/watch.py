@@ -17,6 +17,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
+from ps_server.core.limits import share
 from ps_server.view.finished import End, EndedJobView, FinishedJobs
 from ps_server.view.history import History, Samples
 from ps_server.view.making import Answer, Sources, ViewMaker, samples
@@ -33,7 +34,7 @@ Reader = Callable[[View | None], None]
 class Watch:
     """Makes the view of a cluster. Methods may be called from any thread.
 
-    most_readers: at the same time
+    most_readers: at the same time; of one principal half as many
     process:      a number that tells this watch from that of another coordinator
     """
 
@@ -48,7 +49,7 @@ class Watch:
         self._answers: dict[int, Answer] = {}
         self._ask_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        self._readers: list[Reader] = []
+        self._readers: list[tuple[Reader, str]] = []  # with their principals
         self._over = False
         self._background = Background()
         self.process = secrets.randbits(53)
@@ -65,7 +66,7 @@ class Watch:
         with self._lock:
             self._over = True
             readers, self._readers = self._readers, []
-        for reader in readers:
+        for reader, _ in readers:
             reader(None)
 
     def look(self) -> None:
@@ -83,7 +84,7 @@ class Watch:
             self._finished.look(view, number, lambda job: self._history.after(0, [job]), partial(_end, before))
             self._history.add(view.time, samples(view))
             readers = list(self._readers)
-        for reader in readers:
+        for reader, _ in readers:
             reader(view)
 
     @property
@@ -102,23 +103,29 @@ class Watch:
         with self._lock:
             return self._finished.kept
 
-    def add(self, reader: Reader) -> Callable[[], None]:
+    def add(self, reader: Reader, caller: str = "") -> Callable[[], None]:
         """Tells a reader the view now and each one that comes. Returns how to stop that.
+
+        caller: the principal that reads; empty: nobody in particular
 
         Raises LimitExceeded where there are too many.
         """
         with self._lock:
             if len(self._readers) >= self._most_readers:
                 raise LimitExceeded(f"max-views is {self._most_readers}: so many watch this cluster already")
+            own, most = sum(other == caller for _, other in self._readers), share(self._most_readers)
+            if caller and own >= most:
+                text = f"{caller} watches this cluster {own} times: its share is half of max-views"
+                raise LimitExceeded(text)
             over = self._over
             if not over:
-                self._readers.append(reader)
+                self._readers.append((reader, caller))
         reader(None if over else self._view)
 
         def stop() -> None:
             with self._lock:
-                if reader in self._readers:
-                    self._readers.remove(reader)
+                if (reader, caller) in self._readers:
+                    self._readers.remove((reader, caller))
 
         return stop
 

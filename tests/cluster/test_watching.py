@@ -242,14 +242,14 @@ def test_a_reader_that_reads_nothing_has_one_answer_waiting_and_not_more(cluster
 
 
 def test_too_many_readers_and_wrong_periods_are_refused(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(limits=Limits(views=2))
+    cluster = make_cluster(limits=Limits(views=4))
     with open_channel(cluster.address) as channel:
         stub = ClusterServiceStub(channel)
         calls = [stub.WatchStatus(cluster_pb2.WatchStatusRequest()) for _ in range(2)]
         for call in calls:
             next(call)
         with CoordinatorClient(Peer("coordinator", cluster.address)) as client:
-            with pytest.raises(LimitExceeded, match="max-views is 2"):
+            with pytest.raises(LimitExceeded, match="its share is half of max-views"):
                 client.view(Position())
             calls[0].cancel()
 

@@ -30,8 +30,8 @@ from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
+from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import FILE, StateFile
-from ps_server.coordinator.worker_states import StatesRoom
 from ps_server.core.placement import place_job
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.directory_lock import lock_directory
@@ -172,7 +172,7 @@ def test_a_manifest_of_a_newer_version_is_refused_and_not_passed_over(tmp_path: 
         store.manifest("job", "000002")
     with pytest.raises(VersionMismatch, match=NEWER):
         export(tmp_path, "job", None, tmp_path / "out")
-    checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None, StatesRoom(0))
+    checkpointing = Checkpointing(store, CheckpointPolicy(tmp_path, restore=True), lambda: None, SharedRoom(0))
     shards = Shards(1, lambda index, address: None, AtOnce)  # type: ignore[arg-type, return-value]
     with pytest.raises(VersionMismatch, match=NEWER):
         Recovery(checkpointing, shards).restore(place_job(SPEC, 1, "run"), [], 0, any_run=True)

@@ -15,7 +15,7 @@ from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery, Rollback
 from ps_server.coordinator.shards import Shards
-from ps_server.coordinator.worker_states import StatesRoom
+from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.core.placement import place_job
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.storage.checkpoints import CheckpointStore
@@ -33,7 +33,7 @@ def test_jobs_that_are_restored_at_the_same_time_are_all_counted(
     for spec in specs:
         write_checkpoint(store, spec, filled(spec))
     shards = Shards(1, lambda index, address: None, AtOnce)  # type: ignore[arg-type, return-value]
-    restores = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None, StatesRoom(0)), shards)
+    restores = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None, SharedRoom(0)), shards)
     first, second = (
         threading.Thread(target=restores.restore, args=(place_job(spec, 1, RUN), [], 0, True)) for spec in specs
     )

@@ -26,7 +26,7 @@ from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
-from ps_server.coordinator.worker_states import StatesRoom
+from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.core.placement import place_job
 from ps_server.core.requests import PullCall
 from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
@@ -197,7 +197,7 @@ def recovery_of(tmp_path: Path, api: ReadingShard) -> tuple[Recovery, Shards]:
     write_two(store)
     shards = Shards(1, lambda index, address: api, AtOnce)  # type: ignore[arg-type, return-value]
     shards.register(0, "127.0.0.1:1", "", 1, 1)
-    api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None, StatesRoom(0)), shards)
+    api.recovery = Recovery(Checkpointing(store, CheckpointPolicy(tmp_path), lambda: None, SharedRoom(0)), shards)
     return api.recovery, shards
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import LimitExceeded
-from ps_server.coordinator.worker_states import StatesRoom, WorkerStates
+from ps_server.coordinator.shared_room import SharedRoom
+from ps_server.coordinator.worker_states import WorkerStates
 
 
 def test_a_state_that_comes_after_the_jobs_end_takes_no_room() -> None:
     """Its call had the job before it ended."""
-    room = StatesRoom(10)
+    room = SharedRoom(10)
     ended, next_job = WorkerStates(room), WorkerStates(room)
     ended.save(0, 1, bytes(10))
     ended.close()
@@ -22,7 +23,7 @@ def test_a_state_that_comes_after_the_jobs_end_takes_no_room() -> None:
 
 
 def test_a_worker_that_joins_late_finds_the_newest_state_of_any_rank() -> None:
-    states = WorkerStates(StatesRoom(100))
+    states = WorkerStates(SharedRoom(100))
     assert states.newest(-1) is None
     states.kept = {0: (4, b"zero"), 1: (6, b"one"), 2: (6, b"two")}
     assert states.newest(-1) == (6, b"one")
