@@ -1,10 +1,10 @@
-"""The data of elastic jobs: batches leased from the coordinator, each used once per pass by the worker that has it.
+"""The data of elastic jobs: batches leased from the coordinator, each used once per pass by the worker that leases it.
 
-lease   The loader's batch sampler asks for batches as it needs them, a few ahead.
-take    A batch that the script takes from the loader belongs to the step that comes next.
-push    Every push of that step names the batch, and the shards commit it; the next lease tells the coordinator.
-wait    When no batch is left to lease while other workers hold some, this worker waits for the pass to be complete.
-        Where the mode has others wait for its clock, it makes steps without a gradient meanwhile.
+lease   The loader's batch sampler leases batches as it needs them, a few ahead.
+take    A batch that the script gets from the loader belongs to the next step.
+push    Every push of that step names the batch, and the shards commit it. The next lease reports it to the coordinator.
+wait    If no batch is left to lease while other workers still have some, this worker waits until the pass is complete.
+        If the mode makes others wait for this worker's clock, it makes empty steps meanwhile.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ NO_POSITION = (
     "job with a world size it has the position in the data, too"
 )
 MOST_AHEAD = 64
-# A worker leases for about this long ahead: often enough to leave little behind, seldom enough to cost nothing.
+# A worker leases batches for about this long. If it dies, others wait for no more than these; and one call in this time
+# costs little.
 SHORT_SECONDS, LONG_SECONDS = 0.25, 1.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5
 
 
 @dataclass
 class Account:
-    """The leased batches of one loader, as the coordinator has to know them: held, pushed, and given back."""
+    """The leased batches of one loader, in the coordinator's terms: leased, committed and returned."""
 
-    waiting: deque[DataRange] = field(default_factory=deque)  # leased
-    handed: deque[DataRange] = field(default_factory=deque)  # to the DataLoader, which may be loading it
+    waiting: deque[DataRange] = field(default_factory=deque)  # leased, and not requested yet
+    handed: deque[DataRange] = field(default_factory=deque)  # requested by the DataLoader, which may be loading them
     pushed: list[DataRange] = field(default_factory=list)
     returned: list[DataRange] = field(default_factory=list)
 
@@ -52,31 +53,31 @@ class Account:
 
 
 class LeasingStrategy(Protocol):
-    """What leasing needs of the way this worker trains."""
+    """The part of a strategy that leasing calls."""
 
     def lease(self, ask: LeaseRequest) -> BatchLease | None:
-        """Returns batches, and whether the pass is complete; None: it has to be asked anew. Raises PSError."""
+        """Returns batches, and whether the pass is complete; None: ask again. Raises PSError."""
 
     def empty_step(self) -> None:
-        """Makes a step without a gradient, which commits the batches that were taken."""
+        """Makes a step without a gradient, which commits the batches of the step."""
 
     @property
     def others_wait(self) -> bool:
-        """Whether the mode has other workers wait for this one's clock."""
+        """Whether the mode makes other workers wait for this worker's clock."""
 
     @property
     def world_size(self) -> int:
-        """How many workers take part now."""
+        """The number of workers that take part now."""
 
     def pause(self, seconds: float) -> None:
-        """Waits; raises PSError if the session is closed."""
+        """Waits for a moment. Raises PSError if the session is closed."""
 
 
 class StepData:
-    """The batches that the script has taken and no step has used yet, over all loaders.
+    """The batches that the script has taken from its loaders and no step has used yet.
 
-    accounts:  by loader
-    rollbacks: how often the job was rolled back
+    accounts: by loader
+    rollbacks: the number of rollbacks of the job
     """
 
     def __init__(self) -> None:
@@ -86,41 +87,42 @@ class StepData:
         self.rollbacks = 0
 
     def took(self, batch: DataRange) -> None:
-        """Notes that the script takes a batch."""
+        """Records a batch that the script takes."""
         self._taken.append(batch)
 
     def use(self) -> list[DataRange]:
-        """Returns the batches of the step at hand; batches that are taken after this call are for the next step."""
+        """Returns the batches of the current step. Batches taken later belong to the next step."""
         if self._using is None:
             self._using, self._taken = self._taken, []
         return self._using
 
     def pushed(self) -> None:
-        """Notes that every shard has staged the step's pushes."""
+        """Records that every shard has staged the step's pushes."""
         for batch in self._using or ():
             self.accounts[batch.loader].pushed.append(batch)
         self._using = None
 
     def failed(self) -> None:
-        """Gives the step's batches back, as its pushes failed: the shards know which buckets have had them."""
+        """Returns the step's batches to the coordinator after a failed push. The shards know which buckets have used
+        them."""
         for batch in self._using or ():
             self.accounts[batch.loader].returned.append(batch)
         self._using = None
 
     def lost(self) -> None:
-        """Gives the batches of the step at hand back, whether any of it was pushed or not."""
+        """Returns the batches of the current step to the coordinator, whether a part of the step was pushed or not."""
         self.use()
         self.failed()
 
     def keep(self) -> None:
-        """Keeps the step's batches for the next one, as no shard has seen it."""
+        """Moves the step's batches to the next step, as no shard has seen this one."""
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 
     def rollback(self, keep_using: bool = False) -> None:
-        """Forgets all batches: the job was rolled back to a checkpoint, or they are to be leased anew.
+        """Drops all batches: after a rollback of the job they are leased again.
 
-        keep_using: but those of the step at hand, which is pushed again
+        keep_using: keeps those of the current step, which is pushed again
         """
         self.rollbacks += 1
         self._using, self._taken = self._using if keep_using else None, []
@@ -128,12 +130,12 @@ class StepData:
             account.clear()
 
     def held(self, loader: int) -> list[DataRange]:
-        """Returns the batches taken of one loader."""
+        """Returns the taken batches of one loader."""
         return [batch for batch in [*(self._using or ()), *self._taken] if batch.loader == loader]
 
     @property
     def taken(self) -> int:
-        """How many batches the script has taken since the last push."""
+        """The number of batches that the script has taken since the last push."""
         return len(self._taken)
 
     @property
@@ -143,11 +145,11 @@ class StepData:
 
 
 class Leases(Sampler[list[int]]):
-    """The batch sampler of one leased loader: it yields the indices of leased batches, until none is left."""
+    """The batch sampler of a leased loader. It yields the indices of leased batches until the pass is complete."""
 
     def __init__(self, spec: LoaderSpec, data: StepData, stepper: LeasingStrategy) -> None:
         self.spec = spec
-        self.number = 0  # of the pass that the next iteration is
+        self.number = 0  # the pass of the next iteration
         self.data = data
         self._stepper = stepper
         self._account = data.accounts[spec.loader] = Account()
@@ -161,7 +163,7 @@ class Leases(Sampler[list[int]]):
         return self.spec.batches
 
     def share(self) -> int:
-        """Returns this worker's batches in a pass if all that take part now are equally fast."""
+        """Returns the number of this worker's batches in a pass, if all live workers are equally fast."""
         return -(-self.spec.batches // max(1, self._stepper.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -206,7 +208,7 @@ class Leases(Sampler[list[int]]):
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins an iteration: of the pass that was broken off here, or, if others have completed it, of the next."""
+        """Begins an iteration: the rest of an interrupted pass, or the next pass if others have completed that one."""
         self.give_back()  # of an iteration that did not end
         self._complete = False
         if self._took_part:
@@ -215,13 +217,13 @@ class Leases(Sampler[list[int]]):
                 self._next_pass()
 
     def take(self) -> DataRange:
-        """Returns the batch that was handed to the DataLoader first, which the script takes: it keeps their order."""
+        """Returns the batch that the script takes: the first that the DataLoader requested, as it keeps their order."""
         batch = self._account.handed.popleft()
         self.data.took(batch)
         return batch
 
     def more(self) -> bool:
-        """Waits for a batch; returns False if the pass is complete instead."""
+        """Waits for a batch. Returns False if the pass is complete instead."""
         pause = FIRST_PAUSE_SECONDS
         while not self._account.waiting:
             if not self._complete:
@@ -231,7 +233,7 @@ class Leases(Sampler[list[int]]):
                 return False
             if self._account.waiting:
                 break
-            # Batches without a step, such as the rest of an accumulation, would keep the pass from being complete.
+            # Batches without a step, such as the rest of an accumulation, would otherwise keep the pass incomplete.
             if self._stepper.others_wait or self.data.pending:
                 self._stepper.empty_step()
             else:
@@ -240,7 +242,7 @@ class Leases(Sampler[list[int]]):
         return True
 
     def rollback(self) -> None:
-        """Goes on with this iteration until its pass is complete again, as the job was rolled back to a checkpoint."""
+        """Continues this iteration after a rollback of the job, until its pass is complete again."""
         self._account.waiting.extendleft(reversed(self._account.handed))  # leased since: loaded batches are older
         self._account.handed.clear()
         self._complete = False
@@ -250,7 +252,7 @@ class Leases(Sampler[list[int]]):
         self._complete = self._took_part = False
 
     def give_back(self) -> None:
-        """Gives back the batches that a broken-off loop has not taken. The next iteration goes on with the pass."""
+        """Returns the batches that an interrupted loop has not taken. The next iteration continues the pass."""
         account = self._account
         unused = [*account.handed, *account.waiting]
         account.handed.clear()
@@ -262,10 +264,10 @@ class Leases(Sampler[list[int]]):
 
 
 class LeasedLoader:
-    """Yields leased batches on the session's device, until the pass is complete. Everything else is the loader's.
+    """Yields leased batches on the session's device until the pass is complete. All other attributes are the loader's.
 
-    The k-th iteration is the job's k-th pass: for a worker that joins late, passes that are over yield nothing. An
-    iteration without gradients yields this worker's share: there is no push that could commit leased batches.
+    The k-th iteration is the job's k-th pass. For a worker that joins late, passes that are over yield nothing. In
+    no_grad mode an iteration yields this worker's fixed share instead, because no push could commit leased batches.
     """
 
     def __init__(
@@ -277,8 +279,10 @@ class LeasedLoader:
         timer: StepTimer,
         look_ahead: LookAhead,
     ) -> None:
-        """loader: the user's own. shares: the same, divided among the workers. device: where batches go.
-        look_ahead: may read batches ahead"""
+        """loader: the script's own. shares: the same, divided among the workers. device: for the batches.
+
+        look_ahead: whether batches may be read ahead
+        """
         self._loader = loader
         self._shares = shares
         self._leases = leases
@@ -318,7 +322,7 @@ class LeasedLoader:
         return more
 
     def __len__(self) -> int:
-        """Returns this worker's batches in a pass if all that take part now are equally fast."""
+        """Returns the number of this worker's batches in a pass, if all live workers are equally fast."""
         return self._leases.share()
 
     def __getattr__(self, name: str) -> Any:
@@ -328,7 +332,7 @@ class LeasedLoader:
 
 
 class _Singly(Sampler[int]):
-    """Yields the indices of leased batches of one sample each, for a loader that makes no batches."""
+    """Yields the indices of leased batches one by one, for a loader without batches."""
 
     def __init__(self, leases: Iterable[list[int]]) -> None:
         self._leases = leases
@@ -338,7 +342,7 @@ class _Singly(Sampler[int]):
 
 
 def loader_spec(number: int, loader: DataLoader[Any], seed: int) -> LoaderSpec:
-    """Returns the properties of a loader on which all workers must agree. Raises InvalidRequest for its seed."""
+    """Returns the properties of a loader that all workers must share. Raises InvalidRequest for its seed."""
     if not -(2**63) <= seed < 2**63:
         raise InvalidRequest(f"a seed has 64 bits, got {seed}")
     return LoaderSpec(

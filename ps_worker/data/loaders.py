@@ -26,34 +26,34 @@ LOADED_BEFORE = (
 
 Share = Callable[[], tuple[int, int]]  # (index, how many shares)
 
-# Where torchdata's StatefulDataLoader has samplers of its own. It is not imported: the name will do.
+# The module of the samplers of torchdata's StatefulDataLoader. Comparing its name avoids importing torchdata.
 _TORCHDATA_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
-# A dataset with one of these knows how many workers there are; the last is that of Hugging Face's datasets.
+# A dataset with one of these attributes knows the number of workers. The last one is that of Hugging Face's datasets.
 _PARTS = ("world_size", "num_replicas", "_distributed")
 
 
 class DividingSampler(Protocol):
-    """A sampler that yields part `rank` of `num_replicas`, as DistributedSampler does."""
+    """A sampler that yields one of `num_replicas` shares, as DistributedSampler does."""
 
     rank: int
     num_replicas: int
 
 
 class EpochSampler(Protocol):
-    """A sampler whose order follows from an epoch that the script sets, as DistributedSampler's does."""
+    """A sampler whose order depends on an epoch that the script sets, as DistributedSampler's does."""
 
     epoch: int
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration this epoch's."""
+        """Sets the epoch of the next iteration."""
 
 
 class ShareSampler(Sampler[int]):
-    """Yields every share_count-th index of one shuffle that all workers agree on, as DistributedSampler does.
+    """Yields every share_count-th index of a shuffle that all workers share, as DistributedSampler does.
 
-    Share and shuffle are new at the start of each epoch: no set_epoch is needed. Shares are made equally long by
-    repeating a few samples, or, with drop_last, by leaving a few out.
+    Share and shuffle change at the start of each epoch, without set_epoch. Shares become equally long by repeating a
+    few samples, or with drop_last by leaving a few out.
     """
 
     def __init__(self, size: int, share: Share, shuffle: bool, drop_last: bool, seed: int = 0) -> None:
@@ -67,9 +67,9 @@ class ShareSampler(Sampler[int]):
         self._skip = self._over = 0
 
     def begin(self, epoch: int, share: tuple[int, int] | None, skip: int = 0, over: int = 0) -> None:
-        """Makes the next epoch this one, with this share, beginning after `skip` of its samples.
+        """Sets the next epoch and share, and skips `skip` samples of the share.
 
-        over: so many samples of the epoch are over, whoever had them: the rest is divided
+        over: the number of samples of the epoch that all workers have used; the others are divided
         """
         self.epoch, self._fixed, self._skip, self._over = epoch, share, skip, over
 
@@ -78,7 +78,7 @@ class ShareSampler(Sampler[int]):
         return self.length(count)
 
     def length(self, count: int, over: int = 0) -> int:
-        """Returns the samples of one share of so many, of an epoch of which so many samples are over."""
+        """Returns the number of samples of one share, in an epoch of which `over` samples are used."""
         left = max(0, self._size - over)
         return left // count if self._drop_last else -(-left // count)
 
@@ -99,17 +99,17 @@ class ShareSampler(Sampler[int]):
     # -- for a script's own file -------------------------------------------------------------------------------------
 
     def position(self, epoch: int, over: int) -> dict[str, Any]:
-        """Returns the position in the data of all workers, for any number of workers to go on from.
+        """Returns the position in the data of all workers, from which any number of workers can continue.
 
-        epoch: that is under way, or comes next
-        over:  how many samples of it are over
+        epoch: the current epoch, or the next one
+        over: the number of its samples that are used
         """
         order = self._seed + epoch if self._shuffle else None
         return {"order": order, "samples": min(over, self._size), "size": self._size}
 
     def read_position(self, state: Any) -> tuple[int, int]:
-        """Returns the epoch, and how many samples of it are over, from what `position` gave. Raises InvalidRequest for
-        anything else, and for the position in other data."""
+        """Returns the epoch and the number of its used samples from a position. Raises InvalidRequest for anything
+        else, and for a position in other data."""
         check_position(state, ("order", "samples", "size"), "that prepare has divided", self._size)
         order, over, size = state["order"], state["samples"], state["size"]
         if (order is not None) != self._shuffle:
@@ -121,17 +121,19 @@ class ShareSampler(Sampler[int]):
 
 
 class ReadPosition(Protocol):
-    """Where a script is in the data of a loader, for its own file. A loop that it has left early is over."""
+    """A script's position in a loader's data, for the script's own file. A loop that the script has left early
+    is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns it, behind the batches that the script has had."""
+        """Returns the position after the batches that the script has had."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the next loop begin there. Raises InvalidRequest for what is none, and while a loop is under way."""
+        """Sets the position of the next loop. Raises InvalidRequest for an invalid position, and during a loop."""
 
 
 def check_position(state: Any, names: tuple[str, ...], whose: str, size: int | None) -> None:
-    """Raises InvalidRequest for what is no position in data of that size. whose: state it is expected to be"""
+    """Raises InvalidRequest unless a state is a position in data of this size. whose: the state's name in the
+    message"""
     if not isinstance(state, Mapping) or set(state) != set(names):
         got = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else type(state).__name__
         raise InvalidRequest(f"expected the state_dict of a loader {whose}, with {', '.join(names)}, got {got}")
@@ -140,7 +142,7 @@ def check_position(state: Any, names: tuple[str, ...], whose: str, size: int | N
 
 
 class PreparedLoader:
-    """Yields the loader's batches on the session's device. Everything else is the loader's.
+    """Yields the loader's batches on the session's device. All other attributes are the loader's.
 
     begin: begins a loop over the batches; by default over the loader
     """
@@ -181,7 +183,7 @@ class PreparedLoader:
 class PositionedLoader(PreparedLoader):
     """A prepared loader that knows the script's position in the data.
 
-    A class of its own: frameworks save the state of whatever has the two methods.
+    It is a class of its own because frameworks save the state of every object that has the two methods.
     """
 
     def __init__(
@@ -196,18 +198,17 @@ class PositionedLoader(PreparedLoader):
         self._position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, behind the batches that the script has had: numbers, and in single two tensors.
+        """Returns the position after the batches that the script has had: numbers, and in single two tensors.
 
-        Of a loader that was divided, it is that of all workers, if they have had as many batches as this one: any
-        number of workers goes on from there. A loader that is used as it is (torchdata's StatefulDataLoader) has its
-        own.
+        For a divided loader it is the position of all workers, if all have had as many batches as this one. Any number
+        of workers can continue from it. A loader that is not divided (torchdata's StatefulDataLoader) returns its own.
         """
         return dict(self._position.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next loop go on from there: what `state_dict` gave. Each worker loads it, behind `prepare`.
+        """Sets the position of the next loop, from `state_dict`. Every worker calls it, after `prepare`.
 
-        Raises InvalidRequest for the position in other data, and while a loop is under way.
+        Raises InvalidRequest for a position in other data, and during a loop.
         """
         self._position.load_state_dict(state)
 
@@ -219,7 +220,7 @@ def prepared_loader(
     begin: Callable[[], Iterator[Any]],
     position: ReadPosition | None = None,
 ) -> PreparedLoader:
-    """Returns a prepared loader. position: of the script in the data; None: the loader's own, if it has one"""
+    """Returns a prepared loader. position: the script's position in the data; None: the loader's own, if it has one"""
     if position is None and all(hasattr(loader, name) for name in POSITION_METHODS):
         position = cast(ReadPosition, loader)
     if position is None:
@@ -230,9 +231,9 @@ def prepared_loader(
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int) -> DataLoader[Any]:
     """Returns the loader with this worker's share of its data.
 
-    An IterableDataset stays as it is: it divides itself by session.rank and session.world_size. So does a loader with a
-    DistributedSampler. Raises InvalidRequest if that one divides among others than these workers, and Unsupported for
-    samplers that cannot be divided without knowing them.
+    An IterableDataset is not changed: it divides itself by session.rank and session.world_size. Neither is a loader
+    with a DistributedSampler. Raises InvalidRequest if that sampler divides the data among other workers than these,
+    and Unsupported for samplers that cannot be divided without knowing them.
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader
@@ -272,18 +273,18 @@ def refuse_undividable(loader: DataLoader[Any]) -> None:
 
 
 def shuffles(sampler: object) -> bool:
-    """Whether a sampler is that of shuffle=True, of torch's DataLoader or torchdata's StatefulDataLoader."""
+    """Whether a sampler is the one of shuffle=True in torch's DataLoader or torchdata's StatefulDataLoader."""
     return _is(sampler, RandomSampler)
 
 
 def _is(sampler: object, cls: type) -> bool:
-    """Whether a sampler is of a class of torch, and of no subclass, or of torchdata's class of the same name."""
+    """Whether a sampler is of exactly a class of torch, or of torchdata's class of the same name."""
     kind = type(sampler)
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__ == _TORCHDATA_SAMPLERS)
 
 
 def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
-    """Returns the messages of the errors that `shard_loader` would raise for a loader: a dry run."""
+    """Returns the messages of the errors that `shard_loader` would raise for a loader."""
     try:
         refuse_undividable(loader)
     except Unsupported as error:
@@ -292,7 +293,7 @@ def refused_of_loader(loader: DataLoader[Any]) -> list[str]:
 
 
 def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Returns the same loader; one with a BatchSampler as if it had been made with that one's sampler and size."""
+    """Returns an equal loader in which a plain BatchSampler is replaced by its sampler and batch size."""
     batches = loader.batch_sampler
     if loader.batch_size is not None or not _is(batches, BatchSampler):
         return loader
@@ -301,7 +302,7 @@ def with_plain_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def dividing_sampler(loader: DataLoader[Any]) -> DividingSampler | None:
-    """Returns the loader's sampler, or sampler of batches, that divides the data by its own rank; otherwise None."""
+    """Returns the sampler, or batch sampler, that divides the data by its own rank; None without one."""
     for sampler in _samplers(loader):
         if isinstance(getattr(sampler, "rank", None), int) and isinstance(getattr(sampler, "num_replicas", None), int):
             return sampler  # type: ignore[no-any-return]
@@ -309,7 +310,7 @@ def dividing_sampler(loader: DataLoader[Any]) -> DividingSampler | None:
 
 
 def epoch_sampler(loader: DataLoader[Any]) -> EpochSampler | None:
-    """Returns the loader's sampler, or sampler of batches, whose epoch the script sets; None if there is none."""
+    """Returns the sampler, or batch sampler, whose epoch the script sets; None without one."""
     for sampler in _samplers(loader):
         if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
             return sampler  # type: ignore[no-any-return]
@@ -317,13 +318,13 @@ def epoch_sampler(loader: DataLoader[Any]) -> EpochSampler | None:
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """Returns the samplers that may decide on the order of a map-style dataset."""
+    """Returns the samplers that may determine the order of a map-style dataset."""
     batches = loader.batch_sampler
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
 def _divides_itself(dataset: IterableDataset[Any]) -> bool:
-    """Whether a dataset, or one that it reads from, evidently knows how many workers there are."""
+    """Whether a dataset, or one that it reads from, evidently knows the number of workers."""
     try:
         attributes = vars(dataset)
     except TypeError:
@@ -336,7 +337,7 @@ def _divides_itself(dataset: IterableDataset[Any]) -> bool:
 def warning_once(
     loader: DataLoader[Any], share: Share, begin: Callable[[], Iterator[Any]]
 ) -> Callable[[], Iterator[Any]]:
-    """Returns `begin` for a loop over an IterableDataset, with one warning if every worker reads all of it."""
+    """Returns `begin` for a loop over an IterableDataset. It warns once if every worker would read all of the data."""
     warned = False
 
     def begun() -> Iterator[Any]:
@@ -357,7 +358,7 @@ def warning_once(
 
 
 def rebuilt(loader: DataLoader[Any], **sampling: Any) -> DataLoader[Any]:
-    """Returns the same loader with other sampling: DataLoader's arguments that say in which batches samples come."""
+    """Returns an equal loader with other sampling: the DataLoader arguments that determine samples and batches."""
     return DataLoader(
         loader.dataset,
         **sampling,

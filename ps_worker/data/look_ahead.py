@@ -1,6 +1,6 @@
-"""Reads a loader one batch ahead of its loop, so that what the next batch needs can be asked for with the step before.
+"""Reads a loader one batch ahead of its loop, so that a step can fetch the rows of the next batch.
 
-The loop's place in the data is not touched: a batch that was read ahead counts as taken when the loop has it. One that
+The position in the data does not change: a batch that was read ahead counts as taken once the loop has it. A batch that
 the loop never asks for is read again by the next loop.
 """
 
@@ -17,10 +17,10 @@ _END = object()
 
 
 def look_ahead(batches: Iterator[Any], announce: Callable[[Any], None]) -> Iterator[Any]:
-    """Yields batches, each after `announce` was called with the one behind it: None behind the last.
+    """Yields batches. Calls `announce` with the following batch before each; None after the last.
 
-    A loop without gradients reads nothing ahead: no step follows its batches. An error in a batch that is read ahead is
-    raised where the loop asks for that batch.
+    A loop in no_grad mode reads nothing ahead, as no step follows its batches. An error in a batch that is read ahead
+    is raised when the loop asks for that batch.
     """
     if not torch.is_grad_enabled():
         yield from batches

@@ -1,7 +1,7 @@
-"""The script's position in the data, where no server keeps it (single, ddp): for a file of the script's own.
+"""The script's position in the data in the modes without servers (single, ddp), for the script's own file.
 
-A loop's batches are counted as the script has them, whatever the loader has read ahead. A loop that the script leaves
-early is over, as it is for the script: its next loop begins a pass.
+A batch counts once the script has it, however far the loader has read ahead. A loop that the script leaves early is
+over: the next loop begins a pass.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ UNDER_WAY = "a loop over this loader is under way: load its state before the loo
 
 
 class LoopsUnderWay:
-    """The loops of a script over one loader. `taken`: the batches that it has had in the one that is under way."""
+    """The loops of a script over one loader. `taken`: the batches that the script has had in the current one"""
 
     def __init__(self) -> None:
         self.taken = 0
-        self._loop: object = None  # the one that is under way
+        self._loop: object = None  # the current loop
 
     @property
     def is_going(self) -> bool:
-        """Whether one is under way."""
+        """Whether a loop is in progress."""
         return self._loop is not None
 
     def over(self, batches: Iterator[Any], ended: Callable[[], None], taken: int = 0) -> Iterator[Any]:
-        """Yields the batches of one loop, behind those that were taken before; calls `ended` when it is over, unless
-        another one has begun."""
+        """Yields the batches of a loop, after those taken before. Calls `ended` at its end, unless another loop has
+        begun."""
         loop = self._loop = object()
         self.taken = taken
         try:
@@ -71,23 +71,23 @@ class ShareLoop:
         return self._sampler.position(self._epoch, self._over + own * count)
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the next loop begin there."""
+        """Sets the position of the next loop."""
         if self._loops.is_going:
             raise InvalidRequest(UNDER_WAY)
         self._epoch, self._over = self._sampler.read_position(state)
 
 
 class WholeLoop:
-    """A loader that is used as it is, with all of the data: torch's random numbers decide on its order.
+    """A loader that is not divided. torch's random numbers determine its order.
 
-    A pass begins once more with the random numbers that it began with, and its first batches are loaded and left out.
+    To resume a pass it starts again with the random states of its beginning, and skips the first batches.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._loops = LoopsUnderWay()
         self._began: tuple[torch.Tensor, torch.Tensor | None] | None = None  # the pass, with these random states
-        self._skip = 0  # batches of the next loop that are over
+        self._skip = 0  # batches that the next loop leaves out
 
     def batches(self) -> Iterator[Any]:
         """Yields the batches of one loop."""
@@ -101,8 +101,8 @@ class WholeLoop:
         yield from self._loops.over(batches, lambda: None, skip)
 
     def _behind(self, began: tuple[torch.Tensor, torch.Tensor | None], skip: int) -> Iterator[Any]:
-        """Returns the batches of a pass but for the first ones. Torch's random state stays what the script has set;
-        the loader's own generator is behind the pass then, as it was."""
+        """Returns the batches of a pass after the first ones. torch's random state stays as the script has set it; the
+        loader's own generator is left as after the whole pass."""
         now = torch.get_rng_state()
         torch.set_rng_state(began[0])
         if self._loader.generator is not None and began[1] is not None:
@@ -126,7 +126,7 @@ class WholeLoop:
             return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the next loop begin there."""
+        """Sets the position of the next loop."""
         if self._loops.is_going:
             raise InvalidRequest(UNDER_WAY)
         check_position(

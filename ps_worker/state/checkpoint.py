@@ -1,20 +1,20 @@
 """A worker's own part of a checkpoint: captured at a clock, and restored when the job is rolled back to it.
 
-The weights live on the servers. All else that decides how a run ends is here: the position in the data, random states,
-schedulers and the like, and the model's buffers. Scripts step their scheduler after `optimizer.step()`, so the state of
-a clock is captured when the script asks for the next batch, and restored at the same point.
+The servers have the weights. A worker has the rest of the state that determines a run: the position in the data, random
+states, schedulers and similar objects, and the model's buffers. Scripts step their scheduler after `optimizer.step()`,
+so the state of a clock is captured when the script asks for the next batch, and restored at the same point.
 
-captured  when the loader that fed step C is asked for its next batch
-restored  when the loader that feeds is asked for its next batch: all is as it was then, and the loader goes to its
-          position of then. Where that is an earlier pass over the data than the script's loop is in, this iteration of
-          the loop yields the rest of that pass and crosses into the following ones by itself, with the settings that
-          the script had made between them, so that a plain loop over passes ends after the same number of batches.
+captured  when the script asks the loader that fed step C for its next batch
+restored  when the script asks the feeding loader for its next batch. Settings and position become those of the capture.
+          If the captured position lies in an earlier pass than the script's loop, this loop yields the rest of that
+          pass and then the following passes, with the settings that the script had made between them. A plain loop over
+          passes therefore ends after the same number of batches.
 
-Without a loader nothing says where one turn of the script's loop ends. So there are two moments for each clock. The
-state is captured at the end of step C, and what the script has set once more where step C + 1 begins: the scheduler's
-step lies between the two, wherever in the loop it is. A rollback restores the first inside `step()`, and what the
-script does then is done again. A new process is at the top of its loop: it begins with the random states of the first
-and the schedulers of the second. In both cases the second is restored once more where step C + 1 begins.
+Without a loader nothing marks the end of an iteration of the script's loop, so each clock has two moments. The whole
+state is captured at the end of step C, and the script's settings again at the beginning of step C + 1; the scheduler's
+step lies between the two. A rollback restores the first inside `step()`, and the script then repeats its code after the
+step. A new process is at the top of its loop, so it begins with the random states of the first and the schedulers of
+the second. In both cases the second is restored again at the beginning of step C + 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NEXT_STEP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class LastStep:
-    """The last step that was made: the loader that fed it, and how many batches it took."""
+    """The last step: the loader that fed it, and the number of its batches."""
 
     fed_by: int | None = None
     batches: int = 1
@@ -58,11 +58,11 @@ class LastStep:
 class WorkerCheckpoint:
     """One worker's own state, captured when a checkpoint asks for it and restored when the job is rolled back.
 
-    device: the one whose random state counts
-    save:   takes a clock and the bytes of its state; returns at once
-    steps:  made by this process, whatever the clock
-    stage:  of the script: it has handed over other optimizers so often
-    inner:  the state of optimizers that step on this worker
+    device: whose random state is captured
+    save: takes a clock and the bytes of its state; returns at once
+    steps: the number of steps of this process, which a rollback does not change
+    stage: the stage of the script, the number of times that it has changed optimizers
+    inner: the state of optimizers that step on this worker
     """
 
     inner: Inner = NoInner()
@@ -76,7 +76,7 @@ class WorkerCheckpoint:
         self._model = ModelState({})
         self._stateful: list[Any] = []
         self.job = JobThings(self._state_of, self._groups)
-        self._troubles = Troubles(log, None)  # ps_checkpoints_without_states_total counts what matters
+        self._troubles = Troubles(log, None)  # the metric is ps_checkpoints_without_states_total
         self._fed: int | None = None  # the loader that yielded last
         self._taken = 0  # batches since the last step
         self._step = LastStep()
@@ -90,12 +90,12 @@ class WorkerCheckpoint:
     # -- what belongs to it ------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Sequence[torch.optim.Optimizer], model: ModelState) -> None:
-        """Takes in optimizers' groups, and what of the model is the worker's own."""
+        """Adds the groups of optimizers, and the worker's own part of the model."""
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
         self._model = model
 
     def enter(self, stage: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Begins a stage of the script, in which these optimizers step."""
+        """Begins a stage of the script, with other optimizers."""
         self.stage = stage
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
         if self._target is not None:
@@ -103,33 +103,34 @@ class WorkerCheckpoint:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `rollback`
 
     def trains(self, indices: Sequence[int]) -> None:
-        """Notes that another job trains parameters from here on that no optimizer of this one steps."""
+        """Records that another job now trains parameters that no optimizer of this job steps."""
         self._model.trains(indices)
 
     def add(self, thing: Any, own: bool = False) -> None:
-        """Takes in a scheduler, or anything else with a state. Raises Unsupported if that cannot be saved.
+        """Adds a scheduler, or another object with a state. Raises Unsupported if its state cannot be saved.
 
-        own: its state is this worker's alone: no other worker begins with it
+        own: whether the state belongs to this worker alone, so that no other worker gets it
         """
         self._state_of(thing)
         self._stateful.append(thing)
         self.job.add(thing, own)
 
     def add_loader(self, loader: DataLoader[Any], look_ahead: LookAhead) -> LoaderPosition:
-        """Takes in a loader; returns its position, which yields its batches. look_ahead: may read a pass ahead"""
+        """Adds a loader. Returns its position, which yields its batches. look_ahead: whether batches may be read
+        ahead"""
         self.loaders.append(LoaderPosition(self, loader, len(self.loaders), look_ahead))
         return self.loaders[-1]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def want(self, clock: int) -> None:
-        """Asks for the state at this clock, at which the worker is before its next step."""
+        """Requests the state of the worker's present clock, before its next step."""
         self._wanted = clock
 
     def stepping(self, is_empty: bool = False) -> None:
-        """Begins a step; captures, late, the state of the one before if no loop has.
+        """Begins a step. Captures the state of the step before if no loop has.
 
-        is_empty: it has no gradient: the script may be anywhere between two steps of its own
+        is_empty: whether the step has no gradient; the script may then be anywhere between two steps of its own
         """
         if not is_empty:
             if self._at_step is not None:
@@ -146,7 +147,7 @@ class WorkerCheckpoint:
         self.capture()
 
     def stepped(self) -> None:
-        """Ends a step; captures its state if no loop will."""
+        """Ends a step. Captures its state if no loader is iterating."""
         self.steps += 1
         self._step, self._taken = LastStep(self._fed, max(1, self._taken)), 0
         if self._wanted is not None and not self._is_in_loop:
@@ -154,9 +155,9 @@ class WorkerCheckpoint:
             self._capture_first(clock)
 
     def between_steps(self, clock: int, has_begun: bool) -> None:
-        """Saves the state at a clock to which the worker has come in another way than by a step of its own.
+        """Saves the state at a clock that the worker has reached without a step of its own.
 
-        has_begun: the step that comes next has, and may be made anew from there: batches that it has taken come again
+        has_begun: whether the next step has begun; if it is repeated from this state, it gets its batches again
         """
         if self._is_in_loop or self._target is not None:
             self._save_at(clock, lambda: self.last_state(clock, counts=False))
@@ -171,7 +172,7 @@ class WorkerCheckpoint:
         return any(loader.going for loader in self.loaders)
 
     def _capture_first(self, clock: int) -> None:
-        """Captures the first of the two moments of a clock, where no loop is under way."""
+        """Captures the first of the two moments of a clock, if no loop is in progress."""
         self._save_captured(False)
         self._captured = captured = self._state(clock, self._fed)
         # Not from this thread: it is in the script's code, which may be minutes of it.
@@ -183,15 +184,16 @@ class WorkerCheckpoint:
             self._save_captured(False, captured)
 
     def comes_late(self) -> None:
-        """Notes that the job is under way: a script may step its schedulers, behind past passes, before it steps."""
+        """Records that this worker joins a running job: its script may step its schedulers for past passes before it
+        steps."""
         for optimizer, _ in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch warns of the order
 
     def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
-        """Has the worker go on at `clock` from a state that it saved, maybe an earlier one. Raises InvalidRequest.
+        """Continues at `clock` from a saved state, possibly of an earlier clock. Raises InvalidRequest.
 
-        saved_at: the clock up to which the state holds: that of a worker which left holds for all clocks since; None:
-                  the one at which it was captured
+        saved_at: the last clock for which the state is valid: the state of a worker that left is valid for all later
+        clocks; None: the clock of its capture
         """
         target = self._target = decode(state)
         self._wanted, self._taken = None, 0
@@ -203,7 +205,7 @@ class WorkerCheckpoint:
         self._leave_out = max(0, missed) * target.per_step
 
     def try_restore(self) -> None:
-        """Restores a state that waits for no loader: after a step, and after `prepare`."""
+        """Restores a state that needs no loader: after a step, and after `prepare`."""
         target = self._target
         if target is not None and target.feeding is None:
             counts = len(target.script.settings.stateful), len(target.script.loaders)
@@ -211,34 +213,34 @@ class WorkerCheckpoint:
                 self._restore(target)
 
     def forget(self) -> None:
-        """Goes on from an earlier clock without a state of it."""
+        """Continues from an earlier clock without a saved state."""
         self._model.put_residual({})
 
     @property
     def waits_for_loader(self) -> bool:
-        """Whether a state is to be restored when the script asks a loader for its next batch."""
+        """Whether a state will be restored when the script asks a loader for its next batch."""
         return self._target is not None and self._target.feeding is not None
 
     @property
     def at_pass_begin(self) -> bool:
-        """Whether the step at hand is the first of a pass over the data that feeds it, but not of the first pass."""
+        """Whether the current step is the first of a pass over the feeding loader, and not of the first pass."""
         return self._fed is not None and self.loaders[self._fed].is_at_begin
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def loop_begins(self, loader: int) -> None:
-        """Captures the state that is wanted where a loop begins, unless a loop that is under way will do so."""
+        """Captures the requested state at the beginning of a loop, unless another loop in progress will do so."""
         if not any(position.is_asked_after_step for position in self.loaders):
             self.capture(loader)
 
     def yielded(self, loader: int) -> None:
-        """Notes that a loader yields a batch."""
+        """Records that a loader yields a batch."""
         if self._fed != loader:
             self._fed, self._taken = loader, 0
         self._taken += 1
 
     def capture(self, loader: int | None = None) -> None:
-        """Captures the state that is wanted, if one is; `loader`: the one whose loop is at this point."""
+        """Captures the requested state, if there is a request. `loader`: whose loop is at this point"""
         if self._wanted is None:
             return
         clock, self._wanted = self._wanted, None
@@ -255,10 +257,10 @@ class WorkerCheckpoint:
         )
 
     def _save_captured(self, is_at_step: bool, only: WorkerState | None = None) -> None:
-        """Saves what was captured at the end of the last step, if that is not done yet; from any thread.
+        """Saves the state that the last step has captured, once. Thread-safe.
 
-        is_at_step: the next step begins at this moment
-        only:       this one alone
+        is_at_step: whether the next step begins at this moment
+        only: the state to save, if it is still that one
         """
         with self._captured_lock:
             captured = self._captured
@@ -279,15 +281,15 @@ class WorkerCheckpoint:
             self._troubles.over("save")
 
     def close(self) -> None:
-        """Saves what is captured: no step begins any more."""
+        """Saves the captured state: no further step begins."""
         self._save_captured(False)
 
     def last_state(self, clock: int, counts: bool, cut_short: bool = True) -> bytes:
-        """Returns the state of a worker that stops here, maybe in the middle of a step.
+        """Returns the state of a worker that stops now, possibly in the middle of a step.
 
-        clock:     of its last step that counts
-        counts:    the batches since the step before are those of that step; otherwise they are to come again
-        cut_short: the script does not come to its end: the loop that it is in, or has just left, is under way
+        clock: of its last step that counts
+        counts: whether the batches since the step before belong to that step; otherwise they will be yielded again
+        cut_short: whether the script was interrupted: the loop that it is in, or has just left, is then unfinished
         """
         if self._target is not None:
             return encode(self._target)  # it stops before it has gone on from there
@@ -303,7 +305,7 @@ class WorkerCheckpoint:
         return encode(WorkerState(clock, script, feeding, per_step, own, inner, self._at_step))
 
     def script_state(self) -> ScriptState:
-        """Returns what the script has set, and where all its loops are."""
+        """Returns the script's settings, and the positions of all its loops."""
         return ScriptState(self._settings(), [position.state() for position in self.loaders])
 
     def _settings(self) -> Settings:
@@ -315,7 +317,7 @@ class WorkerCheckpoint:
         )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the live groups; those that were added later are behind all others."""
+        """Returns the live groups; groups that were added later come last."""
         first = [group for optimizer, count in self._optimizers for group in optimizer.param_groups[:count]]
         return first + [group for optimizer, count in self._optimizers for group in optimizer.param_groups[count:]]
 
@@ -334,15 +336,16 @@ class WorkerCheckpoint:
     # -- what is the job's -------------------------------------------------------------------------------------------
 
     def tells(self, clock: int) -> bytes | None:
-        """Returns what the script has set that is the job's, for workers that join late; None: there is nothing."""
+        """Returns the script's settings that belong to the job, for workers that join late; None without any."""
         return None if self._target is not None else self.job.told(clock, self.stage)
 
     def adopt(self, told: bytes | None, clock: int, force: bool) -> int:
-        """Takes over what another worker has told of its script, at the first step of a process that came late.
+        """Adopts the settings of another worker's script, at the first step of a process that joins late.
 
-        Returns the stage at which that worker's script was. Of a later one than this script's, nothing is taken: those
-        are other optimizers, and maybe other things. Where this script is in a later one, its own state counts.
-        force: also where a schedule goes back
+        Returns the stage of that worker's script. If it is later than this script's, nothing is adopted: it has other
+        optimizers, and maybe other things. If it is earlier, this script's own settings count.
+
+        force: whether a schedule may go back
         """
         what = "the schedules and other things that were handed to prepare begin anew at clock %d: %s"
         state, why = None, None
@@ -360,26 +363,27 @@ class WorkerCheckpoint:
 
     @property
     def has_unknown_scheduler(self) -> bool:
-        """Whether an optimizer has a scheduler, and nothing was handed over whose state is the job's."""
+        """Whether an optimizer has a scheduler, and `prepare` was given nothing whose state belongs to the job."""
         return not self.job.are_some and any(steers(optimizer) for optimizer, _ in self._optimizers)
 
     @property
     def restored_clock(self) -> int | None:
-        """The clock at which the state was captured that is to be restored; None: there is none."""
+        """The clock of the state that will be restored; None without one."""
         return None if self._target is None else self._target.clock
 
     # -- restore -----------------------------------------------------------------------------------------------------
 
     def target(self, loader: int) -> LoaderState | None:
-        """Returns where a loader has to go, if it is the one at whose next batch a state is to be restored."""
+        """Returns the target position of a loader if a state will be restored at its next batch; otherwise None."""
         if self._target is None or self._target.feeding != loader:
             return None
         return self._target.script.loaders[loader]
 
     def restore(self, loader: int) -> int:
-        """Restores all but the position of the loader that asks; returns how many batches that one has to leave out.
+        """Restores everything but the position of the asking loader. Returns the number of batches that this loader
+        must skip.
 
-        Raises Unsupported if the state is of another script.
+        Raises Unsupported if the state belongs to another script.
         """
         target = self._target
         assert target is not None
@@ -391,16 +395,17 @@ class WorkerCheckpoint:
         return left_out
 
     def set_script_state(self, state: ScriptState, loader: int) -> None:
-        """Sets what the script had set, and sends all loaders but this one, and those under way, to where they were."""
+        """Sets the script's settings, and moves all loaders to their saved positions, except this one and those in a
+        loop."""
         self.set_settings(state.settings)
         for position, loader_state in zip(self.loaders, state.loaders, strict=False):
             if position.index != loader and not position.going:
                 position.follow(loader_state)
 
     def set_settings(self, settings: Settings) -> None:
-        """Sets random states, hyper-parameters, and the state of schedulers and the like.
+        """Sets random states, hyper-parameters, and the state of schedulers and similar objects.
 
-        Those of an earlier stage name other optimizers' groups, and fewer things.
+        Settings of an earlier stage name the groups of other optimizers, and fewer things.
         """
         is_of_now = settings.stage == self.stage
         set_groups(self._groups(), settings.groups if is_of_now else [])
@@ -409,7 +414,7 @@ class WorkerCheckpoint:
         settings.random.restore(self.device)
 
     def _restore(self, state: WorkerState) -> None:
-        """Restores all but the loaders' positions."""
+        """Restores everything but the loaders' positions."""
         settings, loaders = state.script.settings, state.script.loaders
         # A state from before a group was added is restored all the same: the group keeps its settings.
         here = min(len(self._groups()), len(settings.groups)), len(self._stateful), len(self.loaders)
@@ -438,21 +443,21 @@ def _rewound(state: LoaderState, batches: int) -> LoaderState:
 
 
 def _before_pass(state: LoaderState) -> LoaderState:
-    """Returns the position of a loader before the pass that is under way: an evaluation is made again as a whole."""
+    """Returns the position of a loader before its current pass, so that an evaluation is repeated as a whole."""
     if not state.going or state.start is None:
         return state
     return LoaderState(state.begun - 1, False, 0, None, state.start.generator, state.shift, state.over)
 
 
 class BesideCheckpoint(WorkerCheckpoint):
-    """The state of a job beside another one of the same script, to which all that a script sets belongs."""
+    """The state of a further job of a script. The script's settings belong to its first job."""
 
     def set_settings(self, settings: Settings) -> None:
-        """Sets nothing: the other job's state does."""
+        """Sets nothing: the first job's state does."""
 
 
 class LocalCheckpoint(WorkerCheckpoint):
-    """The state of a worker whose own optimizers step (mode local:H): theirs belongs to it, and clocks count rounds."""
+    """The state of a worker whose own optimizers step (mode local:H). It includes theirs, and clocks count rounds."""
 
     def __init__(self, device: torch.device, save: Save, local: Local, inner: InnerStates) -> None:
         super().__init__(device, save)
@@ -460,7 +465,7 @@ class LocalCheckpoint(WorkerCheckpoint):
         self.inner = inner
 
     def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
-        """Has the worker go on after `clock` rounds. Rounds that it has missed have as many steps as the job says."""
+        """Continues after `clock` rounds. Rounds that the worker has missed count with the job's number of steps."""
         super().rollback(state, clock, saved_at)
         assert self._target is not None
         saved = self._target.clock if saved_at is None else saved_at

@@ -1,7 +1,7 @@
-"""Values as bytes, and back: one safetensors file with every tensor by itself, and the rest as JSON in its metadata.
+"""Encodes values as one safetensors file: a tensor for each tensor, JSON metadata for the rest. Decodes them, too.
 
-Values are written with their type, so that a tuple comes back as a tuple. Nothing that runs code is ever written or
-read.
+The JSON contains the types of values, so that a tuple is decoded as a tuple. Unlike pickle, the format cannot contain
+code: another process's state is read without trusting it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ps_protocol.errors import Unsupported
 from ps_protocol.tensors import element_name, parts_of, whole_of
 
-# What `read_document` and `value_of` raise for bytes that were not written here.
+# The errors of `read_document` and `value_of` for bytes that `write_document` has not written.
 UNREADABLE = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
 MOST_DEPTH = 32
 
@@ -29,14 +29,14 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def write_document(document: Mapping[str, Any], tensors: dict[str, torch.Tensor], number: int) -> bytes:
-    """Returns a document, and the tensors that it names, as bytes. number: of its format"""
+    """Returns a document and its tensors as bytes. number: of the format"""
     return save(tensors, {_KEY: json.dumps({"format": number, **document})})
 
 
 def read_document(data: bytes, number: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns the document that bytes hold, and its tensors. Raises one of UNREADABLE where there is none.
+    """Returns the document in some bytes, and its tensors. Raises one of UNREADABLE for other bytes.
 
-    number: of its format
+    number: of the format
     """
     size = int.from_bytes(data[:8], "little")
     text = json.loads(data[8 : 8 + size])["__metadata__"][_KEY]
@@ -49,7 +49,8 @@ def read_document(data: bytes, number: int) -> tuple[dict[str, Any], dict[str, t
 
 
 def plain(value: Any, tensors: dict[str, torch.Tensor], where: str = "state") -> Any:
-    """Returns a value as JSON can hold it; tensors go into `tensors`. Raises Unsupported for any but Python's types."""
+    """Returns a value in JSON's types, and moves its tensors into `tensors`. Raises Unsupported for any but Python's
+    types."""
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -82,7 +83,7 @@ def _tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -
 
 @functools.cache
 def _is_written(dtype: torch.dtype) -> bool:
-    """Whether the version of safetensors that is here knows an element type. Others are written as bytes."""
+    """Whether the installed safetensors knows an element type. Tensors of other types are written as bytes."""
     try:
         load(save({"t": torch.empty((), dtype=dtype)}))  # what it writes, it need not read
     except (KeyError, SafetensorError):
@@ -97,7 +98,8 @@ def copied(value: Any, where: str = "state") -> Any:
 
 
 def value_of(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
-    """Returns what `plain` made JSON of; `tensor` finds one by its name. Raises ValueError for anything else."""
+    """Returns the value of what `plain` returned. `tensor` finds a tensor by its name. Raises ValueError for anything
+    else."""
     if type(value) in _SCALARS and not isinstance(value, float):
         return value
     if not isinstance(value, dict) or len(value) != 1 or depth > MOST_DEPTH:

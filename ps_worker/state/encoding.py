@@ -1,4 +1,4 @@
-"""The state of a worker besides the weights, as values and as bytes.
+"""The state of a worker without the weights, as values and as bytes.
 
 values  The position in the data, random states, schedulers, hyper-parameters, and the model's buffers.
 bytes   A document of documents.py.
@@ -33,7 +33,7 @@ class RandomState:
 
     @staticmethod
     def now(device: torch.device) -> RandomState:
-        """Returns the states as they are; numpy's only where something has imported it."""
+        """Returns the present states. numpy's is included only if numpy is imported."""
         numpy = sys.modules.get("numpy")
         return RandomState(
             torch.get_rng_state(),
@@ -60,9 +60,10 @@ def _numpy_state(state: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PassStart:
-    """How a pass over a loader began: the random states, that of the loader's own generator, and the share of data.
+    """The beginning of a pass over a loader: the random states, that of the loader's own generator, and the share of
+    data.
 
-    epoch: that of a sampler which the script sets (DistributedSampler); None where there is none
+    epoch: of a sampler whose epoch the script sets (DistributedSampler); None without one
     """
 
     random: RandomState
@@ -73,12 +74,12 @@ class PassStart:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """How far a loop over a loader is.
+    """The position of a loop over a loader.
 
-    begun: passes begun
-    going: whether the last of them is under way, with `taken` batches out of it, from `start`
-    shift: pass k is the data's pass k + shift: the script has gone on from a file of its own
-    over:  so many samples of the pass under way, or of the next one, were over for all workers before it began
+    begun: the number of passes that have begun
+    going: whether the last of them is in progress, with `taken` of its batches taken, from `start` on
+    shift: pass k is the data's pass k + shift, if the script has loaded a position from its own file
+    over: the samples of the current or the next pass that all workers had used before it began
     """
 
     begun: int
@@ -92,11 +93,11 @@ class LoaderState:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a script beside the model: random states, and the things that were handed to `prepare`.
+    """The settings of a script outside of the model: random states, and the objects given to `prepare`.
 
-    stateful: the state_dict of each scheduler and each other thing, in the order of `prepare`
-    groups:   the hyper-parameters of each of the optimizer's groups
-    stage:    of the script, whose optimizers these are
+    stateful: the state_dict of each scheduler and each other object, in the order of `prepare`
+    groups: the hyper-parameters of each parameter group
+    stage: the stage of the script that has these optimizers
     """
 
     random: RandomState
@@ -107,7 +108,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ScriptState:
-    """The settings of a script, and how far its loops over all loaders are."""
+    """The settings of a script, and the positions of its loops over all loaders."""
 
     settings: Settings
     loaders: list[LoaderState]
@@ -119,10 +120,10 @@ Residual = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """What of the model is the worker's own.
+    """The worker's own part of the model.
 
-    frozen:   by index among the job's parameters, those that no optimizer steps and that have changed since the start
-    residual: None where it is too large to be saved
+    frozen: by index among the job's parameters, the frozen tensors that have changed since the start
+    residual: None if it is too large to be saved
     """
 
     frozen: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -133,12 +134,12 @@ class OwnTensors:
 class WorkerState:
     """A worker's own state at the end of one step.
 
-    feeding:  the index of the loader that fed the step; None where there is no loader
-    per_step: batches taken for one step
-    own:      of the model
-    inner:    the state of optimizers that step on the worker (inner.py); None where there is none, or it is too large
-    at_step:  without a loader: the settings when the script began its next step, which is behind what it does between
-              two steps; None: not known
+    feeding: the index of the loader that fed the step; None without a loader
+    per_step: the number of batches of one step
+    own: the worker's own part of the model
+    inner: the state of optimizers that step on the worker (inner.py); None without one, or if it is too large
+    at_step: without a loader, the settings when the script began its next step, after its code between two steps; None:
+    unknown
     """
 
     clock: int
@@ -154,7 +155,7 @@ class WorkerState:
 
 
 def encode(state: WorkerState) -> bytes:
-    """Returns the state as bytes. Raises Unsupported for a value of an unknown type, saying where it is."""
+    """Returns a state as bytes. Raises Unsupported for a value of an unknown type, with its position."""
     tensors: dict[str, torch.Tensor] = {}
     settings = state.script.settings
     document = {
@@ -195,7 +196,7 @@ def _loader(loader: LoaderState, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(data: bytes) -> WorkerState:
-    """Returns the state that bytes hold. Raises InvalidRequest if they do not hold one."""
+    """Returns the state in some bytes. Raises InvalidRequest for other bytes."""
     try:
         document, tensors = read_document(data, FORMAT)
         tensor = tensors.__getitem__

@@ -1,7 +1,7 @@
-"""How this process ends: at its script's end, or cut short by a signal or an error: then a loop it was in is not over.
+"""How this process ends: at the end of its script, or interrupted by a signal or an error within a loop.
 
-A signal that ends the script is an exception that may come between any two lines, and so is Ctrl-C. What has to be
-noted of a step, and the note, are therefore made `undisturbed`.
+A signal that ends the script is an exception that Python may raise between any two lines, and so is Ctrl-C. A step and
+the record of it must not be separated, so they run in `undisturbed`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType
 
 
 class Ending:
-    """Whether a signal ends this process, and when. Signals are heard by the main thread alone."""
+    """Whether a signal ends this process, and when. Python runs signal handlers in the main thread alone."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -27,14 +27,14 @@ class Ending:
         return self._signal is not None
 
     def tell(self, number: int) -> None:
-        """Ends this process with SystemExit: at once, or where the hold ends. For the handler of a signal."""
+        """Ends this process with SystemExit, at once or at the end of `hold`. Called by signal handlers."""
         self._signal = number
         if not self._held:
             self._exit()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Has a signal that ends this process, and Ctrl-C, wait for the end of the block, in the main thread."""
+        """Delays a signal that ends this process, and Ctrl-C, until the end of the block, in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -54,8 +54,8 @@ class Ending:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Has SIGINT wait for the end of the block, and then be handled as it would have been. A second one is handled at
-    once: the block may be longer than was thought. For the main thread."""
+    """Delays SIGINT until the end of the block. A second SIGINT is handled at once, as the block may take longer than
+    expected. For the main thread."""
     handler = signal.getsignal(signal.SIGINT)
     came: list[tuple[int, FrameType | None]] = []
     if not callable(handler):  # ignored, or it ends the process at once
@@ -82,15 +82,16 @@ _ending = Ending()
 
 
 def end_by_signal(number: int) -> None:
-    """Ends this process because of a signal: at once, or at the end of a block that is `undisturbed`."""
+    """Ends this process because of a signal, at once or at the end of an `undisturbed` block."""
     _ending.tell(number)
 
 
 def undisturbed() -> AbstractContextManager[None]:
-    """Returns a context in which no signal ends this process. It is left soon: nothing in it waits for others."""
+    """Returns a context in which no signal ends this process. Its block must be short, and must not wait for other
+    processes."""
     return _ending.hold()
 
 
 def is_cut_short() -> bool:
-    """Whether the script does not come to its end. Called while an exception goes through, or after it has ended it."""
+    """Whether the script is interrupted. Call it while an exception propagates, or after it has ended the script."""
     return _ending.is_told or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -1,9 +1,9 @@
 """The state of optimizers that step on the worker (mode `local:H`), at the rounds that checkpoints keep.
 
-It may be twice as large as the weights, too much to be sent to the servers again and again. So a worker keeps copies of
-the last two that were asked for in its own memory: if the job is rolled back to one of these, the worker goes on from
-there, to the bit. A new process has no copy. It gets the state from the checkpoint if that was small enough to be part
-of it, and otherwise begins with none, as an optimizer does; then the log says so.
+It may be twice as large as the weights (Adam), too large for every checkpoint. Therefore a worker keeps copies of the
+last two requested states in its own memory. After a rollback to one of these it continues bit for bit. A new process
+has no copy: it gets a small state from the checkpoint, and otherwise begins without state, as a new optimizer does. A
+warning says so.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ps_worker.state.documents import copied
 
 log = logging.getLogger("ps_worker")
 
-MOST_BYTES = 2**20  # of a state that is part of checkpoints
-COPIES = 2  # of the last checkpoint that was asked for, which may fail, and of the one before
+MOST_BYTES = 2**20  # the largest state that is part of checkpoints
+COPIES = 2  # one for the last requested checkpoint, which may fail, and one for the checkpoint before it
 
 # Of each optimizer, by the position of a parameter, its state.
 InnerState = list[dict[int, dict[str, Any]]]
 
 
 class Inner(Protocol):
-    """What a worker's part of a checkpoint asks of this state."""
+    """The interface of inner optimizer state for the worker's part of a checkpoint."""
 
     def captured(self, clock: int) -> InnerState | None:
-        """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
+        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the state as it is, if it is small."""
+        """Returns a copy of the present state if it is small."""
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
+        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
 
 
 class NoInner:
@@ -55,9 +55,9 @@ class NoInner:
 
 
 class InnerStates:
-    """The state of the script's own optimizers. For the training thread.
+    """The state of the script's own optimizers. Only the training thread uses it.
 
-    fresh: called when they begin without a state in a job that is under way
+    fresh: called when they begin without state in a running job
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], fresh: Callable[[], None]) -> None:
@@ -67,12 +67,12 @@ class InnerStates:
         self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
 
     def enter(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Has these optimizers step from here on. What was kept is of those before."""
+        """Replaces the optimizers. Copies of the earlier ones are dropped."""
         self._optimizers = optimizers
         self._kept.clear()
 
     def captured(self, clock: int) -> InnerState | None:
-        """Keeps a copy of the state as it is, after so many rounds; returns it if it is small."""
+        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
         try:
             states = self._copied()
         except Unsupported as error:
@@ -86,7 +86,7 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the state as it is, if it is small."""
+        """Returns a copy of the present state if it is small."""
         try:
             states = self._copied()
         except Unsupported:
@@ -94,7 +94,7 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Goes back to the state after so many rounds. saved: what the checkpoint has of it"""
+        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
         states = self._kept.get(clock, saved)
         if states is None or not self._fits(states):
             self.begin_anew()
@@ -111,7 +111,7 @@ class InnerStates:
                 }
 
     def begin_anew(self) -> None:
-        """Takes away all state, in a job that is under way."""
+        """Clears all state, in a running job."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
             if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in its constructor: no step without
@@ -127,7 +127,7 @@ class InnerStates:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it holds no infinity and no NaN."""
+        """Whether the state contains no infinity and no NaN."""
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         return all(is_finite(tensor) for tensor in _tensors(states) if tensor.is_floating_point())
 
@@ -142,7 +142,7 @@ class InnerStates:
         ]
 
     def _parameters(self) -> list[list[tuple[torch.Tensor, Mapping[str, Any]]]]:
-        """Returns of each optimizer its parameters, each with its group."""
+        """Returns the parameters of each optimizer, each with its group."""
         return [
             [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
             for optimizer in self._optimizers
@@ -167,7 +167,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Returns a copy of state where torch keeps it: on its parameter's device, but for the number of steps."""
+    """Returns a copy of state on the devices where torch keeps it: the parameter's, except for the step count."""
     if isinstance(value, torch.Tensor):
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
         return value.to("cpu" if on_host else parameter.device, copy=True)

@@ -1,9 +1,9 @@
 """The state of optimizers that step on the worker, with the worker's own weights (mode `local:H/F`).
 
-Where fragments are mixed into the weights, a worker's weights are its own at all times: those of the servers do not say
-what they are. So they belong to what a worker keeps, and are as large as the model: see inner.py for what becomes of
-that. A process without them goes on with the servers' weights, and so does one that takes a rank when the job has gone
-on since: the servers' weights have moved meanwhile, and the difference to old ones would undo that.
+In this mode a worker's weights always differ from the servers', so they are part of the worker's state. They are as
+large as the model; inner.py says how such state is kept. A process without them continues with the servers' weights. So
+does a process that takes a rank after the job has made progress: the servers' weights have moved, and the difference
+from old weights would undo that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY, AT = "weights", "round"
 
 
 class OwnWeights(Protocol):
-    """The weights of a worker, beside those of the servers: see ps_worker/model/base.py."""
+    """The weights of a worker, apart from the servers': see ps_worker/model/base.py."""
 
     def own(self) -> dict[int, torch.Tensor]:
         """Returns a copy of them, by parameter."""
@@ -32,11 +32,11 @@ class OwnWeights(Protocol):
 
 
 class InnerWithWeights(InnerStates):
-    """The state of the script's own optimizers, and the weights that they step: one more entry behind theirs.
+    """The state of the script's own optimizers and, as one more entry after theirs, the weights that they step.
 
-    is_between: whether a round is over and the next one has not begun: what a worker that leaves later than that has
-                made since is lost, and its weights with it
-    rounds:     how many are over
+    is_between: whether a round is over and the next one has not begun; the steps of an unfinished round are lost with a
+    worker that leaves, and so are their weights
+    rounds: the number of rounds that are over
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InnerWithWeights(InnerStates):
         self._is_between, self._rounds = is_between, rounds
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the state as it is, if it is small; in the middle of a round without the weights."""
+        """Returns a copy of the present state if it is small; within a round without the weights."""
         states = super().now()
         return states if states is None or self._is_between() else [*states[:-1], {}]
 

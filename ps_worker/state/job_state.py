@@ -1,11 +1,11 @@
-"""What a script has set that is the job's and no worker's: brought from worker to worker, to one that joins late.
+"""The settings of a script that belong to the job, which a worker that joins late gets from another worker.
 
-Schedulers, a GradScaler, and everything else that was handed to `prepare`, but for what the script names as the
-worker's own; and with them the hyper-parameters of the optimizers' groups, which schedulers write into. Random states,
-positions in the data and the model's buffers are the worker's own.
+These are the states of schedulers, of a GradScaler, and of everything else given to `prepare`, except for `own`; and
+the hyper-parameters of the parameter groups, which schedulers change. Random states, positions in the data and the
+model's buffers belong to the worker.
 
-The newcomer takes it over at its first step, right before the update: by then its script has gone through the passes
-over the data that were over, with a step of a schedule behind each.
+The new worker adopts them at its first step, directly before the update. By then its script has gone through the
+finished passes, and has stepped a schedule after each.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FORMAT = 1  # that of a worker's whole state, from which this is read too
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of each thing that was handed to `prepare`, and the hyper-parameters of each group.
+    """The state of each object given to `prepare`, and the hyper-parameters of each group.
 
-    kinds:    the names of the things' types; None: not known
-    stateful: None for what is the worker's own
-    stage:    of the script, whose optimizers these groups are of
+    kinds: the names of the objects' types; None: unknown
+    stateful: None for an object whose state belongs to the worker
+    stage: the stage of the script that has these groups
     """
 
     clock: int
@@ -43,7 +43,7 @@ class JobState:
     stage: int = 0
 
     def encode(self) -> bytes:
-        """Returns it as bytes. Raises Unsupported for a value of an unknown type."""
+        """Returns the state as bytes. Raises Unsupported for a value of an unknown type."""
         tensors: dict[str, torch.Tensor] = {}
         document = {
             "clock": self.clock,
@@ -56,7 +56,7 @@ class JobState:
 
     @classmethod
     def decode(cls, data: bytes) -> JobState:
-        """Reads what `encode` wrote, or the part of a worker's whole state. Raises InvalidRequest."""
+        """Reads the bytes of `encode`, or this part of a worker's whole state. Raises InvalidRequest."""
         try:
             document, tensors = read_document(data, FORMAT)
 
@@ -73,10 +73,10 @@ class JobState:
 
 
 class JobThings:
-    """The things of a script whose state is the job's.
+    """The objects of a script whose state belongs to the job.
 
-    state_of: returns a thing's state as values of Python's own types, and tensors. Raises Unsupported
-    groups:   returns the live groups of all optimizers
+    state_of: returns an object's state in Python's own types and tensors. Raises Unsupported
+    groups: returns the live groups of all optimizers
     """
 
     def __init__(self, state_of: Callable[[Any], Any], groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
@@ -86,17 +86,17 @@ class JobThings:
         self._troubles = Troubles(log, None)  # nothing of this worker is lost
 
     def add(self, thing: Any, own: bool) -> None:
-        """Takes in a thing. own: its state is this worker's alone"""
+        """Adds an object. own: whether its state belongs to this worker alone"""
         self._things.append(thing)
         self._own.append(own)
 
     @property
     def are_some(self) -> bool:
-        """Whether any thing's state is the job's."""
+        """Whether the state of any object belongs to the job."""
         return not all(self._own)
 
     def told(self, clock: int, stage: int) -> bytes | None:
-        """Returns the state as it is told to others; None where there is none, or too much."""
+        """Returns the state for other workers; None if there is none, or if it is too large."""
         if not self.are_some:
             return None
         encoded = self.state(clock, stage).encode()
@@ -113,7 +113,7 @@ class JobThings:
         return None
 
     def state(self, clock: int, stage: int) -> JobState:
-        """Returns the state as it is."""
+        """Returns the present state."""
         pairs = list(zip(self._things, self._own, strict=True))
         return JobState(
             clock,
@@ -124,9 +124,9 @@ class JobThings:
         )
 
     def adopt(self, state: JobState, force: bool) -> str | None:
-        """Takes the state over, all of it or nothing; returns why not.
+        """Adopts a state, all of it or nothing. Returns the reason if it adopts nothing.
 
-        force: also where a schedule goes back
+        force: whether a schedule may go back
         """
         kinds = [_kind(thing) for thing in self._things]
         if len(state.stateful) != len(kinds) or state.kinds not in (None, kinds):
@@ -157,7 +157,7 @@ class JobThings:
 
 
 def set_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Sets the hyper-parameters of groups. Those that were added after they were saved keep theirs."""
+    """Sets the hyper-parameters of groups. Groups that were added after the state was saved keep theirs."""
     for group, values in zip(groups, saved, strict=False):
         for key, value in copied(values).items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -171,11 +171,11 @@ def _kind(thing: Any) -> str:
 
 
 def _goes_back(thing: Any, state: Any) -> bool:
-    """Whether a schedule is further than its state that was told."""
+    """Whether a schedule is ahead of the state that another worker has sent."""
     here, told = getattr(thing, "last_epoch", None), state.get("last_epoch") if isinstance(state, dict) else None
     return isinstance(here, int) and isinstance(told, int) and told < here
 
 
 def steers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scheduler of torch was made for an optimizer: they mark its `step`."""
+    """Whether a torch scheduler was made for an optimizer: it has patched the optimizer's `step`."""
     return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))

@@ -1,12 +1,12 @@
-"""How far a script's loops over one loader are, and how they go somewhere else.
+"""The position of a script's loops over one loader, and moving it.
 
-A loop of the script is usually one pass over the data. After a rollback it may be more: the rest of an earlier pass,
-and the passes after it up to the one that the script is in. In a new process that goes on from a checkpoint it may be
-none: the passes before it yield nothing.
+A loop of the script is usually one pass over the data. After a rollback it may be longer: the rest of an earlier pass,
+and the passes up to the script's present one. In a new process that continues from a checkpoint it may be empty, as the
+passes before the checkpoint yield nothing.
 
-    loop   begins -> asks for a batch, again and again -> ends, or the script leaves it. At each of these turns the
-           worker's state may be captured or restored: LoopHooks, which the checkpoint implements
-    pass   begins -> is opened, behind the batches that are over -> ends, or crosses into the next one
+    loop   begins -> asks for batches -> ends, or the script leaves it. At each of these points the worker's state may
+           be captured or restored through LoopHooks, which the checkpoint implements
+    pass   begins -> is opened after its used batches -> ends, or continues with the next pass
 """
 
 from __future__ import annotations
@@ -33,54 +33,57 @@ _END = object()
 
 
 class LoopHooks(Protocol):
-    """The turns of a loop, and what a loop needs to know of all that is around it. Loaders are named by their index."""
+    """The points of a loop at which state is captured or restored, and the facts that a loop needs. Loaders are named
+    by their index."""
 
     @property
     def device(self) -> torch.device:
-        """The device whose random state counts."""
+        """The device whose random state is captured."""
 
     @property
     def steps(self) -> int:
-        """Steps made by this process, whatever the clock."""
+        """The number of steps of this process, which a rollback does not change."""
 
     def loop_begins(self, loader: int) -> None:
-        """Captures the state that is wanted where a loop begins, unless a loop that is under way will do so."""
+        """Captures the requested state at the beginning of a loop, unless another loop in progress will do so."""
 
     def capture(self, loader: int | None = None) -> None:
-        """Captures the state that is wanted, if one is, at this turn of a loader's loop."""
+        """Captures the requested state, if there is a request, at this point of a loader's loop."""
 
     def yielded(self, loader: int) -> None:
-        """Notes that the loop yields a batch."""
+        """Records that the loop yields a batch."""
 
     def target(self, loader: int) -> LoaderState | None:
-        """Returns where the loop has to go if a state is to be restored at this turn, otherwise None."""
+        """Returns the target position if a state will be restored at this point; otherwise None."""
 
     def restore(self, loader: int) -> int:
-        """Restores all but the position of the loader that asks; returns how many batches that one has to leave out."""
+        """Restores everything but the position of the asking loader. Returns the number of batches that this loader
+        must skip."""
 
     def script_state(self) -> ScriptState:
-        """Returns what the script has set, and where all its loops are."""
+        """Returns the script's settings, and the positions of all its loops."""
 
     def set_script_state(self, state: ScriptState, loader: int) -> None:
-        """Sets what the script had set, and sends all loaders but this one, and those under way, to where they were."""
+        """Sets the script's settings, and moves all loaders to their saved positions, except this one and those in a
+        loop."""
 
 
 @dataclass(frozen=True)
 class PassBegin:
-    """What a script had set when it began a pass. epoch: that of the loader's own sampler, where the script sets it."""
+    """The script's settings at the beginning of a pass. epoch: of a sampler whose epoch the script sets"""
 
     script: ScriptState
     epoch: int | None
 
 
 class LoaderPosition:
-    """The position of one loader. Passes are counted from 1: pass `begun` is the last that was begun.
+    """The position of one loader. Passes are counted from 1; `begun` is the last that has begun.
 
-    going: whether it is under way
+    going: whether it is in progress
     """
 
     def __init__(self, hooks: LoopHooks, loader: DataLoader[Any], index: int, look_ahead: LookAhead) -> None:
-        """look_ahead: may read the batches of a pass ahead"""
+        """look_ahead: whether the batches of a pass may be read ahead"""
         self.index = index
         self.going = False
         self._hooks = hooks
@@ -101,11 +104,12 @@ class LoaderPosition:
         self._leave_out = 0
 
     def state(self) -> LoaderState:
-        """Returns where it is, now."""
+        """Returns the present position."""
         return self._state(self.going)
 
     def state_within(self) -> LoaderState:
-        """Returns where it is for a script that is cut short: a loop that was left by that is still under way."""
+        """Returns the position for a script that is interrupted: a loop that the interruption has left is still in
+        progress."""
         left = self._loop is None and self._start is not None and self._since == self._hooks.steps
         return self._state(self.going or left)
 
@@ -120,7 +124,7 @@ class LoaderPosition:
         return self._passes.is_divided
 
     def follow(self, state: LoaderState) -> None:
-        """Goes to where it was when another loader does: at once, or when its own loop asks for the next batch.
+        """Moves to the saved position when another loader is restored: at once, or when its own loop asks for a batch.
 
         Raises Unsupported if its loop is over.
         """
@@ -142,7 +146,8 @@ class LoaderPosition:
         return self._passes.position(self._hooks.target(self.index) or self._target or self.state())
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the next pass begin there. Where the worker goes on from a checkpoint of the servers, that one counts."""
+        """Sets the position of the next pass. If the worker continues from a checkpoint of the servers, that position
+        counts."""
         if self.going:
             raise InvalidRequest("a loop over this loader is under way: load its state before the loop begins")
         epoch, self._over = self._passes.read_position(state)
@@ -190,11 +195,11 @@ class LoaderPosition:
 
     @property
     def is_asked_after_step(self) -> bool:
-        """Whether a loop is under way that began before the last step: it will ask for a batch again, or end."""
+        """Whether a loop is in progress that began before the last step: it will ask for a batch again, or end."""
         return self.going and self._since < self._hooks.steps
 
     def _asked(self, iterator: Iterator[Any]) -> Iterator[Any] | None:
-        """Captures the state that is wanted, and restores the one that is to be, where the script asks for a batch."""
+        """Captures a requested state, and restores a pending one, when the script asks for a batch."""
         if self.is_asked_after_step:
             self._hooks.capture(self.index)
         if self._target is not None or self._hooks.target(self.index) is not None:
@@ -234,7 +239,7 @@ class LoaderPosition:
         return self._open(start, 0)
 
     def _cross(self) -> Iterator[Any]:
-        """Goes on with the next pass in the same loop, with what the script had set before it."""
+        """Continues with the next pass in the same loop, with the settings that the script had before it."""
         began = self._began.get(self._begun + 1)
         if began is None:
             log.warning("what the script did between passes %d and %d is not known", self._begun, self._begun + 1)
@@ -245,7 +250,7 @@ class LoaderPosition:
         return self._begin_pass()
 
     def _go_to_target(self) -> Iterator[Any] | None:
-        """Goes to where the loop has to be; restores first what is to be restored at this turn."""
+        """Moves the loop to its target position, after a restore that is due at this point."""
         target = self._hooks.target(self.index)
         if target is not None:
             self._leave_out = self._hooks.restore(self.index)
@@ -269,7 +274,7 @@ class LoaderPosition:
         return iterator
 
     def _open(self, start: PassStart, over: int) -> Iterator[Any]:
-        """Opens the pass `begun` behind the batches that are over, and those to be left out as far as it has them."""
+        """Opens pass `begun` after its used batches, and skips as many of the batches to leave out as it has."""
         skip = over + self._leave_out
         iterator, self._taken = self._passes.open(self._begun - 1 + self._shift, start, skip, self._over)
         self._leave_out = skip - self._taken
@@ -277,9 +282,10 @@ class LoaderPosition:
 
 
 class RepeatablePasses:
-    """Passes over a loader that can be opened once more as they began: it knows what decides on their order.
+    """Passes over a loader that can be repeated from their beginning. It controls everything that determines their
+    order.
 
-    look_ahead: may read the batches of a pass ahead
+    look_ahead: whether the batches of a pass may be read ahead
     """
 
     def __init__(self, loader: DataLoader[Any], look_ahead: LookAhead) -> None:
@@ -288,15 +294,16 @@ class RepeatablePasses:
         self._epochs = epoch_sampler(loader)
 
     def start(self, device: torch.device) -> PassStart:
-        """Returns how a pass that begins now begins."""
+        """Returns the beginning of a pass that begins now."""
         share = None if self._sampler is None else self._sampler.share()
         return PassStart(RandomState.now(device), self.generator_state(), share, self.epoch)
 
     def open(self, epoch: int, start: PassStart, skip: int, over: int = 0) -> tuple[Iterator[Any], int]:
-        """Returns the batches of a pass but for its first `skip`, and how many it has left out: it may have fewer.
+        """Returns the batches of a pass after its first `skip`, and the number of batches skipped; the pass may have
+        fewer.
 
         epoch: of the sampler, from 0
-        over:  of the samples, which are over for all workers
+        over: the number of samples that all workers have used
         """
         skipped = 0
         if self._sampler is not None:
@@ -330,13 +337,13 @@ class RepeatablePasses:
         return self._sampler.position(state.shift + state.begun - 1, state.over + own * count)
 
     def read_position(self, state: Any) -> tuple[int, int]:
-        """Returns the epoch, and how many samples of it are over. Raises InvalidRequest as the sampler."""
+        """Returns the epoch, and the number of its used samples. Raises InvalidRequest as the sampler does."""
         assert self._sampler is not None
         return self._sampler.read_position(state)
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of a sampler whose epoch the script sets; None where there is none."""
+        """The epoch of a sampler whose epoch the script sets; None without one."""
         return None if self._epochs is None else self._epochs.epoch
 
     def set_epoch(self, epoch: int | None) -> None:
@@ -345,7 +352,7 @@ class RepeatablePasses:
             self._epochs.set_epoch(epoch)
 
     def generator_state(self) -> torch.Tensor | None:
-        """Returns the state of the loader's own generator; None where it has none."""
+        """Returns the state of the loader's own generator; None without one."""
         return None if self._loader.generator is None else self._loader.generator.get_state()
 
     def set_generator(self, state: torch.Tensor | None) -> None:

@@ -1,8 +1,8 @@
-"""What of a model is a worker's own: tensors that no optimizer steps, and what its gradients have lost on the wire.
+"""The worker's own part of a model: frozen tensors, and the residuals of its gradients.
 
-The weights are on the servers. But the residual (model/residual.py) is as large as they are: with a large model, more
-than the coordinator keeps of a worker. Then it stays here, in the memory of this process. That is all that a job needs
-which is rolled back because a shard was lost; a new process begins without it, and says so.
+The servers have the weights. The residual (model/residual.py) is as large as the weights, which may be more than the
+coordinator stores for a worker. It then stays in the memory of this process. That suffices for a rollback after a shard
+was lost; a new process begins without it, and logs a warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEPT_CLOCKS = 2
 
 
 class SavedResiduals(Protocol):
-    """What the gradients of a model have lost on the wire: see ps_worker/model/residual.py."""
+    """The residuals of a model's gradients: see ps_worker/model/residual.py."""
 
     def copy(self) -> Residual:
         """Returns the residuals on the host, by bucket."""
@@ -42,8 +42,8 @@ class SavedResiduals(Protocol):
 class ModelState:
     """A model's own state in a worker's checkpoints.
 
-    frozen:    the tensors that no optimizer steps, by index among the job's parameters
-    residuals: of its buckets; None: they never have one
+    frozen: the tensors that no optimizer steps, by index among the job's parameters
+    residuals: of its buckets; None: the wire format has none
     """
 
     def __init__(self, frozen: Mapping[int, torch.Tensor], residuals: SavedResiduals | None = None) -> None:
@@ -52,12 +52,13 @@ class ModelState:
         self._kept: OrderedDict[int, Residual] = OrderedDict()  # by clock, what is too large to be saved
 
     def trains(self, indices: Sequence[int]) -> None:
-        """Notes that another job trains parameters from here on that no optimizer of this one steps."""
+        """Records that another job now trains parameters that no optimizer of this job steps."""
         for index in indices:
             self._frozen[index].trains = True
 
     def copy(self, clock: int) -> OwnTensors:
-        """Returns a copy as it is now, at a clock. What is too large for it is kept here."""
+        """Returns a copy of the present state, at a clock. A residual that is too large for the copy stays in
+        memory."""
         frozen = {index: tensor.copy() for index, tensor in self._frozen.items() if tensor.changed()}
         residual = {} if self._residuals is None else self._residuals.copy()
         if sum(error.nbytes for error in residual.values()) <= MOST_RESIDUAL_BYTES:
@@ -87,7 +88,7 @@ class ModelState:
         self.put_residual(residual or {})
 
     def put_residual(self, residual: Residual) -> None:
-        """Sets what the gradients so far have lost on the wire; nothing is none."""
+        """Sets the residual of the gradients so far; None clears it."""
         if self._residuals is not None:
             self._residuals.put(residual)
 
@@ -112,7 +113,7 @@ class FrozenTensor:
         return not torch.equal(parts_of(self._tensor), parts_of(self._first))
 
     def copy(self) -> torch.Tensor:
-        """Returns its value now, on the host: the parts of its elements, as the job has them."""
+        """Returns its present value on the host, as the parts of its elements."""
         return parts_of(self._tensor).to("cpu", copy=True)
 
     def takes(self, value: torch.Tensor) -> bool:

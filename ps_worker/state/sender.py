@@ -1,4 +1,4 @@
-"""Sends a worker's own part of each checkpoint to the coordinator, beside training."""
+"""Sends each captured state to the coordinator, in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAVING_SECONDS = 5.0
 
 
 class StateSender:
-    """Repeats each send while the worker is in the job, also from the places that follow."""
+    """Sends states, and repeats each call as long as the worker is in the job, also after a rejoin."""
 
     def __init__(self, coordinator: CoordinatorClient, members: Membership) -> None:
         self._coordinator = coordinator
@@ -37,14 +37,14 @@ class StateSender:
         self._last = self._pool.submit(lambda: self._send(clock, state, restored))
 
     def close(self) -> None:
-        """Ends the thread, after the last state is sent or LEAVING_SECONDS are over."""
+        """Ends the thread once the last state is sent, or after LEAVING_SECONDS."""
         if self._last is not None:
             wait([self._last], LEAVING_SECONDS)
         self._closing.set()
         self._pool.close()
 
     def join(self) -> None:
-        """Waits for the thread, once the coordinator's connection is closed: a call that is under way ends with it."""
+        """Waits for the thread after the coordinator's connection is closed, which ends a call in progress."""
         self._pool.join()
 
     def _send(self, clock: int, state: bytes, restored: int) -> None:
