@@ -215,10 +215,12 @@ def test_only_pods_of_the_cluster_reach_its_servers_and_only_at_their_ports() ->
     policies = {each["metadata"]["name"]: each["spec"] for each in base() if each["kind"] == "NetworkPolicy"}
     monitoring = read(FILES / "components" / "monitoring" / "network.yaml")
     policies["metrics"] = monitoring[0]["spec"]
-    assert policies["closed"] == {"podSelector": {}, "policyTypes": ["Ingress"]}, "what no other policy allows"
+    assert policies["closed"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}, (
+        "what no other policy allows"
+    )
     rules = {name: spec.get("ingress", []) for name, spec in policies.items()}
     ports = {name: [port["port"] for each in allowed for port in each["ports"]] for name, allowed in rules.items()}
-    assert ports == {"closed": [], "servers": ["grpc", "data"], "metrics": ["metrics"]}
+    assert ports == {"closed": [], "calls": [], "servers": ["grpc", "data"], "metrics": ["metrics"]}
     [selector] = policies["servers"]["podSelector"]["matchExpressions"]
     labels = {pods.name: pods.metadata["labels"][selector["key"]] for pods in templates(base())}
     assert set(selector["values"]) == {labels["coordinator"], labels["shards"]}
@@ -228,6 +230,38 @@ def test_only_pods_of_the_cluster_reach_its_servers_and_only_at_their_ports() ->
     [given] = kustomization["labels"]
     assert source["podSelector"]["matchLabels"] == given["pairs"]
     assert given["includeTemplates"] is True
+
+
+def test_a_pod_of_the_cluster_calls_its_servers_and_dns_and_nothing_else() -> None:
+    allowed = [each for each in base() if each["kind"] == "NetworkPolicy" and each["spec"].get("egress")]
+    [calls] = [each["spec"] for each in allowed]
+    given = yaml.safe_load((FILES / "base" / "kustomization.yaml").read_text())["labels"][0]
+    assert calls["podSelector"]["matchLabels"] == given["pairs"]
+    assert calls["policyTypes"] == ["Egress"]
+    to_servers, to_dns = calls["egress"]
+    [servers] = to_servers["to"]
+    [selector] = servers["podSelector"]["matchExpressions"]
+    pods = {each.metadata["labels"][selector["key"]]: each for each in templates(base())}
+    assert set(pods) - set(selector["values"]) == {"worker"}
+    listening = {
+        port["containerPort"]
+        for name in selector["values"]
+        for port in pods[name].container["ports"]
+        if port["name"] in ("grpc", "data")
+    }
+    assert {port["port"] for port in to_servers["ports"]} == listening
+    assert {(port["protocol"], port["port"]) for port in to_dns["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert all("namespaceSelector" in each or each["ipBlock"]["cidr"].endswith("/32") for each in to_dns["to"])
+
+
+def test_the_policy_that_a_comment_offers_for_an_object_store_opens_it_to_the_servers_alone() -> None:
+    text = (FILES / "base" / "network.yaml").read_text()
+    offered = re.findall(r"^#   ?(.*)$", text, re.MULTILINE)
+    policy = yaml.safe_load("\n".join(offered))["spec"]
+    [servers] = [each["spec"] for each in base() if each["metadata"]["name"] == "servers"]
+    assert policy["podSelector"] == servers["podSelector"]
+    assert policy["policyTypes"] == ["Egress"]
+    assert policy["egress"][0]["ports"] == [{"protocol": "TCP", "port": 443}]
 
 
 def test_services_and_budgets_select_the_pods_that_they_are_for() -> None:
