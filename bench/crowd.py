@@ -1,8 +1,12 @@
-"""What one more worker costs the servers: up to 64 workers in sync, each with a model of 1 MiB.
+"""What one more worker costs the servers: up to 64 workers in sync, each with a model of 1 MiB; and that 512 join.
 
 The workers are threads of one process: what they cost themselves is not measured, but the seconds of a core that the
 shards use for each step of each worker. The ratio is to the fewest workers. At the end every weight must be exactly the
 expected number.
+
+`joins` is the start of up to 512 workers on 16 shards: all join at once, and each watches the roster until it has heard
+of all others. The coordinator and the shards' logic are those of a cluster, in one process and without sockets; CPU is
+the coordinator's.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ from bench.training import Vectors
 
 WARMUP = 3
 TIMEOUT = 600.0
-SHORT = {"workers": "2,8", "mib": 1, "rounds": 4}
+SHORT = {"workers": "2,8", "mib": 1, "rounds": 4, "joins": "64"}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The command line of `python -m bench crowd`."""
     options.add(parser, mib=1, workers="1,8,16,32,64", shards=2, rounds=20, transport="shm,tcp,grpc")
+    parser.add_argument("--joins", default="64,256,512", help="workers that join at once; none: '' (%(default)s)")
+    parser.add_argument("--join-shards", type=int, default=16, help="that they join (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
@@ -40,7 +46,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     found: list[Result] = []
     for transport in arguments.transport.split(","):
         fewest = None
-        for workers in map(int, arguments.workers.split(",")):
+        for workers in map(int, filter(None, arguments.workers.split(","))):
             order = {"workers": workers, "mib": arguments.mib, "rounds": arguments.rounds, "transport": transport}
             with servers([HERE] * arguments.shards) as cluster:
                 order |= {"server": cluster.address, "pids": cluster.pids}
@@ -62,11 +68,22 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                     shards_cpu_ms=round(cost, 3),
                 )
             )
+    return found + _joins(arguments)
+
+
+def _joins(arguments: argparse.Namespace) -> list[Result]:
+    """One result for each number of workers that join."""
+    found: list[Result] = []
+    for workers in map(int, filter(None, arguments.joins.split(","))):
+        with Group([HERE], "bench.joins", [{"workers": workers, "shards": arguments.join_shards}]) as group:
+            answer = group.answers(TIMEOUT)[0]
+        found.append(result("crowd", "joins", workers=workers, shards=arguments.join_shards, **answer))
     return found
 
 
 def draw(found: list[Result], path: Path) -> None:
     """A line for each transport."""
+    found = [line for line in found if line["system"] == "ours"]
     transports = dict.fromkeys(line["transport"] for line in found)
     group = [
         Line(name, [(line["workers"], line["shards_cpu_ms"]) for line in found if line["transport"] == name])

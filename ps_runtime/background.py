@@ -125,6 +125,25 @@ class Background:
         for name, work in delayed:
             self.run(name, work)
 
+    def later(self, name: str, seconds: float, work: Callable[[], object]) -> bool:
+        """Calls `work` once, after so many seconds, in a thread of its own; not if `stop` comes first.
+
+        Returns False where it cannot: before `start`, or where no thread can be had.
+        """
+        if not self._started:
+            return False
+
+        def run() -> None:
+            if not self._stopping.wait(seconds):
+                guarded(name, work)
+
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:
+            note_error(name)
+            return False
+        return True
+
     def apart(self, name: str, key: str, work: Callable[[], object]) -> None:
         """Calls `work`, which may take long, beside what the caller does; not if it still runs for that key.
 

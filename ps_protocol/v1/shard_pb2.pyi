@@ -154,6 +154,28 @@ class AddWorkerResponse(_message.Message):
     pushes: _types_pb2.ShardPushes
     def __init__(self, frontier: _Optional[int] = ..., pushed_clock: _Optional[int] = ..., pushes: _Optional[_Union[_types_pb2.ShardPushes, _Mapping]] = ...) -> None: ...
 
+class AddWorkersRequest(_message.Message):
+    __slots__ = ("workers", "coordinator_term")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[AddWorkerRequest]
+    coordinator_term: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[AddWorkerRequest, _Mapping]]] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
+
+class AddWorkersResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[AddedWorker]
+    def __init__(self, workers: _Optional[_Iterable[_Union[AddedWorker, _Mapping]]] = ...) -> None: ...
+
+class AddedWorker(_message.Message):
+    __slots__ = ("counted", "fenced")
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    counted: AddWorkerResponse
+    fenced: str
+    def __init__(self, counted: _Optional[_Union[AddWorkerResponse, _Mapping]] = ..., fenced: _Optional[str] = ...) -> None: ...
+
 class RemoveWorkerRequest(_message.Message):
     __slots__ = ("worker", "coordinator_term")
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +185,18 @@ class RemoveWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
 
 class RemoveWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RemoveWorkersRequest(_message.Message):
+    __slots__ = ("workers", "coordinator_term")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_TERM_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_types_pb2.WorkerIdentity]
+    coordinator_term: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[_types_pb2.WorkerIdentity, _Mapping]]] = ..., coordinator_term: _Optional[int] = ...) -> None: ...
+
+class RemoveWorkersResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

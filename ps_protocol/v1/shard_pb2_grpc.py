@@ -50,10 +50,20 @@ class ShardServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkerRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkerResponse.FromString,
                 _registered_method=True)
+        self.AddWorkers = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/AddWorkers',
+                request_serializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkersRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkersResponse.FromString,
+                _registered_method=True)
         self.RemoveWorker = channel.unary_unary(
                 '/ps_protocol.v1.ShardService/RemoveWorker',
                 request_serializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerResponse.FromString,
+                _registered_method=True)
+        self.RemoveWorkers = channel.unary_unary(
+                '/ps_protocol.v1.ShardService/RemoveWorkers',
+                request_serializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersResponse.FromString,
                 _registered_method=True)
         self.BeginSnapshot = channel.unary_unary(
                 '/ps_protocol.v1.ShardService/BeginSnapshot',
@@ -111,8 +121,23 @@ class ShardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddWorkers(self, request, context):
+        """Does as AddWorker for several workers of one job that join at the same time. A worker that is fenced is said in its
+        own result, and the others are counted. UNIMPLEMENTED: the shard is of an earlier version, which has AddWorker alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveWorker(self, request, context):
         """Stops counting a worker as live. Repeating it is safe. NOT_FOUND: no such job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveWorkers(self, request, context):
+        """Does as RemoveWorker for several workers of one job. UNIMPLEMENTED: as for AddWorkers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,10 +208,20 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     request_deserializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkerRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkerResponse.SerializeToString,
             ),
+            'AddWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddWorkers,
+                    request_deserializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkersRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_shard__pb2.AddWorkersResponse.SerializeToString,
+            ),
             'RemoveWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveWorker,
                     request_deserializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerResponse.SerializeToString,
+            ),
+            'RemoveWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveWorkers,
+                    request_deserializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersResponse.SerializeToString,
             ),
             'BeginSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginSnapshot,
@@ -307,6 +342,33 @@ class ShardService:
             _registered_method=True)
 
     @staticmethod
+    def AddWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/AddWorkers',
+            ps__protocol_dot_v1_dot_shard__pb2.AddWorkersRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_shard__pb2.AddWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RemoveWorker(request,
             target,
             options=(),
@@ -323,6 +385,33 @@ class ShardService:
             '/ps_protocol.v1.ShardService/RemoveWorker',
             ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerRequest.SerializeToString,
             ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.ShardService/RemoveWorkers',
+            ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_shard__pb2.RemoveWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

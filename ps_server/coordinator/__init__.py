@@ -6,6 +6,8 @@ job.py          A job, as its coordinator knows it: all that happens to it is a 
 members.py      The live workers of one job, and which of them each shard counts
 attendance.py   The launches that have taken part, and how the worker went that left last
 reservations.py Joins under way: what each worker is going to be, until every shard counts it
+joins.py        Joins of one job: those that wait while others are being counted on the shards go together
+together.py     Work that costs as much for many callers as for one
 removals.py     Workers that are gone, and that shards may still count
 expiry.py       Ends leases that have run out, and jobs that their workers have deserted
 lifecycle.py    What a job is in the middle of, and whether it is over

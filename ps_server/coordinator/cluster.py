@@ -69,6 +69,9 @@ class Registry(Protocol):
     def save_ahead(self) -> None:
         """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""
 
+    def later(self, seconds: float, work: Callable[[], None]) -> bool:
+        """Calls `work` after so many seconds, beside the caller. False: it cannot."""
+
     def forget(self, name: str, why: str, finished: FinishedJob | None) -> None:
         """Drops a job that has ended, and frees its name.
 

@@ -43,6 +43,7 @@ from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard,
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
+from ps_server.coordinator.together import Together
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.placement import sized
@@ -52,6 +53,8 @@ from ps_server.failpoints import failpoint
 from ps_server.storage.files import Files, files_of
 
 log = logging.getLogger("ps_server")
+
+SAVES_TOGETHER = 1024  # callers whose changes one write of the file keeps
 
 
 class Coordinator:
@@ -100,6 +103,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self.ended = EndedJobs()
         self._draining = False
+        self._saves: Together[None, None] = Together(self._save_for_all, SAVES_TOGETHER)
         self._troubles = Troubles(log, "state_file")
         self._background = Background()
         self._expiry = Expiry(self.jobs, self._cluster, self._background)
@@ -319,7 +323,13 @@ class Coordinator:
     def save_ahead(self) -> None:
         """Keeps what a coordinator after this one needs. Raises TryLater where the disk does not take it."""
         if self._state_file is not None:
-            self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()}, self.ended.finished)
+            self._saves.do(None)
+
+    def _save_for_all(self, callers: Sequence[None]) -> Sequence[None]:
+        """Writes the file once, with what all callers have changed until now."""
+        assert self._state_file is not None
+        self._state_file.save(lambda: {name: saved(job) for name, job in self.jobs().items()}, self.ended.finished)
+        return callers
 
     def save(self) -> None:
         """Does as `save_ahead`; where the disk does not take it, `save_again` does so later."""
@@ -334,6 +344,10 @@ class Coordinator:
         """Keeps on disk what the disk did not take before."""
         if self._state_file is not None and self._state_file.is_behind:
             self.save()
+
+    def later(self, seconds: float, work: Callable[[], None]) -> bool:
+        """Has a roster told after so many seconds. False: there is no thread for it."""
+        return self._background.later("rosters", seconds, work)
 
     def forget(self, name: str, why: str, finished: FinishedJob | None = None) -> None:
         """Drops a job that has ended, and frees its name."""

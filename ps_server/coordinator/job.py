@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ps_protocol.convert import job_spec_data
@@ -34,11 +34,11 @@ from ps_server.coordinator.data import JobData
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.job_script import JobScript
+from ps_server.coordinator.joins import JobJoins, described_join, log_join
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal
-from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
@@ -95,11 +95,12 @@ class CoordinatedJob:
             if checkpointing is not None
             else None
         )
-        self.watchers = Watchers(self.members.announced)
+        self.watchers = Watchers(self.members.announced, cluster.clock, registry.later)
         self.figures = HeardFigures()
         in_step = spec.consistency.one_clock and spec.consistency.quorum is None
         self.script = JobScript(self.members, in_step, self._saved_script, self.watchers.tell)
         self.life = Lifecycle(spec.name, cluster.clock)
+        self._joins = JobJoins(self.members, self.data, self.accounting, self.life, self.lost, registry, self._announce)
         self._troubles = Troubles(log, "rollback")
 
     # -- looks -------------------------------------------------------------------------------------------------------
@@ -184,28 +185,10 @@ class CoordinatedJob:
         if reservation is None:
             assert repeated is not None
             return self._result(repeated, request, continued)
-        try:
-            self._registry.save_ahead()
-        except BaseException:
-            self.members.release(reservation)
-            raise
-        try:
-            counted = self.members.count(reservation)
-            with self.life.deciding():
-                self.life.check_open(self.lost())
-                member = self.members.admit(reservation, request, counted)
-                before = None if request.previous is None else request.clock
-                self.accounting.joined(member.rank, member.clock, before, member.pushed)
-        except BaseException:
-            self._abort_join(reservation)
-            raise
-        self.data.gone(member.rank, member.incarnation - 1)
-        self._registry.save()
-        member = self.members.begin_lease(member)
-        self._announce()
-        _log_join(self.spec.name, member, reservation.older, request)
+        member = self._joins.join(reservation, request)
+        log_join(self.spec.name, member, reservation.older, request)
         self._tell_of_waits()
-        for kind, text in _described_join(member, reservation.older, request):
+        for kind, text in described_join(member, reservation.older, request):
             self._cluster.events.note(kind, self.spec.name, text)
         if continued is not None and member.clock:
             self._tell_of_continuing(member, continued)
@@ -242,13 +225,6 @@ class CoordinatedJob:
         log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
         self._cluster.events.note("join", self.spec.name, text)
 
-    def _abort_join(self, reservation: Reservation) -> None:
-        fenced = self.members.abort(reservation)
-        self.data.gone(reservation.rank, reservation.incarnation)
-        self._registry.save()
-        if fenced:
-            self._announce()
-
     def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinResult:
         is_new = request.previous is None
         state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
@@ -279,7 +255,7 @@ class CoordinatedJob:
         log.info("job %s: worker %d leaves%s", self.spec.name, rank, how)
         self._cluster.events.note("leave", self.spec.name, f"worker {rank} leaves{how}")
         # Also the last one, before the last checkpoint: what others have staged may wait for a step of this one.
-        self._remove(member)
+        self._remove([member])
         self._registry.save()
         self.members.removals.tell()
         return self.finish()
@@ -331,12 +307,14 @@ class CoordinatedJob:
         self._cluster.events.note("waits", self.spec.name, text)
         self._registry.save()
 
-    def _remove(self, member: Member) -> None:
-        """Has what a worker that left, or was taken off, keeps from others go to them."""
+    def _remove(self, members: Sequence[Member]) -> None:
+        """Has what workers that left, or were taken off, keep from others go to them."""
         with self.life.deciding():
-            self.accounting.gone(member.rank, member.clock)
-        self.members.removals.add((member.rank, member.incarnation))
-        self.data.gone(member.rank, member.incarnation)
+            for member in members:
+                self.accounting.gone(member.rank, member.clock)
+        self.members.removals.add(*((member.rank, member.incarnation) for member in members))
+        for member in members:
+            self.data.gone(member.rank, member.incarnation)
         self._announce()
 
     def expire(self, process: WorkerProcess | None = None) -> list[int]:
@@ -365,8 +343,8 @@ class CoordinatedJob:
             log.warning("job %s: worker %d (pid %d on %s) is gone: %s", *who, why)
             text = f"worker {member.rank} on {member.host} is gone: {why}"
             self._cluster.events.note("lost", self.spec.name, text)
-            self._remove(member)
         if expired or ended:
+            self._remove([*expired, *ended])
             # Before a shard hears of it: a coordinator that comes back must not take for live what a shard has removed.
             self._registry.save()
         self.members.removals.tell()
@@ -555,23 +533,3 @@ def _if_small(name: str, rank: int, state: tuple[int, bytes] | None, limit: int)
     size = len(state[1])
     log.warning("job %s: worker %d leaves a state of %d bytes, and max-state-bytes is %d", name, rank, size, limit)
     return None
-
-
-def _log_join(name: str, member: Member, older: Member | None, request: JoinRequest) -> None:
-    if older is not None and request.take_over and older.launch != request.launch:
-        log.warning(
-            "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
-            *(name, older.rank, older.pid, older.host),
-        )
-    log.info(
-        "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
-        *(name, member.rank, member.clock, member.incarnation, request.metrics_address or "no address"),
-    )
-
-
-def _described_join(member: Member, older: Member | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
-    """Yields the events of a join: their kinds, and in words."""
-    if older is not None and request.previous is None:
-        yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"
-    kind, verb = ("join", "joins") if request.previous is None else ("rejoin", "comes back")
-    yield kind, f"worker {member.rank} on {member.host or 'an unknown host'} {verb} at clock {member.clock}"

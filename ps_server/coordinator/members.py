@@ -17,17 +17,17 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ps_protocol.errors import Fenced, LimitExceeded, NotFound, TryLater
+from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, TryLater
 from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Counted, JoinRequest, Member, Membership, WorkerProcess, check_key
+from ps_server.core.membership import Arrival, Counted, JoinRequest, Member, Membership, WorkerProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -232,35 +232,64 @@ class JobMembers:
         with self._lock:
             self._joining.drop(reservation)
 
-    def count(self, reservation: Reservation) -> Joined:
-        """Has every shard count a worker; returns the clock from which on all do, and how far its rank had pushed.
+    def count(self, reservations: Sequence[Reservation]) -> list[Joined | PSError]:
+        """Has every shard count workers; returns for each the clock from which on all do, and how far its rank had
+        pushed, or its error: TryLater or Fenced, as `admit`, where a shard takes its incarnation for an earlier one.
 
-        Raises PSError if one is silent; TryLater or Fenced, as `admit`, if it takes the incarnation for an earlier one.
+        Raises PSError if a shard is silent: it may count any of them.
         """
-        rank, incarnation, key = reservation.rank, reservation.incarnation, reservation.key
+        shards = self._shards.all()
+        # Where one counts a worker, others wait for it: not before it is known that all shards answer.
+        self._shards.call(shards, lambda shard: shard.api.process())
+        try:
+            first = self._count_from(shards, dict.fromkeys(reservations))
+            clocks = {
+                reservation: max(counted.frontier for counted in each)
+                for reservation, each in first.items()
+                if not isinstance(each, Fenced)
+            }
+            last = {**first, **self._count_from(shards, clocks)}
+        except NotFound as error:  # a shard was started anew and has not called in yet, or see held_jobs.py
+            raise TryLater(f"job {self._name!r}: {error}") from None
+        joined: list[Joined | PSError] = []
+        for reservation in reservations:
+            each, refused = first[reservation], last[reservation]
+            if isinstance(each, Fenced) or isinstance(refused, Fenced):
+                joined.append(self._retired(reservation, each if isinstance(each, Fenced) else refused))
+                continue
+            pushed = [counted.pushed for counted in each if counted.pushed is not None]
+            on_shards = {shard.index: counted for shard, counted in zip(shards, each, strict=True)}
+            joined.append(Joined(clocks[reservation], min(pushed, default=None), on_shards))
+        return joined
 
-        def count(shard: RegisteredShard, clock: int | None) -> Counted:
-            counted = shard.api.add_worker(self._name, rank, incarnation, clock, key, self._run)
+    def _count_from(
+        self, shards: Sequence[RegisteredShard], clocks: Mapping[Reservation, int | None]
+    ) -> dict[Reservation, tuple[Counted, ...] | Fenced]:
+        """Has every shard count workers from these clocks on; returns what each shard says of each worker, or why one
+        has fenced it."""
+        arrivals = [Arrival(each.rank, each.incarnation, each.key, clock) for each, clock in clocks.items()]
+
+        def count(shard: RegisteredShard) -> list[Counted | Fenced]:
+            counted = shard.api.add_workers(self._name, arrivals, self._run)
             failpoint("worker-half-added")
             return counted
 
-        shards = self._shards.all()
-        # Where one counts the worker, others wait for it: not before it is known that all shards answer.
-        self._shards.call(shards, lambda shard: shard.api.process())
-        try:
-            each = self._shards.call(shards, lambda shard: count(shard, None))
-            clock = max(counted.frontier for counted in each)
-            self._shards.call(shards, lambda shard: count(shard, clock))
-        except NotFound as error:  # a shard was started anew and has not called in yet, or see held_jobs.py
-            raise TryLater(f"job {self._name!r}: {error}") from None
-        except Fenced as error:
-            with self._lock:
+        of_shards = self._shards.call(shards, count) if arrivals else []
+        found: dict[Reservation, tuple[Counted, ...] | Fenced] = {}
+        for reservation, answers in zip(clocks, zip(*of_shards, strict=True), strict=True):
+            fenced = next((answer for answer in answers if isinstance(answer, Fenced)), None)
+            found[reservation] = fenced or tuple(answer for answer in answers if isinstance(answer, Counted))
+        return found
+
+    def _retired(self, reservation: Reservation, fenced: object) -> PSError:
+        """Returns the error of a join of which a shard knows a later incarnation."""
+        with self._lock:
+            try:
                 self._joining.check(reservation)
-            # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
-            raise TryLater(f"job {self._name!r}: {error}") from None
-        pushed = [counted.pushed for counted in each if counted.pushed is not None]
-        on_shards = {shard.index: counted for shard, counted in zip(shards, each, strict=True)}
-        return Joined(clock, min(pushed, default=None), on_shards)
+            except PSError as overtaken:
+                return overtaken
+        # The shard was rolled back, and knows a later incarnation than this coordinator: the next one is later.
+        return TryLater(f"job {self._name!r}: {fenced}")
 
     def admit(self, reservation: Reservation, request: JoinRequest, joined: Joined) -> Member:
         """Makes a worker live that all shards count. Raises Fenced if another process took the rank meanwhile, TryLater

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ps_protocol.errors import NotFound, PSError
+from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import Shards
 from ps_server.core.data_leases import WorkerId
+from ps_server.core.membership import WORKERS_A_CALL
 
 log = logging.getLogger("ps_server")
 
@@ -64,8 +66,8 @@ class Removals:
         """Tells one shard, until it has heard all or does not answer."""
         told = False
         try:
-            while (removal := self._next(index)) is not None:
-                if not self._tell(*removal):
+            while workers := self._next(index):
+                if not self._tell(index, workers):
                     return
             told = True
         finally:
@@ -73,24 +75,25 @@ class Removals:
                 with self._lock:
                     self._telling.discard(index)
 
-    def _next(self, index: int) -> Removal | None:
+    def _next(self, index: int) -> list[WorkerId]:
         """Returns what a shard is to hear next. Where there is nothing, it is not being told any more."""
         with self._lock:
-            removal = min((removal for removal in self._pending if removal[0] == index), default=None)
-            if removal is None:
+            workers = sorted((rank, incarnation) for shard, rank, incarnation in self._pending if shard == index)
+            if not workers:
                 self._telling.discard(index)
-            return removal
+            return workers[:WORKERS_A_CALL]
 
-    def _tell(self, index: int, rank: int, incarnation: int) -> bool:
+    def _tell(self, index: int, workers: Sequence[WorkerId]) -> bool:
         try:
-            self._shards.known()[index].api.remove_worker(self._name, rank, incarnation, self._run)
+            self._shards.known()[index].api.remove_workers(self._name, workers, self._run)
         except NotFound:
-            pass  # a new process, which has never heard of the worker
+            pass  # a new process, which has never heard of them
         except PSError as error:
-            what = "job %s: worker %d is not removed from shard %d yet: %s"
-            self._troubles.met(index, what, self._name, rank, index, error)
+            ranks = {rank for rank, _ in workers}
+            what = f"job %s: %s {'is' if len(ranks) == 1 else 'are'} not removed from shard %d yet: %s"
+            self._troubles.met(index, what, self._name, ranks_text(ranks), index, error)
             return False
         self._troubles.over(index)
         with self._lock:
-            self._pending.discard((index, rank, incarnation))
+            self._pending.difference_update((index, *worker) for worker in workers)
         return True

@@ -68,7 +68,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
     """Returns what another coordinator needs to resume a job. Waits for no join."""
     completed, rounds = job.rounds.done()
     accounting, live = job.accounting, job.members.all()
-    attendance = job.members.attendance
+    attendance, ranks = job.members.attendance, {member.rank for member in live}
     return SavedJob(
         spec=job.spec_data,
         run=job.placed.run,
@@ -85,7 +85,7 @@ def saved(job: CoordinatedJob) -> SavedJob:
         departed=dict(accounting.departed),
         settled=dict(accounting.settled),
         rejoining=job.members.rejoining(),
-        away=tuple(member for member in job.members.all(and_away=True) if member not in live),
+        away=tuple(member for member in job.members.all(and_away=True) if member.rank not in ranks),
         pending_removals=tuple(sorted(job.members.pending_removals())),
         continues=job.placed.continues,
         rounds_completed=completed,

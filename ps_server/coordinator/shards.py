@@ -14,14 +14,15 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from ps_protocol.errors import InvalidRequest, PSError, TryLater
+from ps_protocol.errors import Fenced, InvalidRequest, PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_runtime.background import guarded
 from ps_runtime.credentials import is_loopback
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import Counted
+from ps_server.core.data_leases import WorkerId
+from ps_server.core.membership import Arrival, Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place
@@ -46,11 +47,11 @@ class ShardApi(Protocol):
     def drop_job(self, job: str, run: str) -> None:
         """Forgets a run of a job."""
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> Counted:
-        """Counts a worker as live; returns how far the shard is."""
+    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
+        """Counts up to WORKERS_A_CALL workers as live; returns for each how far the shard is, or why it is fenced."""
 
-    def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
-        """Stops counting a worker as live."""
+    def remove_workers(self, job: str, workers: Sequence[WorkerId], run: str) -> None:
+        """Stops counting up to WORKERS_A_CALL workers as live."""
 
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""

@@ -121,10 +121,11 @@ class StateFile:
 
 def _data(job: SavedJob) -> dict[str, Any]:
     """Returns a job as JSON has it."""
-    data = {**asdict(replace(job, spec={})), "spec": job.spec}  # which is large, and plain data already
-    for worker in (*data["workers"], *data["away"], *data["absent"]):
-        for name in _PASSING:
-            del worker[name]
+    data = {**asdict(replace(job, spec={}, workers=(), away=(), absent=())), "spec": job.spec}  # which is plain data
+    for name, workers in (("workers", job.workers), ("away", job.away), ("absent", job.absent)):
+        data[name] = [
+            {each: value for each, value in vars(worker).items() if each not in _PASSING} for worker in workers
+        ]
     # Earlier releases know nothing of these: they go on with the file where it says nothing of them.
     if job.left is None:
         del data["absent"], data["left"]

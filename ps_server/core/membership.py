@@ -19,6 +19,7 @@ DEFAULT_ABSENCE_SECONDS = 300.0  # for which a job may wait at its end for a wor
 # is started again imports its libraries first, on another host perhaps: six leases are a minute.
 RETURN_LEASES = 6
 HEARTBEATS_PER_LEASE = 4  # as clients send them
+WORKERS_A_CALL = 64  # of one job that a shard is told of at a time: a call ends long before its deadline
 REPLACED_KEPT = 16  # launches that one after the other took a rank over; the first are forgotten
 
 
@@ -36,6 +37,16 @@ class Counted:
     frontier: int
     pushed: int | None
     further: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A worker that a shard is to count. clock: from which on; None: from the shard's own frontier on"""
+
+    rank: int
+    incarnation: int
+    key: bytes = field(repr=False)
+    clock: int | None = None
 
 
 @dataclass(frozen=True)

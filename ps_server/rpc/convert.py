@@ -16,13 +16,13 @@ from ps_protocol.convert import (
     worker_figures_message,
 )
 from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import Fenced, InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import Counted, JoinRequest, JoinResult, Member, WorkerProcess
+from ps_server.core.membership import Arrival, Counted, JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.core.sums import Agreement
@@ -113,6 +113,37 @@ def shard_pushes(shard: int, counted: Counted) -> types_pb2.ShardPushes:
         of_clock.setdefault(clock, []).append(part)
     further = [types_pb2.FurtherPush(clock=clock, parts=parts) for clock, parts in of_clock.items()]
     return types_pb2.ShardPushes(shard=shard, pushed_clock=counted.pushed or 0, further=further)
+
+
+def arrival(request: shard_pb2.AddWorkerRequest) -> Arrival:
+    """Returns a worker that a shard is to count."""
+    worker, clock = request.worker, request.clock if request.HasField("clock") else None
+    return Arrival(worker.rank, worker.incarnation, worker.lease_key, clock)
+
+
+def add_worker_response(counted: Counted) -> shard_pb2.AddWorkerResponse:
+    """Returns how far a shard is that counts a worker."""
+    pushes = shard_pushes(0, counted)
+    return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
+
+
+def added_worker(added: Counted | Fenced) -> shard_pb2.AddedWorker:
+    """Returns whether a shard counts one of several workers."""
+    if isinstance(added, Fenced):
+        return shard_pb2.AddedWorker(fenced=str(added))
+    return shard_pb2.AddedWorker(counted=add_worker_response(added))
+
+
+def added(worker: shard_pb2.AddedWorker) -> Counted | Fenced:
+    """Returns whether a shard counts one of several workers, as it answers."""
+    return Fenced(worker.fenced) if worker.fenced else counted(worker.counted)
+
+
+def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
+    """Returns how far a shard is, as it answers."""
+    pushed = response.pushed_clock if response.HasField("pushed_clock") else None
+    further = {part: each.clock for each in response.pushes.further for part in each.parts}
+    return Counted(response.frontier, pushed, further if response.HasField("pushes") else None)
 
 
 def gather_request(request: rounds_pb2.GatherValuesRequest) -> GatherRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,27 @@ from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
+
+
+class _Newest:
+    """The roster that a watcher is to be sent next: the newest in place of one that was not. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._roster: Roster | None = None
+
+    def put(self, roster: Roster) -> bool:
+        """Puts a roster in place of one that was not taken; returns whether there was none."""
+        with self._lock:
+            is_first, self._roster = self._roster is None, roster
+            return is_first
+
+    def take(self) -> Roster:
+        """Takes it."""
+        with self._lock:
+            roster, self._roster = self._roster, None
+            assert roster is not None
+            return roster
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -53,18 +75,21 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
-        stream = ResponseStream(send, context, self._senders)
+        stream, newest = ResponseStream(send, context, self._senders), _Newest()
+
+        def message() -> Any:
+            ranks, world_size, started = newest.take()
+            response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
+            asked = job.script.asked_now()
+            if asked is not None:
+                response.script_rank, response.script_request = asked
+            return response
 
         def changed(roster: Roster | None) -> None:
             if roster is None:
                 stream.finish()
-            else:
-                ranks, world_size, started = roster
-                response = membership_pb2.WatchResponse(ranks=ranks, world_size=world_size, started=started)
-                asked = job.script.asked_now()
-                if asked is not None:
-                    response.script_rank, response.script_request = asked
-                stream.put(lambda: response)
+            elif newest.put(roster):
+                stream.put(message)
 
         job = self._coordinator.job(request.job)
         stream.on_close(job.watchers.add(changed))

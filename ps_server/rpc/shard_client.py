@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from ps_protocol.convert import duration, job_spec_message
-from ps_protocol.errors import Deposed
+from ps_protocol.errors import Deposed, Fenced, Unreachable
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
 from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
@@ -19,7 +20,8 @@ from ps_runtime.status import error_from
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import Counted
+from ps_server.core.data_leases import WorkerId
+from ps_server.core.membership import Arrival, Counted
 from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
@@ -47,6 +49,7 @@ class ShardClient:
         self.address = address
         self._channel = open_channel(address, access)
         self._stub = ShardServiceStub(self._channel)
+        self._takes_several = True  # workers in one call
 
     def create_job(self, spec: JobSpec, buckets: list[int], run: str, shards: int) -> None:
         """Makes room for the buckets of a run of a job. shards: how many have a part of its tables"""
@@ -57,19 +60,48 @@ class ShardClient:
         """Forgets a run of a job."""
         self._call(self._stub.DropJob, shard_pb2.DropJobRequest(job=job, run=run))
 
-    def add_worker(self, job: str, rank: int, incarnation: int, clock: int | None, key: bytes, run: str) -> Counted:
-        """Counts a worker as live; returns how far the shard is."""
-        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, lease_key=key, run=run)
-        request = shard_pb2.AddWorkerRequest(worker=worker, clock=clock)
-        response = self._call(self._stub.AddWorker, request)
-        pushed = response.pushed_clock if response.HasField("pushed_clock") else None
-        further = {part: each.clock for each in response.pushes.further for part in each.parts}
-        return Counted(response.frontier, pushed, further if response.HasField("pushes") else None)
+    def add_workers(self, job: str, workers: Sequence[Arrival], run: str) -> list[Counted | Fenced]:
+        """Counts workers as live; returns for each how far the shard is, or why it is fenced."""
+        requests = [
+            shard_pb2.AddWorkerRequest(
+                worker=WorkerIdentity(
+                    job=job, rank=each.rank, incarnation=each.incarnation, lease_key=each.key, run=run
+                ),
+                clock=each.clock,
+            )
+            for each in workers
+        ]
+        if len(requests) > 1 and self._takes_several:
+            with self._unless_earlier():
+                answer = self._call(self._stub.AddWorkers, shard_pb2.AddWorkersRequest(workers=requests))
+                return [convert.added(each) for each in answer.workers]
+        return [self._added(request) for request in requests]
 
-    def remove_worker(self, job: str, rank: int, incarnation: int, run: str) -> None:
-        """Stops counting a worker as live."""
-        worker = WorkerIdentity(job=job, rank=rank, incarnation=incarnation, run=run)
-        self._call(self._stub.RemoveWorker, shard_pb2.RemoveWorkerRequest(worker=worker))
+    def _added(self, request: Any) -> Counted | Fenced:
+        try:
+            return convert.counted(self._call(self._stub.AddWorker, request))
+        except Fenced as error:
+            return error
+
+    def remove_workers(self, job: str, workers: Sequence[WorkerId], run: str) -> None:
+        """Stops counting workers as live."""
+        identities = [
+            WorkerIdentity(job=job, rank=rank, incarnation=incarnation, run=run) for rank, incarnation in workers
+        ]
+        if len(identities) > 1 and self._takes_several:
+            with self._unless_earlier():
+                self._call(self._stub.RemoveWorkers, shard_pb2.RemoveWorkersRequest(workers=identities))
+                return
+        for worker in identities:
+            self._call(self._stub.RemoveWorker, shard_pb2.RemoveWorkerRequest(worker=worker))
+
+    @contextlib.contextmanager
+    def _unless_earlier(self) -> Iterator[None]:
+        """Goes on where the shard is of a version that takes one worker a call."""
+        try:
+            yield
+        except Unreachable:
+            self._takes_several = False
 
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""

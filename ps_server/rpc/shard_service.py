@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from ps_protocol.convert import job_spec, seconds
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
+from ps_server.core.membership import WORKERS_A_CALL
 from ps_server.core.validation import check_job_spec
 from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import may_see
@@ -53,17 +56,27 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
 
     def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
-        worker, clock = request.worker, request.clock if request.HasField("clock") else None
-        identity = worker.job, worker.rank, worker.incarnation
-        counted = self._shard.add_worker(*identity, clock, worker.lease_key, worker.run)
-        pushes = convert.shard_pushes(0, counted)
-        return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
+        worker, each = request.worker, convert.arrival(request)
+        identity = worker.job, each.rank, each.incarnation
+        return convert.add_worker_response(self._shard.add_worker(*identity, each.clock, each.key, worker.run))
+
+    def AddWorkers(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
+        job, run = _of_all([each.worker for each in request.workers])
+        added = self._shard.add_workers(job, [convert.arrival(each) for each in request.workers], run)
+        return shard_pb2.AddWorkersResponse(workers=map(convert.added_worker, added))
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
         worker = request.worker
         self._shard.remove_worker(worker.job, worker.rank, worker.incarnation, worker.run)
         return shard_pb2.RemoveWorkerResponse()
+
+    def RemoveWorkers(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._terms.check(request.coordinator_term)
+        job, run = _of_all(request.workers)
+        self._shard.remove_workers(job, [(each.rank, each.incarnation) for each in request.workers], run)
+        return shard_pb2.RemoveWorkersResponse()
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
@@ -104,6 +117,15 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
             figures=figure_messages.shard_message(figures) if figures is not None else None,
             process=self._process,
         )
+
+
+def _of_all(workers: Sequence[Any]) -> tuple[str, str]:
+    """Returns the job and the run of a call's workers. Raises InvalidRequest where they differ, or are too many."""
+    of = {(worker.job, worker.run) for worker in workers}
+    if len(of) != 1 or len(workers) > WORKERS_A_CALL:
+        expected = f"expected 1 to {WORKERS_A_CALL} workers of one run of a job"
+        raise InvalidRequest(f"{expected}, got {len(workers)} of {len(of)} runs")
+    return of.pop()
 
 
 def _within(context: grpc.ServicerContext, most: float) -> float:

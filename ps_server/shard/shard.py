@@ -19,12 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ps_protocol.errors import (
-    NoCheckpoints,
-    NotFound,
-    PSError,
-    TryLater,
-)
+from ps_protocol.errors import Fenced, NoCheckpoints, NotFound, PSError, TryLater, anew
 from ps_protocol.job import JobSpec
 from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.memory import limit_bytes, resident_bytes
@@ -33,8 +28,9 @@ from ps_runtime.troubles import Troubles
 from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
+from ps_server.core.data_leases import WorkerId
 from ps_server.core.figures import ShardFigures
-from ps_server.core.membership import Counted
+from ps_server.core.membership import Arrival, Counted
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
@@ -187,6 +183,21 @@ class Shard:
         job.detach(rank, incarnation)
         self._roster_changed(job)
         return counted
+
+    def add_workers(self, name: str, workers: Sequence[Arrival], run: str = "") -> list[Counted | Fenced]:
+        """Counts workers as live; returns for each how far the shard is, or why it is fenced."""
+        added: list[Counted | Fenced] = []
+        for each in workers:
+            try:
+                added.append(self.add_worker(name, each.rank, each.incarnation, each.clock, each.key, run))
+            except Fenced as error:
+                added.append(anew(error))
+        return added
+
+    def remove_workers(self, name: str, workers: Sequence[WorkerId], run: str = "") -> None:
+        """Stops counting workers as live."""
+        for rank, incarnation in workers:
+            self.remove_worker(name, rank, incarnation, run)
 
     def remove_worker(self, name: str, rank: int, incarnation: int, run: str = "") -> None:
         """Stops counting a worker as live; pulls that waited for it alone are sent."""

@@ -169,7 +169,7 @@ def test_a_coordinator_that_a_shard_refuses_is_not_in_charge_any_more(
     assert [bool(charge.lost) for charge in charges] == [False, False, False]
     for client in (none, older):
         with pytest.raises(Deposed, match="obeys the coordinator of term 2"):
-            client.remove_worker("nobody's", 0, 1, "0" * 16)
+            client.remove_workers("nobody's", [(0, 1)], "0" * 16)
     assert [bool(charge.lost) for charge in charges] == [True, True, False]
     newer.drop_job("nobody's", "0" * 16)
     assert [charge.lost.count("term 2") for charge in charges] == [1, 1, 0]

@@ -195,7 +195,7 @@ def test_a_coordinator_that_was_killed_over_a_join_takes_the_worker_back(cluster
     job = cluster.coordinator.job("job")
     reservation = job.members.reserve(1, JoinRequest(host="here"))
     cluster.coordinator.save_ahead()
-    job.members.count(reservation)
+    job.members.count([reservation])
     address = cluster.address_of(1)
     cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True), calling=[0])
     cluster.coordinator.expire_workers()  # shard 1 has not called in yet

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import CheckpointFailed, TryLater
 from ps_protocol.tensors import bytes_of
+from ps_server.coordinator.members import Joined
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.membership import JoinRequest
 from ps_server.core.requests import PushCall, PushedBucket, PushKind
@@ -346,7 +347,9 @@ def test_a_join_that_was_under_way_when_the_servers_stop_ends_no_refusal(cluster
     reservation = members.reserve(1, late)
     cluster.while_waiting(lambda: None)
     cluster.coordinator.drain(0.0)
-    members.admit(reservation, late, members.count(reservation))
+    [counted] = members.count([reservation])
+    assert isinstance(counted, Joined)
+    members.admit(reservation, late, counted)
     with pytest.raises(TryLater, match="the servers are stopping"):
         worker.push()
     with pytest.raises(TryLater, match="the cluster is stopping"):

@@ -10,6 +10,7 @@ import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
 from ps_server.coordinator.members import Roster
+from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.membership import JoinRequest, Member, Membership, Rivals
 
@@ -288,7 +289,7 @@ def test_a_watcher_may_stop_when_it_is_told(how: str) -> None:
     """A stream of which the client has gone closes in the thread that tells it."""
     roster: Roster = ([0], 1, True)
     told: list[Roster | None] = []
-    watchers = Watchers(lambda: roster)
+    watchers = Watchers(lambda: roster, Clock(), lambda *_: False)
     stops: list[Callable[[], None]] = []
 
     def stopping(now: Roster | None) -> None:

@@ -39,7 +39,7 @@ from tests.simulation.world import World
 
 COORDINATOR = "10.0.0.1:7000"
 SECONDS = dict.fromkeys(("statistics", "process", "committed"), STATUS_SECONDS)
-ASKED_OF_SHARDS = ("create_job", "drop_job", "add_worker", "remove_worker", "begin_snapshot")
+ASKED_OF_SHARDS = ("create_job", "drop_job", "add_workers", "remove_workers", "begin_snapshot")
 
 
 class WorldClock(Clock):

@@ -1,0 +1,138 @@
+"""Joins of one job: workers whose joins wait while others are being counted on the shards are counted together.
+
+Each has its reservation, and gets its own place or its own error. What takes a call to each shard, a write of the
+coordinator's file, or a message to each worker is done once for all of them: W workers that start at once on S shards
+cost a few times S calls instead of W times S.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ps_protocol.errors import PSError
+from ps_server.coordinator.cluster import Registry
+from ps_server.coordinator.data import JobData
+from ps_server.coordinator.lifecycle import Lifecycle
+from ps_server.coordinator.members import JobMembers, Joined
+from ps_server.coordinator.reservations import Reservation
+from ps_server.coordinator.together import Together
+from ps_server.core.accounting import StepAccounting
+from ps_server.core.membership import WORKERS_A_CALL, JoinRequest, Member
+
+log = logging.getLogger("ps_server")
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A worker that may join, and what it has asked for."""
+
+    reservation: Reservation
+    request: JoinRequest
+
+
+class JobJoins:
+    """The joins of one job. Methods may be called from any thread.
+
+    lost:     returns the shards that have lost their part of the job
+    announce: tells all that are to know which workers are live
+    """
+
+    def __init__(
+        self,
+        members: JobMembers,
+        data: JobData,
+        accounting: StepAccounting,
+        life: Lifecycle,
+        lost: Callable[[], Sequence[int]],
+        registry: Registry,
+        announce: Callable[[], None],
+    ) -> None:
+        self._members, self._data, self._accounting, self._life = members, data, accounting, life
+        self._lost, self._registry, self._announce = lost, registry, announce
+        self._together = Together(self._join, WORKERS_A_CALL)
+
+    def join(self, reservation: Reservation, request: JoinRequest) -> Member:
+        """Makes a worker live that has its reservation. Raises PSError; the reservation is taken back then."""
+        return self._together.do(_Arriving(reservation, request))
+
+    def _join(self, arriving: Sequence[_Arriving]) -> list[Member | PSError]:
+        reservations = [each.reservation for each in arriving]
+        try:
+            self._registry.save_ahead()
+        except BaseException:
+            for reservation in reservations:
+                self._members.release(reservation)
+            raise
+        try:
+            counted = self._members.count(reservations)
+            with self._life.deciding():
+                self._life.check_open(self._lost())
+                admitted = [self._admit(each, joined) for each, joined in zip(arriving, counted, strict=True)]
+        except BaseException:
+            self._abort(reservations)
+            raise
+        self._abort([each for each, member in zip(reservations, admitted, strict=True) if isinstance(member, PSError)])
+        live = [member for member in admitted if isinstance(member, Member)]
+        if not live:
+            return admitted
+        for member in live:
+            self._data.gone(member.rank, member.incarnation - 1)
+        self._registry.save()
+        begun = [self._begin_lease(member) for member in admitted]
+        self._announce()
+        return begun
+
+    def _admit(self, arriving: _Arriving, joined: Joined | PSError) -> Member | PSError:
+        """Makes a worker live that all shards count. For the caller in `deciding`."""
+        if isinstance(joined, PSError):
+            return joined
+        request = arriving.request
+        try:
+            member = self._members.admit(arriving.reservation, request, joined)
+        except PSError as error:
+            return error
+        before = None if request.previous is None else request.clock
+        self._accounting.joined(member.rank, member.clock, before, member.pushed)
+        return member
+
+    def _begin_lease(self, member: Member | PSError) -> Member | PSError:
+        if isinstance(member, PSError):
+            return member
+        try:
+            return self._members.begin_lease(member)
+        except PSError as error:
+            return error
+
+    def _abort(self, reservations: Sequence[Reservation]) -> None:
+        """Takes back joins that failed half way."""
+        if not reservations:
+            return
+        fenced = [self._members.abort(reservation) for reservation in reservations]
+        for reservation in reservations:
+            self._data.gone(reservation.rank, reservation.incarnation)
+        self._registry.save()
+        if any(fenced):
+            self._announce()
+
+
+def log_join(name: str, member: Member, older: Member | None, request: JoinRequest) -> None:
+    """Logs that a worker is live now. older: the live worker that it replaces"""
+    if older is not None and request.take_over and older.launch != request.launch:
+        log.warning(
+            "job %s: worker %d (pid %d on %s) is replaced: another launch takes over",
+            *(name, older.rank, older.pid, older.host),
+        )
+    log.info(
+        "job %s: worker %d joins at clock %d (incarnation %d), metrics at %s",
+        *(name, member.rank, member.clock, member.incarnation, request.metrics_address or "no address"),
+    )
+
+
+def described_join(member: Member, older: Member | None, request: JoinRequest) -> Iterator[tuple[str, str]]:
+    """Yields the events of a join: their kinds, and in words."""
+    if older is not None and request.previous is None:
+        yield "fenced", f"worker {older.rank} (pid {older.pid} on {older.host}) is replaced by a new process"
+    kind, verb = ("join", "joins") if request.previous is None else ("rejoin", "comes back")
+    yield kind, f"worker {member.rank} on {member.host or 'an unknown host'} {verb} at clock {member.clock}"
