@@ -41,8 +41,8 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker \
-	test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
+.PHONY: help demo test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes \
+	test-docker test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
 	reference docs dist clean
 
 help: ## list the targets
@@ -55,11 +55,14 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # file's tests share what it has started, and the one that is done first takes over some of the other's.
 test: .venv/dev.stamp ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
-	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or slurm or long)' \
+	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
 	  -n 2 --dist worksteal $(ARGS)
 
 test-long: .venv/dev.stamp ## run the tests that start many processes one after the other, or wait for leases
-	@$(IN_VENV)/python -m pytest -q -m long -n 2 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
+
+test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
+	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 2 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)

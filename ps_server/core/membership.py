@@ -424,7 +424,7 @@ class Membership:
 
         done:    its script has come to its end
         expired: it has not left by itself: its lease is over
-        One that a rollback took off does not join again: nothing waits for it any more.
+        One that a rollback took off does not join again: nothing waits for it any more. Nor for one in doubt that is done.
         """
         away, member = self.away.get(rank), self.members.get(rank)
         is_away = away is not None and away.incarnation == incarnation
@@ -436,8 +436,8 @@ class Membership:
             (self._left.discard if expired else self._left.add)(rank)
         if is_away:
             del self.away[rank]
-            if self.rejoining.pop(rank, None) is not None:
-                self._look_whether_started()
+        if (is_away or (done and is_live)) and self.rejoining.pop(rank, None) is not None:
+            self._look_whether_started()
         if not is_live:
             return False
         del self.members[rank]

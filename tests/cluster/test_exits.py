@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import cases
 from tests.tools.cluster import until
 from tests.tools.forkserver import Forked, Nursery, address_in
 
@@ -107,9 +108,9 @@ def test_no_thread_is_there_when_the_interpreter_ends(
     assert out(tmp_path).splitlines()[-1] == "threads: MainThread"
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "grpc"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
 @pytest.mark.parametrize(
-    "launches", [pytest.param(20, marks=pytest.mark.long), pytest.param(1000, marks=pytest.mark.slow)]
+    "launches", [pytest.param(6, marks=pytest.mark.long), pytest.param(1000, marks=pytest.mark.slow)]
 )
 def test_a_process_that_has_trained_ends_with_its_own_code(
     nursery: Nursery, address: str, tmp_path: Path, transport: str, launches: int

@@ -100,9 +100,10 @@ def test_a_worker_that_was_cut_off_takes_its_place_again_and_goes_on(
                     lose(cluster, cable)
                     before = session.clock
                     cable.heal()
+                    until(lambda: 0 in live(cluster), "its heartbeat joins again")
+                    back.set()  # in sync its next step may be the one for which the other is to come
                     worker.step()
                     assert session.clock >= before - 1
-                    back.set()
                 elif rank == 1 and session.clock == 10:
                     back.wait(60)  # alone for some steps, then both
                     worker.step()
@@ -159,6 +160,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
                 cable.heal()
                 until(lambda: live(cluster).get(0, 0) > before[1])
                 peer.step(torch.zeros(2 * CELLS))
+                cluster.end_lease(1)  # it gives no sign of life, for which the one that came back waits
                 until(lambda: 0 not in live(cluster))
 
     in_parallel(2, work)

@@ -213,9 +213,9 @@ def undisturbed_rounds(
     ("which", "held", "transport", "wire"),
     [
         (1, 26, "tcp", "float32"),  # within round 10
-        pytest.param(1, 26, "tcp", "int4", marks=pytest.mark.long),  # what was rounded off is rolled back, too
-        pytest.param(0, 8, "grpc", "float32", marks=pytest.mark.long),  # with the coordinator; at the end of a round
-        pytest.param(1, 37, "shm", "float32", marks=pytest.mark.long),  # over two ends of passes
+        pytest.param(1, 26, "tcp", "int4", marks=pytest.mark.repeat),  # what was rounded off is rolled back, too
+        pytest.param(0, 8, "grpc", "float32", marks=pytest.mark.repeat),  # with the coordinator; at the end of a round
+        pytest.param(1, 37, "shm", "float32", marks=pytest.mark.repeat),  # over two ends of passes
     ],
 )
 def test_a_local_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(

@@ -121,6 +121,14 @@ def test_a_worker_that_is_started_again_trains_once_another_is_known_to_have_liv
     assert (job.membership.started, job.membership.rejoining) == (True, {})
 
 
+def test_one_in_doubt_that_comes_to_its_end_is_not_waited_for() -> None:
+    job = Job(2)
+    job.hear(100.0, 0, 1)
+    assert not job.join(0, 103.0), "the other may be dead, too"
+    job.leave(1, 103.5, done=True)
+    assert (job.membership.started, job.membership.rejoining) == (True, {})
+
+
 def test_a_worker_that_is_started_again_goes_on_at_once_with_one_that_lived_on_without_it() -> None:
     job = Job(2)
     job.hear(100.0, 0, 1)

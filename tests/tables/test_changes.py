@@ -16,6 +16,7 @@ from ps_server.core.tables import TableRows
 from ps_tables.changes import Changes
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
+from tests.tools.cases import cases
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
@@ -89,7 +90,7 @@ def shards(rules: dict[str, int], mode: Consistency, count: int) -> list[TableSh
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("mode", [SYNC, Consistency(None)], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", cases([0], range(1, 4)))
 def test_full_and_changes_and_removed_ids_are_the_table(rules: dict[str, int], mode: Consistency, seed: int) -> None:
     """Walks in steps of any size, between which the table is trained; a round without training in between is exact."""
     random = np.random.default_rng((seed, 1))

@@ -15,6 +15,7 @@ from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable, TableSpec
 from ps_tables.contributions import RowGradients
 from ps_tables.initial import initial_rows
+from tests.tools.cases import cases
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, SYNC, WORKERS, TableShard
 
@@ -80,7 +81,7 @@ def undisturbed(spec: TableSpec, optimizer: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("admit_after", "expire_after"), [(0, 0), (5, 0), (0, 6), (4, 8)])
 @pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", cases([0], range(1, 6)))
 def test_sync_ends_with_the_same_bits(admit_after: int, expire_after: int, shards: int, seed: int) -> None:
     spec = replace(SPEC, admit_after=admit_after, expire_after=expire_after)
     each = trained(spec, shards, seed)
