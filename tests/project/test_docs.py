@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import ps_worker
+import ps_torch
 from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
 from ps_server.storage.export import export
@@ -65,13 +65,13 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
     monkeypatch.chdir(tmp_path)
     examples = {name: text for name, text in _examples().items() if name not in ("connect", "session.prepare")}
     assert len(examples) > 8
-    embedding = ps_worker.Embedding(8)
+    embedding = ps_torch.Embedding(8)
     with shared.connect("sync", job=job) as session:
         model = torch.nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         there = {"session": session, "model": model, "optimizer": optimizer, "x": torch.ones(2, 4), "loader": [1, 2]}
         for text in examples.values():
-            exec(text, {"torch": torch, "ps_worker": ps_worker, "embedding": embedding, **there})
+            exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
         assert session.clock == 1
     assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
 
