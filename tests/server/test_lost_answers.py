@@ -1,4 +1,4 @@
-"""A join whose answer was lost with its coordinator: the next one still says which shards have had the worker's step."""
+"""A join whose answer was lost with its coordinator: the next one says which shards have had the worker's step."""
 
 from __future__ import annotations
 
