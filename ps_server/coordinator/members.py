@@ -188,8 +188,8 @@ class JobMembers:
     def repeated(self, request: JoinRequest) -> Member | None:
         """Returns the worker that this request made live already: the answer was lost.
 
-        None where the worker may be in a step, and this coordinator came back: it does not know how far shards had
-        it: the worker joins anew, and they say so. It has pushed nothing from a place that it never heard of.
+        None where the worker may be in a step, of which this coordinator, that came back, does not know which shards
+        have had it. The worker joins anew, and they say so: from a place that it never heard of it has pushed nothing.
         Raises TryLater while the first call of this request is being carried out.
         """
         with self._lock:
