@@ -188,13 +188,17 @@ class JobMembers:
     def repeated(self, request: JoinRequest) -> Member | None:
         """Returns the worker that this request made live already: the answer was lost.
 
+        None where the worker may be in a step, of which this coordinator, that came back, does not know which shards
+        have had it. The worker joins anew, and they say so: from a place that it never heard of it has pushed nothing.
         Raises TryLater while the first call of this request is being carried out.
         """
         with self._lock:
             for reservation in self._joining:
                 if request.attempt and reservation.attempt == request.attempt:
                     raise try_soon(f"worker {reservation.rank} is joining job {self._name!r} at this moment")
-            return self._membership.repeated(request.attempt, self._clock.now())
+            member = self._membership.repeated(request.attempt, self._clock.now())
+        is_known = member is not None and (request.previous is None or bool(member.on_shards))
+        return member if is_known else None
 
     def reserve(self, rank: int | None, request: JoinRequest) -> Reservation:
         """Gives a worker its rank and incarnation. The shards may count it from now on, so this is to be saved.

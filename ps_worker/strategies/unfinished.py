@@ -22,7 +22,7 @@ class Fate(enum.Enum):
     DATA_COMES_AGAIN = "the data of its last step comes again"
     NOT_KNOWN = (
         "its last gradient is lost, or a part of it: the coordinator does not say which shards have had it, because a "
-        "server is of an earlier version, or it was started anew while this worker joined"
+        "server is of an earlier version"
     )
     OF_LATER_WEIGHTS = "its last gradient is lost: it was taken at later weights than those that the job went back to"
     INTERRUPTED = "its last gradient is lost, or a part of it: the step was interrupted, and the script has gone on"

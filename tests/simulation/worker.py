@@ -607,9 +607,7 @@ class Worker:
         assert self._at is not None
         result, averaged = self._at.result, self.run.rules.averaged
         rolled_back = result.restore_count > lost.result.restore_count
-        if not result.member.on_shards:  # the coordinator came back, and does not know: a part may count
-            self.run.whole_steps.broken_off[self.run.row(self.life.number, self.rank)] += 1
-        elif all(self._had(self._at, begun)):
+        if all(self._had(self._at, begun)):
             if not averaged or number == begun:
                 self.run.tries.acknowledged(self.life.number, number, result.restore_count)
                 self.life.done[number], self.life.at[number] = begun, self.world.now

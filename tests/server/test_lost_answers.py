@@ -1,0 +1,52 @@
+"""A join whose answer was lost with its coordinator: the next one says which shards have had the worker's step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ps_server.coordinator.policy import CheckpointPolicy
+from ps_server.core.membership import JoinRequest
+from ps_server.core.requests import PushKind
+from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.raw_worker import vector_job
+
+
+def comes_back(cluster: OneProcess, tmp_path: Path, is_killed: bool) -> tuple[DirectWorker, JoinRequest]:
+    """Returns a worker that lost its place when one shard had had its second step, and what it has joined with since.
+
+    is_killed: the coordinator died before the answer came, and the worker has asked the next one
+    """
+    worker = DirectWorker(cluster, vector_job("job", "async", 32, 1), 0)
+    worker.initialise()
+    worker.push()
+    worker._push(0, 2, PushKind.GRADIENT, -torch.ones(worker.layout.buckets[0].numel))
+    request = JoinRequest(
+        pid=7, host="here", previous=worker.place.member.incarnation, clock=1, attempt=77, run=worker.run
+    )
+    worker.join(request)
+    if is_killed:
+        cluster.start_coordinator(CheckpointPolicy(tmp_path, resume=True))
+        worker.join(request)
+    return worker, request
+
+
+def test_a_coordinator_that_came_back_asks_the_shards_once_more(cluster: OneProcess, tmp_path: Path) -> None:
+    worker, _ = comes_back(cluster, tmp_path, is_killed=True)
+    pushed = {shard: counted.pushed for shard, counted in worker.place.member.on_shards.items()}
+    assert sorted(pushed.values()) == [1, 2]
+    assert pushed[worker.place.placement[0]] == 2
+    live = cluster.coordinator.job("job").members.all()
+    assert [member.incarnation for member in live] == [worker.place.member.incarnation]
+    worker._push(0, worker.clock + 1, PushKind.SKIP, torch.zeros(0))
+    worker._push(1, worker.clock + 1, PushKind.GRADIENT, -torch.ones(worker.layout.buckets[1].numel))
+    worker.clock += 1
+    assert worker.pull().tolist() == [2.0] * 32
+
+
+def test_a_repeated_call_takes_no_second_place_of_a_coordinator_that_lives(cluster: OneProcess, tmp_path: Path) -> None:
+    worker, request = comes_back(cluster, tmp_path, is_killed=False)
+    place = worker.place
+    assert worker.join(request).member.incarnation == place.member.incarnation
+    assert worker.place.member.on_shards == place.member.on_shards
