@@ -107,7 +107,7 @@ def test_feeds(cluster: Cluster, stack: ExitStack) -> None:
     feeds = cluster.shards[0].feeds
     kept = [watch(ONE) for _ in range(2)]
     until(lambda: len(feeds._open) == 2, "both feeds")
-    with pytest.raises(LimitExceeded, match="token:one has 2 feeds of job .* here: its share is half of max-feeds"):
+    with pytest.raises(LimitExceeded, match=r"token:one has 2 feeds of job .* here: its share is half of max-feeds"):
         opens(watch(ONE))
     kept.append(watch(TWO))
     until(lambda: len(feeds._open) == 3, "another's feed")
