@@ -27,6 +27,8 @@ _WAITING, _LEAST_WAITING = 300, 4
 # For which those whose request was broken off together leave a place to others: the first time, doubled with each.
 PENALTY_SECONDS, LONGEST_PENALTY_SECONDS = 60.0, 600.0
 
+HELD_SECONDS = 5.0  # for which a refusal to one of these is kept back: told at once, it would come again at once
+
 C = TypeVar("C", bound=Hashable)
 
 
@@ -177,6 +179,10 @@ class RequestPlaces(Generic[C]):
                     self._broken_off.add(call)
                     self._penalise(origin[:1], now)
         return overdue
+
+    def held_seconds(self, origin: Origin, now: float) -> float:
+        """Returns for how long a refusal is kept back: not at all, unless a request of its principal was broken off."""
+        return HELD_SECONDS if self._is_penalised(origin[:1], now) else 0.0
 
     def _penalise(self, principal: Origin, now: float) -> None:
         """Notes that a request of a principal was broken off."""

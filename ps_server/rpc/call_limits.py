@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -186,6 +187,7 @@ class CallLimits:
         self._lock = threading.Lock()
         self._in_flight = CallsInFlight(limits)
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
+        self._kept_back: deque[tuple[float, Callable[[], None]]] = deque()  # calls that are refused, and when
         self._next = 0
         self._stopping = threading.Event()
         self._release_at = math.inf  # when memory that broken requests took is given back
@@ -252,7 +254,7 @@ class CallLimits:
 
         known_bytes: of the request, where they are known before it comes; a small one takes no place
 
-        Raises TryLater if too many wait for a place.
+        Raises Refused if too many wait for a place.
         """
         if known_bytes is not None and known_bytes <= SMALL_BYTES:
             return self._within(self._limits.upload_seconds, context)
@@ -266,6 +268,15 @@ class CallLimits:
     def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
         return self._within(self._limits.upload_seconds, context)
+
+    def after(self, seconds: float, end: Callable[[], None]) -> None:
+        """Ends a call later, which holds no thread meanwhile; at once after 0 s, or where very many are kept back."""
+        with self._lock:
+            is_kept = seconds > 0 and len(self._kept_back) < self._limits.all_calls // 4
+            if is_kept:
+                self._kept_back.append((time.monotonic() + seconds, end))
+        if not is_kept:
+            end()
 
     @contextlib.contextmanager
     def _within(self, seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
@@ -295,5 +306,10 @@ class CallLimits:
             self._release()
         with self._lock:
             late = [context for due, context in self._due.values() if due <= now]
+            ends = []
+            while self._kept_back and self._kept_back[0][0] <= now:
+                ends.append(self._kept_back.popleft()[1])
+        for end in ends:
+            guarded("slow-peers", end)
         for context in late:
             guarded("slow-peers", context.cancel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -17,6 +18,7 @@ from ps_runtime.status import code_of
 from ps_runtime.troubles import Troubles
 from ps_server.rpc.call_limits import Admitted, CallLimits
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
+from ps_server.rpc.receiving import Refused
 from ps_server.rpc.streams import set_error
 
 log = logging.getLogger("ps_server")
@@ -120,7 +122,7 @@ class _Reader:
     def next(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> bytes | None:
         """Returns the bytes that come next; None at the end.
 
-        A call that keeps them back for too long is cancelled. Raises TryLater if too many such calls are in the way.
+        A call that keeps them back for too long is cancelled. Raises Refused if too many such calls are in the way.
         """
         known_bytes = getattr(context, "request_bytes", None)  # a data connection says it beforehand
         with self.limits.receiving(self.method, caller, context, known_bytes):
@@ -166,6 +168,8 @@ def _keep_pool(wrapped: Callable[..., Any], behaviour: Callable[..., Any]) -> No
 
 
 def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
+    if isinstance(error, Refused):
+        return error.error
     if isinstance(error, PSError):
         return error
     # grpcio's own health and reflection services raise this for methods that they do not implement.
@@ -230,6 +234,10 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
             code = context.code()
             metrics.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
 
+        def end(error: PSError) -> None:
+            set_error(context, error)
+            counted(None)
+
         if not context.add_callback(ended):
             return
         try:
@@ -241,9 +249,10 @@ def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, read
             admitted.call.wait()
         except grpc.RpcError:  # the caller is gone, or was too slow
             return
+        except Refused as error:
+            reader.limits.after(error.held_seconds, partial(end, error.error))
         except Exception as error:
-            set_error(context, _error_of(error, metrics))
-            counted(None)
+            end(_error_of(error, metrics))
 
     _keep_pool(wrapped, behaviour)
     return wrapped
@@ -259,8 +268,9 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
 
         try:
             yield from behaviour(timely(reader.enter(context).caller), context)
-        except PSError as error:
-            set_error(context, error)
-            context.abort(code_of(error), str(error))
+        except (PSError, Refused) as error:
+            known = error.error if isinstance(error, Refused) else error
+            set_error(context, known)
+            context.abort(code_of(known), str(known))
 
     return wrapped

@@ -29,6 +29,18 @@ KINDS = {
 }
 
 
+class Refused(Exception):
+    """There is no place for a request.
+
+    error:        what its caller is told
+    held_seconds: for which it is not told so, if that costs no thread
+    """
+
+    def __init__(self, held_seconds: float) -> None:
+        super().__init__()
+        self.error, self.held_seconds = TryLater("too many requests arrive here at once"), held_seconds
+
+
 class _Call:
     """A call whose request is to be received: it waits for a place, or has one."""
 
@@ -46,12 +58,11 @@ class _Call:
         """Tells the call that it gets no place, unless it has one."""
         self._decided.set()
 
-    def wait(self) -> None:
-        """Waits for a place. Raises TryLater if there is none, or if its caller is gone."""
+    def wait(self) -> bool:
+        """Waits for a place; returns whether it has one: not where too many wait, or its caller is gone."""
         if not self.is_admitted and self.context.add_callback(self.refuse):
             self._decided.wait()
-        if not self.is_admitted:
-            raise TryLater("too many requests arrive here at once")
+        return self.is_admitted
 
 
 class Receiving:
@@ -69,12 +80,14 @@ class Receiving:
 
     @contextlib.contextmanager
     def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
-        """Holds a place for the request of a call. Raises TryLater if too many wait for one."""
+        """Holds a place for the request of a call. Raises Refused if too many wait for one."""
         kind, call = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(context)
         with self._lock:
             _tell(kind.ask(call, origin, time.monotonic()))
         try:
-            call.wait()
+            if not call.wait():
+                with self._lock:
+                    raise Refused(kind.held_seconds(origin, time.monotonic()))
             try:
                 yield
             except grpc.RpcError:

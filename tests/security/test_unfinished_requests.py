@@ -35,6 +35,8 @@ HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 6))
 HEARTBEAT, CHECK = "/ps_protocol.v1.MembershipService/Heartbeat", "/grpc.health.v1.Health/Check"
 PUSH, REGISTER = "/ps_protocol.v1.DataService/Push", "/ps_protocol.v1.JobService/RegisterJob"
 EXCHANGE, GATHER = "/ps_protocol.v1.DataService/Exchange", "/ps_protocol.v1.RoundService/GatherValues"
+WATCHED_SECONDS, HELD_SECONDS = 3.0, 5.0
+CROWD, CROWDS = 120, 4  # unfinished calls on each connection: more than may wait
 EXCHANGE_PATIENCE = 1.0  # seconds after which an exchange makes room for another; of values it is five
 OTHER = "the-worker-of-another-job"
 
@@ -143,6 +145,26 @@ def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiti
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             took.append(time.monotonic() - begun)
         assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
+
+
+def test_a_refusal_to_one_whose_requests_were_broken_off_is_kept_back(victim: Victim) -> None:
+    """Told at once it would come again at once: thousands a second, of which each delays all others."""
+    with contextlib.ExitStack() as stack:
+        attacks = [
+            stack.enter_context(Unfinished(victim.address, (EXCHANGE,), 1000, 900, calls=CROWD, token=OTHER))
+            for _ in range(CROWDS)
+        ]
+        until(lambda: victim.beat() and sum(attack.begun for attack in attacks) >= CROWD * CROWDS, "every call")
+        seen = [(time.monotonic(), 0)]
+
+        def is_calm() -> bool:
+            now, begun = time.monotonic(), sum(attack.begun for attack in attacks)
+            if now - seen[-1][0] < WATCHED_SECONDS:
+                return False
+            seen.append((now, begun))
+            return begun - seen[-2][1] <= CROWD * CROWDS * (1 + (now - seen[-2][0]) / HELD_SECONDS)
+
+        until(lambda: victim.beat() and is_calm(), "some seconds in which each is begun again once in five")
 
 
 @pytest.mark.long

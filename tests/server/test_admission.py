@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from queue import Queue
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import InvalidRequest
-from ps_server.core.admission import ACTIVE_SECONDS, WINDOW_BYTES, Kind, RequestPlaces, Terms, terms
+from ps_server.core.admission import (
+    ACTIVE_SECONDS,
+    HELD_SECONDS,
+    PENALTY_SECONDS,
+    WINDOW_BYTES,
+    Kind,
+    RequestPlaces,
+    Terms,
+    terms,
+)
 from ps_server.core.limits import Limits
+from ps_server.rpc.auth import Authenticator
+from ps_server.rpc.call_limits import CallLimits
 
 PLACES, WAITING = 3, 8
 GIVEN = Terms(PLACES, WAITING, seconds=30.0, patience=10.0)
@@ -159,6 +172,31 @@ def test_one_that_had_no_turn_for_longest_comes_next() -> None:
     assert turns == ["b.h.1.0", "c.h.1.0", "a.h.1.1"]
     ask(admission, "victim.h.1.x")
     assert leave(admission, "a.h.1.1") == ("victim.h.1.x",), "it came last, and had no turn yet"
+
+
+def test_a_refusal_is_kept_back_from_whom_a_request_was_broken_off_lately() -> None:
+    admission: RequestPlaces[str] = RequestPlaces(Terms(1, 50, seconds=30.0, patience=1.0))
+    ask(admission, "a.h.1.0")
+    ask(admission, "b.h.1.0")
+    assert admission.held_seconds(("a", "h", "1"), 1.0) == 0.0
+    assert admission.overdue(1.0) == ["a.h.1.0"]
+    assert admission.held_seconds(("a", "h", "1"), 1.0) == HELD_SECONDS
+    assert admission.held_seconds(("b", "h", "1"), 1.0) == 0.0
+    assert admission.held_seconds(("a", "h", "2"), 2.0 + PENALTY_SECONDS) == 0.0
+
+
+def test_a_call_that_is_refused_later_holds_no_thread_and_is_refused_then() -> None:
+    limits, told = CallLimits(Authenticator(), Limits(all_calls=8)), Queue[str]()
+    try:
+        limits.after(0.0, lambda: told.put("at once"))
+        assert told.get_nowait() == "at once"
+        for number in (1, 2):
+            limits.after(0.1, lambda number=number: told.put(f"later {number}"))  # type: ignore[misc]
+        limits.after(60.0, lambda: told.put("too many"))
+        assert told.get_nowait() == "too many"
+        assert [told.get(timeout=20.0), told.get(timeout=20.0)] == ["later 1", "later 2"]
+    finally:
+        limits.stop()
 
 
 @pytest.mark.parametrize("kind", [Kind.EXCHANGE, Kind.LARGE])
