@@ -338,7 +338,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             lookups=arguments.lookups,
         )
     )
-    print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice))
+    print(json.dumps(plan.as_json(advice), indent=2) if arguments.json else plan.table(advice, _window()))
     return 0
 
 
@@ -397,9 +397,13 @@ def _ask(arguments: argparse.Namespace) -> int:
         status.end_job(arguments.server, arguments.job, allowed)
     else:
         running = status.fetch(arguments.server, allowed)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(json_text(running, indent=2) if arguments.json else status.table(running, width))
+        print(json_text(running, indent=2) if arguments.json else status.table(running, _window()))
     return 0
+
+
+def _window() -> int | None:
+    """Returns how many columns the terminal has; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _up(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 CUT = "…"
@@ -30,6 +31,28 @@ def _width(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
 def cut(line: str, width: int | None) -> str:
     """Returns a line that is no wider than the window, with a mark where something is missing."""
     return line if width is None or len(line) <= width else line[: max(0, width - 1)] + CUT
+
+
+def folded(line: str, width: int | None) -> list[str]:
+    """Returns a sentence as lines that are no wider than the window, all but the first indented."""
+    if width is None or len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, width, subsequent_indent=f"{indent}    ")
+
+
+def parts_of(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Returns rows of numbers as one table, or as several below each other that the window takes: each has some of the
+    columns behind the first one."""
+    first, *rest = range(len(rows[0]))
+    parts = [[first]]
+    for column in rest:
+        if width is not None and len(parts[-1]) > 1 and _width(rows, [*parts[-1], column]) > width:
+            parts.append([first])
+        parts[-1].append(column)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    tables = [["  ".join(row[column].rjust(widths[column]) for column in part) for row in rows] for part in parts]
+    return [cut(line, width) for index, lines in enumerate(tables) for line in [""] * bool(index) + lines]
 
 
 def wrapped(parts: Sequence[str], width: int | None, between: str = " · ") -> list[str]:

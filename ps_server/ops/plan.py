@@ -22,6 +22,7 @@ from ps_server.core.budget import room_for
 from ps_server.core.extent import check_extent
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.placement import place_job, sized
+from ps_server.ops.columns import folded, parts_of
 from ps_server.ops.plan_costs import apply_seconds, coordinator_load, travel_seconds, way
 from ps_server.ops.plan_tables import TableMemory, TableQuestion, fewest_shards, table_memory
 
@@ -281,8 +282,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
     return data
 
 
-def table(advice: Advice) -> str:
-    """Returns the advice for a person."""
+def table(advice: Advice, width: int | None = None) -> str:
+    """Returns the advice for a person. width: of the window, which it keeps; None: there is no limit"""
     has_tables = any(made.memory.tables for made in advice.plans)
     columns = ("SHARDS", "WEIGHTS", "OPTIMIZER", *["TABLES"] * has_tables, "STAGED", "OBJECTS", "UNDER WAY", "TRAINING")
     times = ("WORKER'S LINK", "SHARD'S LINK", "LINK", "SHARD'S CPU", "WORKER'S CPU", "ROUND", "DDP'S")
@@ -295,9 +296,8 @@ def table(advice: Advice) -> str:
         sizes = map(size_text, (*parts, *sums, made.worker_bytes, made.shard_bytes))
         seconds = (made.link_seconds, made.shard_cpu, made.worker_cpu, made.round_seconds, made.ddp_seconds)
         rows.append((str(made.shards), *sizes, *("-" if each is None else time_text(each) for each in seconds)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*lines, "", *_remarks(advice)])
+    remarks = [line for remark in _remarks(advice) for line in folded(remark, width)]
+    return "\n".join([*parts_of(rows, width), "", *remarks])
 
 
 def _remarks(advice: Advice) -> list[str]:

@@ -12,7 +12,7 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, ranks_text, size_text
 from ps_runtime.retry import Peer
 from ps_server.core.sums import Agreement
-from ps_server.ops.columns import lines_of
+from ps_server.ops.columns import folded, lines_of
 from ps_server.ops.text import printable
 from ps_server.rpc.coordinator_client import CoordinatorClient
 from ps_server.rpc.plain import plain
@@ -73,9 +73,9 @@ def table(status: dict[str, Any], width: int | None = None) -> str:
     """Returns the state as a table for a person. width: of the window, which it keeps; None: there is no limit"""
     lines = process_lines(status, width, workers=True)
     for job in status["jobs"]:
-        lines += job_lines(status, job)
+        lines += [each for line in job_lines(status, job) for each in folded(line, width)]
     if status["coordinator"]["software_version"]:  # an earlier one does not say
-        lines.append(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"))
+        lines += folded(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"), width)
     return "\n".join(lines)
 
 
@@ -157,11 +157,10 @@ def steps_text(job: dict[str, Any]) -> str:
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
-    missing = [str(rank) for rank in range(size) if rank not in ranks]
-    waiting = f"; waits for ranks {', '.join(missing)} to join" if missing and not job["started"] else ""
+    missing = sorted(set(range(size)) - set(ranks))
+    waiting = f"; waits for ranks {ranges(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:
-        rejoining = ", ".join(map(str, job["rejoining_ranks"]))
-        waiting = f"; waits for workers {rejoining} to join again"
+        waiting = f"; waits for {ranks_text(job['rejoining_ranks'])} to join again"
     if job["absent_ranks"]:
         absent = ranks_text(job["absent_ranks"])
         waiting = f"; all others have left, and it waits for {absent} to come back before it ends"

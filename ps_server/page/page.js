@@ -7,6 +7,7 @@ const EVENTS_KEPT = 200;
 const OLD_CHECKPOINT = 900; // seconds
 const SHOWN = 12; // workers that are shown one by one; of more, the slowest and the fastest
 const [SLOWEST, FASTEST] = [8, 2];
+const FIGURE_WIDTH = 160; // pixels, at least
 const LINES = ["#3b82d4", "#d9822b", "#2c9a6b", "#b455c9", "#c94a4a", "#7a8a2b", "#3aa7b8", "#8b6f5a"];
 
 const $ = (id) => document.getElementById(id);
@@ -19,6 +20,7 @@ let wanted = wantedByAddress(); // the job that somebody has asked for; null: no
 let shown = null; // the job that is shown
 let all = false; // all workers are shown, however many
 const charts = new Map(); // by title
+const logs = new Set(); // the titles of charts for which somebody has asked for a logarithmic scale
 
 // -- elements ---------------------------------------------------------------------------------------------------------
 
@@ -137,6 +139,9 @@ function mode({ consistency, local_steps: localSteps, local_fragments: fragments
   return consistency.max_staleness === null ? "async" : `ssp:${consistency.max_staleness}`;
 }
 
+// What a worker's clock counts.
+const counted = (job) => (mode(job).startsWith("local") ? "rounds" : "steps");
+
 function drawHead(job, view) {
   $("title").textContent = `${job.name} · ${mode(job)} · ${view.state}`;
   $("title").className = view.state === "training" ? "" : "bad";
@@ -163,7 +168,7 @@ function drawFigures(job, view, status) {
   const done = totals.length ? [[`of ${Math.max(...totals.map((each) => each.total_step_count))} steps${left}`, `${Math.round(100 * view.done_fraction)} %`]] : [];
   const figures = [
     ...done,
-    [mode(job).startsWith("local") ? "rounds made" : "steps made", clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
+    [`${counted(job)} made`, clocks.length === 0 ? "–" : low === high ? String(low) : `${low} – ${high}`],
     ["steps a second", rate(view.steps_per_second)],
     ...(view.age_duration === null || view.age_duration === undefined ? [] : [["running for", span(view.age_duration)]]),
     ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
@@ -177,6 +182,10 @@ function drawFigures(job, view, status) {
 }
 
 function showFigures(figures) {
+  // Rows of about as many figures each: none is alone in the last one.
+  const room = Math.max(1, Math.floor(($("figures").clientWidth || 1000) / FIGURE_WIDTH));
+  const columns = Math.ceil(figures.length / Math.ceil(figures.length / room));
+  $("figures").style.setProperty("grid-template-columns", `repeat(${columns}, minmax(0, 1fr))`);
   $("figures").replaceChildren(
     ...figures.map(([name, value, kind]) => holding("div", {}, [element("b", kind ? { class: kind } : {}, value), element("span", {}, name)])),
   );
@@ -213,7 +222,7 @@ function drawRace(job, views) {
   const x = (clock) => left + ((clock - low) / (high - low)) * (width - left - right);
   const y = (index) => 14 + (index + (between && index >= SLOWEST ? 1 : 0)) * lane;
   const height = y(workers.length) + 14;
-  const svg = drawn("svg", { width, height, role: "img", "aria-label": "the workers' clocks" });
+  const svg = drawn("svg", { width, height, role: "img", "aria-label": `the workers' ${counted(job)}` });
   if (wall !== null) {
     svg.append(drawn("rect", { class: "band", x: x(low), y: 2, width: x(wall) - x(low), height: height - 22 }));
     svg.append(drawn("line", { class: "wall", x1: x(wall), x2: x(wall), y1: 2, y2: height - 20 }));
@@ -235,16 +244,17 @@ function drawRace(job, views) {
     const { x: cx, y: cy } = places.get(worker.rank), view = views.get(worker.rank);
     const kind = view.activity.startsWith("silent") ? " silent" : view.activity.startsWith("waits") ? " waiting" : "";
     const runner = drawn("circle", { class: `runner${kind}`, cx, cy, r: 6 });
-    runner.append(drawn("title", {}, `worker ${worker.rank}: clock ${worker.clock}, ${view.activity}`));
+    runner.append(drawn("title", {}, `worker ${worker.rank}: ${worker.clock} ${counted(job)}, ${view.activity}`));
     svg.append(runner);
   });
   svg.append(drawn("text", { class: "faint", x: left, y: height - 4 }, String(low)));
   svg.append(drawn("text", { class: "faint", x: width - right, y: height - 4, "text-anchor": "end" }, String(high)));
   $("race").replaceChildren(svg);
+  const word = counted(job) === "rounds" ? "Rounds" : "Steps";
   $("race-note").textContent =
     wall === null
-      ? "Clocks, slowest to fastest. In async no worker waits for another. Arrows: who waits for whom."
-      : `Clocks. The band is what ${mode(job)} allows: up to ${bound + 1} ahead of the slowest. Arrows: who waits for whom.`;
+      ? `${word} made, slowest to fastest. In async no worker waits for another. Arrows: who waits for whom.`
+      : `${word} made. The band is what ${mode(job)} allows: up to ${bound + 1} ahead of the slowest. Arrows: who waits for whom.`;
 }
 
 function arrow(from, to) {
@@ -420,36 +430,66 @@ function curvesOf(job, view, now) {
 
 function drawCurves({ times, own }) {
   const wanted = new Map();
-  for (const each of own.filter((each) => each.name.startsWith("value."))) {
-    const name = each.name.slice("value.".length);
-    wanted.set(name, [[name, each.values]]);
+  const ofJob = (name) => own.find((each) => each.name === name && each.rank === null)?.values;
+  const logged = own.filter((each) => each.name.startsWith("value.")).map((each) => each.name.slice("value.".length));
+  logged.sort((a, b) => isLoss(b) - isLoss(a));
+  for (const name of logged) {
+    const spread = [["least of a worker", ofJob(`least.${name}`)], ["most of a worker", ofJob(`most.${name}`)]];
+    const isSpread = spread.every(([, values]) => values);
+    wanted.set(name, isSpread ? [[`${name}, mean`, ofJob(`value.${name}`)], ...spread] : [[name, ofJob(`value.${name}`)]]);
   }
   const byRank = own.filter((each) => each.name === "steps_per_second" && each.rank !== null).sort((a, b) => a.rank - b.rank);
   wanted.set("steps a second, by worker", byRank.slice(0, LINES.length).map((each) => [`worker ${each.rank}`, each.values]));
-  const flow = (name) => own.find((each) => each.name === name && each.rank === null)?.values;
-  const flows = [["to the shards", flow("received_bytes_per_second")], ["to the workers", flow("sent_bytes_per_second")]];
+  const flows = [["to the shards", ofJob("received_bytes_per_second")], ["to the workers", ofJob("sent_bytes_per_second")]];
   wanted.set("bytes a second", flows.filter(([, values]) => values));
   for (const [title, chart] of charts) {
-    if (!wanted.has(title) || chart.names !== wanted.get(title).map(([name]) => name).join("\n")) {
-      chart.plot.destroy();
-      chart.place.remove();
-      charts.delete(title);
-    }
+    if (!wanted.has(title) || chart.names !== wanted.get(title).map(([name]) => name).join("\n")) removeChart(title);
   }
   for (const [title, lines] of wanted) {
     if (lines.length === 0) continue;
     const data = [times, ...lines.map(([, values]) => values)];
+    const isLog = logs.has(title) && spansMuch(data);
+    if (charts.get(title)?.isLog !== isLog) removeChart(title);
     if (charts.has(title)) charts.get(title).plot.setData(data);
-    else addChart(title, lines, data);
+    else addChart(title, lines, data, isLog);
+    charts.get(title).button.hidden = !spansMuch(data);
   }
+}
+
+const isLoss = (name) => /loss/.test(name);
+
+// Whether a logarithmic scale shows more: all values are positive, and the largest is more than 100 times the smallest.
+function spansMuch([, ...lines]) {
+  let [least, most] = [Infinity, 0];
+  for (const value of lines.flat()) {
+    if (typeof value !== "number") continue;
+    if (value <= 0) return false;
+    [least, most] = [Math.min(least, value), Math.max(most, value)];
+  }
+  return most > 100 * least;
+}
+
+function removeChart(title) {
+  charts.get(title)?.plot.destroy();
+  charts.get(title)?.place.remove();
+  charts.delete(title);
 }
 
 const bytesOf = (title) => title.startsWith("bytes a second"); // two lines, which often lie on each other: one is dashed
 
-function addChart(title, lines, data) {
-  const place = holding("div", {}, [element("h2", {}, title)]);
-  $("curves").append(place);
-  const short = (plot, values) => values.map((value) => (bytesOf(title) ? bytes(value) : number(value)));
+function addChart(title, lines, data, isLog) {
+  const button = element("button", {}, isLog ? "linear scale" : "logarithmic scale");
+  const place = holding("div", isLoss(title) ? { class: "row" } : {}, [element("h2", {}, title), button]);
+  button.addEventListener("click", () => {
+    if (!logs.delete(title)) logs.add(title);
+    if (latest !== null) draw(latest);
+  });
+  if (isLoss(title)) $("curves").prepend(place);
+  else $("curves").append(place);
+  const isSpread = lines.length === 3 && lines[1][0] === "least of a worker";
+  const dash = (index) => (bytesOf(title) && index ? [6, 5] : undefined);
+  const line = (index) => (isSpread && index ? { stroke: `${LINES[0]}66`, width: 1 } : { stroke: LINES[index % LINES.length], width: 1.5 });
+  const short = (plot, values) => values.map((value) => (value === null ? "" : bytesOf(title) ? bytes(value) : number(value)));
   const hours = (plot, moments) => moments.map((moment) => new Date(1000 * moment).toLocaleTimeString("en-GB"));
   const axis = { stroke: () => color("--faint"), grid: { stroke: () => color("--grid"), width: 1 }, ticks: { stroke: () => color("--grid"), width: 1 } };
   const options = {
@@ -458,9 +498,11 @@ function addChart(title, lines, data) {
     cursor: { y: false },
     legend: { show: lines.length > 1, live: false },
     axes: [{ ...axis, space: 80, values: hours }, { ...axis, size: 62, values: short }],
-    series: [{}, ...lines.map(([name], index) => ({ label: name, stroke: LINES[index % LINES.length], width: 1.5, dash: bytesOf(title) && index ? [6, 5] : undefined, points: { show: false } }))],
+    series: [{}, ...lines.map(([name], index) => ({ label: name, ...line(index), dash: dash(index), points: { show: false } }))],
+    bands: isSpread ? [{ series: [3, 2], fill: `${LINES[0]}22` }] : [],
+    scales: { y: { distr: isLog ? 3 : 1 } },
   };
-  charts.set(title, { plot: new uPlot(options, data, place), place, names: lines.map(([name]) => name).join("\n") });
+  charts.set(title, { plot: new uPlot(options, data, place), place, button, isLog, names: lines.map(([name]) => name).join("\n") });
 }
 
 function redraw() {
@@ -588,11 +630,7 @@ async function look() {
 $("jobs").addEventListener("change", (event) => {
   wanted = event.target.value;
   history.replaceState(null, "", `#job=${encodeURIComponent(wanted)}`); // an address that holds
-  for (const { plot, place } of charts.values()) {
-    plot.destroy();
-    place.remove();
-  }
-  charts.clear();
+  for (const title of [...charts.keys()]) removeChart(title);
   if (latest !== null) draw(latest);
 });
 $("all").addEventListener("click", () => {

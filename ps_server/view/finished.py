@@ -11,7 +11,7 @@ from ps_server.core.statistics import CheckpointStatistics
 from ps_server.view.history import Samples
 from ps_server.view.view import JobView, View
 
-KEPT = 4  # jobs; each has at most as many samples as the history: 170 kB
+KEPT = 4  # jobs; each has at most as many samples as the history: 220 kB
 
 
 @dataclass(frozen=True)

@@ -249,18 +249,33 @@ def _sample(job: JobView, work: Iterable[ShardWork | None]) -> Iterable[tuple[Na
     waits = [worker.fractions["wait"] for worker in job.workers if worker.fractions]
     if waits:
         yield ("wait_fraction", None), sum(waits) / len(waits)
-    for name, mean in logged_means(job.statistics.figures.values()).items():
-        yield (f"value.{name}", None), mean
+    logged = logged_by_name(job.statistics.figures.values())
+    for name, means in logged.items():
+        yield (f"value.{name}", None), _mean(means)
     for worker in job.workers[:RANKS_SAMPLED]:
         if worker.steps_per_second is not None:
             yield ("steps_per_second", worker.rank), worker.steps_per_second
+    for name, means in logged.items():
+        if len(means) > 1:
+            yield (f"least.{name}", None), min(means)
+            yield (f"most.{name}", None), max(means)
 
 
 def logged_means(told: Iterable[WorkerFigures]) -> dict[str, float]:
     """Returns the mean over the workers of what they log; NaN where the last value of each is not finite."""
+    return {name: _mean(means) for name, means in logged_by_name(told).items()}
+
+
+def logged_by_name(told: Iterable[WorkerFigures]) -> dict[str, list[float]]:
+    """Returns by name what workers log, those left out whose last value is not finite."""
     logged: dict[str, list[float]] = {}
     for figures in told:
         for value in figures.values:
-            logged.setdefault(value.name, []).append(value.mean if math.isfinite(value.last) else math.nan)
-    finite = {name: [mean for mean in means if math.isfinite(mean)] for name, means in logged.items()}
-    return {name: sum(means) / len(means) if means else math.nan for name, means in finite.items()}
+            means = logged.setdefault(value.name, [])
+            if math.isfinite(value.last) and math.isfinite(value.mean):
+                means.append(value.mean)
+    return logged
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -144,7 +144,7 @@ def test_the_workers_wait_for_each_other_after_the_job_was_set_back(cluster: Clu
         join_again(zero)
         job = cluster.coordinator.jobs()["job"]
         assert job.members.roster() == ([0], 2, False), "one of two is back"
-        assert "waits for workers 1 to join again" in status.table(status.fetch(cluster.address))
+        assert "waits for worker 1 to join again" in status.table(status.fetch(cluster.address))
         join_again(one)
         assert job.members.roster() == ([0, 1], 2, True)
 

@@ -92,6 +92,64 @@ def test_curves_begin_with_the_job() -> None:
     assert len(times) == len(losses) == 201
 
 
+def test_the_loss_is_a_row_of_its_own_with_the_workers_spread_around_the_mean() -> None:
+    both = view(4, samples=3)
+    for name, values in (("accuracy", [0.5, 0.6]), ("least.loss", [1.0, 1.5]), ("most.loss", [3.0, 2.5])):
+        series = cluster_pb2.Series(
+            job="demo", name=name if "." in name else f"value.{name}", values=[math.nan, *values]
+        )
+        both.history.series.append(series)
+    [shown] = page(both)["shown"]
+    assert shown["curves"]["loss"][1:] == [[None, 1.0, 2.0], [None, 1.0, 1.5], [None, 3.0, 2.5]]
+    loss, other = shown["charts"]["loss"], shown["charts"]["accuracy"]
+    assert (loss["lines"], loss["bands"], loss["row"]) == (
+        ["loss, mean", "least of a worker", "most of a worker"],
+        1,
+        True,
+    )
+    assert (other["lines"], other["bands"], other["row"]) == (["accuracy"], 0, False)
+
+
+@pytest.mark.parametrize(
+    ("values", "offered"),
+    [
+        ([300.0, 2.0], "logarithmic scale"),
+        ([30.0, 2.0], ""),
+        ([300.0, 0.0], ""),
+        ([300.0, math.nan, 2.0], "logarithmic scale"),
+        ([-300.0, 300.0], ""),
+    ],
+)
+def test_a_logarithmic_scale_is_offered_where_it_shows_more(values: list[float], offered: str) -> None:
+    wide = view(4, samples=len(values))
+    wide.history.series[0].values[:] = values
+    found = page(wide)
+    chart = found["shown"][0]["charts"]["loss"]
+    assert (chart["log"], chart["button"]) == (False, offered)
+    after = found["afterScale"]["loss"]
+    assert (after["log"], after["button"]) == (bool(offered), "linear scale" if offered else "")
+
+
+def test_no_figure_is_alone_in_the_last_row() -> None:
+    """The stub's window has room for six beside each other."""
+    without = view(4)
+    without.jobs[0].ClearField("age_duration")
+    for made in (view(4), without):
+        [shown] = page(made)["shown"]
+        columns, count = int(shown["columns"].split("(")[1].split(",")[0]), len(shown["figures"])
+        assert count > 6 >= columns
+        assert count % columns != 1
+
+
+def test_nothing_above_the_fold_speaks_of_clocks_and_no_size_breaks_in_two() -> None:
+    [shown] = page(view(4))["shown"]
+    figures = {name: value for value, name in shown["figures"]}
+    above = " ".join([shown["diagnosis"], shown["raceNote"], *figures, *figures.values()]).lower()
+    assert "clock" not in above
+    assert shown["raceNote"].startswith("Steps made. ")
+    assert figures["weights + state"] == "100\u00a0MB\u00a0+\u00a0200\u00a0MB"
+
+
 def test_a_job_that_has_ended_stays_with_its_curves_and_its_end() -> None:
     gone = view(4, samples=3)
     del gone.jobs[:]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ps_server.ops import screen, status
+from ps_server.ops import plan, screen, status
 from ps_server.ops.columns import lines_of, wrapped
 from tests.tools.crowd import SILENT, clock_of, seen
 
@@ -76,12 +76,25 @@ def test_of_many_workers_those_in_trouble_are_shown_and_the_fastest(
 def test_the_table_is_no_wider_than_the_window(workers: int) -> None:
     """Each shard's row had the clock of each worker: 1,538 columns with 256 of them."""
     view = seen(workers)
-    assert max(map(len, status.table(view["status"], COLUMNS).splitlines()[: workers + 4])) <= COLUMNS
+    view["status"]["coordinator"]["software_version"] = "0.1.0"
+    [job] = view["status"]["jobs"]
+    job["started"], job["world_size"] = False, 2 * workers + 5
+    lines = status.table(view["status"], COLUMNS).splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    assert f"waits for ranks {workers}-{2 * workers + 4} to join" in " ".join(line.strip() for line in lines)
     whole = status.table(view["status"]).splitlines()
     assert max(map(len, whole[: workers + 4])) < 250
     [row] = [line.split() for line in whole if line.split()[:2] == ["shard", "0"]]
     head = whole[0].split()
     assert row[head.index("CLOCK")] == ("120-182" if workers == 4 else "120-186")
+
+
+def test_a_plan_is_no_wider_than_the_window_and_says_the_same() -> None:
+    advice = plan.advise(plan.Question(parameters=10**9, workers=512, optimizer="AdamW", shards=16))
+    narrow, wide = plan.table(advice, COLUMNS), plan.table(advice)
+    assert max(map(len, narrow.splitlines())) <= COLUMNS < max(map(len, wide.splitlines()))
+    assert set(narrow.split()) == set(wide.split())
+    assert narrow.count("SHARDS ") > 1, "each part of the table says of how many"
 
 
 def test_a_window_that_is_very_low_shows_who_is_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,8 +392,19 @@ def test_the_straggler_is_named_from_what_workers_and_shards_report() -> None:
     assert shard.work["job"].apply_seconds == pytest.approx(0.0025)
     sample = samples(view)["job"]
     assert sample["value.loss", None] == pytest.approx(0.4), "one that logs NaN does not hide the others"
+    assert ("least.loss", None) not in sample, "one worker's values have no spread"
     assert sample["steps_per_second", None] == 4.0
     assert sample["wait_fraction", None] == pytest.approx(0.4)
+
+
+def test_what_several_workers_log_is_sampled_with_its_least_and_its_most() -> None:
+    figures = {
+        (rank, rank + 1): WorkerFigures(1.0, 1, values=(LoggedValue("loss", last, mean),))
+        for rank, (last, mean) in enumerate([(1.0, 1.5), (2.0, 0.5), (math.nan, 9.0), (3.0, 4.0)])
+    }
+    view = made(ViewMaker(), 100.0, job([member(rank) for rank in range(4)], figures=figures), Answer(7))
+    sample = samples(view)["job"]
+    assert [sample[f"{what}.loss", None] for what in ("value", "least", "most")] == [2.0, 0.5, 4.0]
 
 
 def test_a_worker_of_an_earlier_version_is_seen_without_figures() -> None:
