@@ -1,7 +1,8 @@
-"""Threads that run beside the calls of a process, and go on whatever happens in them.
+"""Background threads, which survive exceptions in their work.
 
-An exception in one round of a thread's work is logged and counted, and the next round comes: a thread that has ended
-without a word would be missed when it is needed. One that comes in every round is logged once; see troubles.py.
+An exception in one round of a thread's work is logged and counted, and the thread continues with the next round: a
+thread that ended silently would be missing when it is needed. An exception that repeats in every round is logged once;
+see troubles.py.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _lock = threading.Lock()
 
 
 def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
-    """Waits for threads that are about to end, for so many seconds in all.
+    """Waits for threads that are about to end, for `seconds` seconds in all.
 
-    A thread that is still there when the interpreter ends is stopped where it next asks for the GIL. In C++ code that
-    aborts the process ("terminate called without an active exception"), and freeing a tensor is enough for it: torch
-    lets go of the GIL meanwhile.
+    A daemon thread that still runs when the interpreter exits is stopped when it next requests the GIL. Inside C++ code
+    this aborts the process ("terminate called without an active exception"). Freeing a tensor is enough for that,
+    because torch releases the GIL meanwhile.
     """
     until = time.monotonic() + seconds
     for thread in threads:
@@ -59,7 +60,7 @@ def note_error(name: str) -> None:
 
 
 def guarded(name: str, work: Callable[[], object]) -> None:
-    """Calls `work`; notes an exception under `name`."""
+    """Calls `work`. Records an exception under `name`."""
     if name not in _errors:  # from now on it is counted, from 0: an alert on its increase needs the number before
         with _lock:
             _errors.setdefault(name, 0)
@@ -72,7 +73,7 @@ def guarded(name: str, work: Callable[[], object]) -> None:
 
 
 class Background:
-    """The background threads of one object, until `stop`. Before `start` there are none; see `apart`."""
+    """The background threads of one object, until `stop`. Before `start` it has none; see `apart`."""
 
     def __init__(self) -> None:
         self._started = False
@@ -92,7 +93,7 @@ class Background:
         self._started = True
 
     def repeat(self, name: str, seconds: float, work: Callable[[], object]) -> None:
-        """Calls `work` every so many seconds in a thread of its own. Raises TryLater where none can be had."""
+        """Calls `work` every `seconds` seconds in its own thread. Raises TryLater if the system has no thread to give."""
 
         def run() -> None:
             while not self._stopping.wait(seconds):
@@ -104,9 +105,9 @@ class Background:
         self._repeating.append(thread)
 
     def run(self, name: str, work: Callable[[], object]) -> None:
-        """Calls `work`, which ends by itself, in a thread of its own; not at all before `start`.
+        """Calls `work`, which ends by itself, in its own thread; before `start` it does nothing.
 
-        Where no thread can be had, the threads that repeat something see to it that it is called later.
+        If no thread can be started, the threads that repeat something will call it later.
         """
         if not self._started:
             return

@@ -1,7 +1,7 @@
 """A connection that sends and receives frames, from and into memory that its caller names.
 
-The kernel copies; Python does not, and its lock (the GIL) is free meanwhile. One thread receives; any thread sends, one
-frame after the other. `abort` ends both from any thread.
+Only the kernel copies the bytes, and the GIL is released meanwhile. One thread receives. Any thread sends, one frame
+after the other. Any thread may end both with `abort`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ def nothing() -> None:
 
 
 class FrameSocket(Protocol):
-    """A connection. Methods raise OSError where it has ended.
+    """A connection for frames. Methods raise OSError once it has ended.
 
-    sending: is held by the thread that sends a frame, from its first byte to its last
+    sending: the lock of the thread that sends a frame, from its first byte to its last
     """
 
     sending: threading.Lock
 
     def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
-        """Sends parts one after the other; returns when the kernel has taken them all. The caller holds `sending`.
+        """Sends parts in order. Returns once the kernel has accepted them all. The caller holds `sending`.
 
-        moved: is called now and then, when a part of them has left
+        moved: called now and then, when a part of the bytes has left
         """
 
     def send_now(self, parts: Sequence[Buffer]) -> list[memoryview]:
-        """Sends what fits without waiting; returns the rest, which is sent next. The caller holds `sending`."""
+        """Sends as much as fits without waiting. Returns the rest, which must be sent next. The caller holds
+        `sending`."""
 
     def wait_for_room(self) -> None:
-        """Returns when more can be sent, or the connection has ended. The caller holds `sending`."""
+        """Waits until more can be sent, or the connection has ended. The caller holds `sending`."""
 
     def has_room(self) -> bool:
         """Whether a small frame can be sent without waiting: the kernel says so when a good part of its memory is free.
@@ -56,20 +57,20 @@ class FrameSocket(Protocol):
         """
 
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
-        """Fills the target with the bytes that come next.
+        """Fills the target with the next bytes.
 
-        moved: is called now and then, when a part of them has come
+        moved: called now and then, when a part of the bytes has arrived
         """
 
     def watch(self, seconds: float, look: Callable[[], None]) -> None:
-        """Has `look` called by the thread that receives whenever nothing has come for so many seconds, and `moved`
-        about as often while something does. What `look` raises ends the receiving."""
+        """Sets a function that the receiving thread calls after each `seconds` seconds without bytes, and `moved` about
+        as often while bytes arrive. An error that it raises ends the receiving."""
 
     def abort(self) -> None:
-        """Ends the connection, from any thread: threads that send or receive get an error."""
+        """Ends the connection, from any thread. Threads that send or receive get an error."""
 
     def close(self) -> None:
-        """Gives the connection back, when no thread uses it any more."""
+        """Closes the connection once no thread uses it."""
 
 
 def _views(parts: Sequence[Buffer]) -> list[memoryview]:
@@ -77,7 +78,7 @@ def _views(parts: Sequence[Buffer]) -> list[memoryview]:
 
 
 def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Returns what is left of parts after so many bytes."""
+    """Returns the rest of parts after `count` bytes."""
     for position, part in enumerate(parts):
         if sent < len(part):
             return [part[sent:], *parts[position + 1 :]]
@@ -226,11 +227,11 @@ def prepare(connection: socket.socket) -> None:
 
 
 def receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
-    """Returns the bytes that come next on a connection that carries no frames yet.
+    """Returns the next bytes of a connection that carries no frames yet.
 
-    until: when it is too late, in seconds of time.monotonic
+    until: the deadline, in seconds of time.monotonic
 
-    Raises OSError: TimeoutError when it is too late, ConnectionResetError where the other end has closed.
+    Raises OSError: TimeoutError after the deadline, ConnectionResetError if the peer has closed.
     """
     received = b""
     while len(received) < count:

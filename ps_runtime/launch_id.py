@@ -1,8 +1,8 @@
-"""Which launch this process belongs to, and what it tells its launcher.
+"""The launch that this process belongs to, and its report to the launcher.
 
-The launch tells a worker that is started again from another user's of the same job. The launcher waits for no message:
-when a worker fails, it looks for the file that the first worker makes once all declared workers have joined. Until then
-a failure ends the launch.
+The launch distinguishes a worker that is started again from another user's worker of the same job. The report is a
+file, which the first worker creates once all declared workers have joined. The launcher looks for it when a worker
+fails: until then a failure ends the launch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ FINISHED_WITHOUT_CODE = 79
 class LaunchId:
     """One launch.
 
-    name:      the same for all its workers and each that it starts again; empty: not known
-    take_over: live workers of other launches are fenced
-    ranks:     of all the workers that it is about to start; empty: nothing is known of the others
-    is_unique: no later launch has the name: a job that this one has finished is finished for all its workers
+    name: the same for all its workers and their restarts; empty: unknown
+    take_over: whether live workers of other launches are fenced
+    ranks: all ranks that the launch is about to start; empty: unknown
+    is_unique: whether no later launch has this name; a job that this launch has finished is then finished for all its
+    workers
     """
 
     name: str = ""

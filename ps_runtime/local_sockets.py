@@ -1,8 +1,8 @@
-"""Unix sockets in a directory that other processes write into, too.
+"""Unix sockets in a directory that other users can write to.
 
-By the time that a path is used, it may lead elsewhere. So a name is opened once: what is looked at then is what is
-connected to. Both go by way of /proc/self/fd, whose paths fit into the 107 bytes of a socket's address, however long
-the directory's own is.
+Between a check of a path and its use, another user could replace the file (a race known as TOCTOU). Therefore a name is
+opened once, and both the check and the connection use the descriptor, through /proc/self/fd. Such a path also fits
+into the 107 bytes of a socket's address, however long the directory's own path is.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ def log_settings(level: str | None) -> tuple[Setting, Setting]:
 
 @dataclass(frozen=True)
 class Speaker:
-    """What a process is, for its log lines.
+    """The identity of a process in its log lines.
 
-    role:  coordinator, shard, worker, or the command that started these
+    role: coordinator, shard, worker, or the command that started these
     index: of a shard
-    job, rank: of a worker; None where they are not known yet
+    job, rank: of a worker; None before they are known
     """
 
     role: str
@@ -49,12 +49,12 @@ class Speaker:
     rank: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Returns what is known."""
+        """Returns the known fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class JsonLines(logging.Formatter):
-    """Makes a JSON object of each record, on one line."""
+    """Formats each record as a JSON object on one line."""
 
     def __init__(self, speaker: Speaker) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class JsonLines(logging.Formatter):
 
 
 def formatter(speaker: Speaker, kind: str) -> logging.Formatter:
-    """Returns what makes lines of records. kind: one of FORMATS"""
+    """Returns the formatter of log lines. kind: one of FORMATS"""
     if kind == JSON:
         return JsonLines(speaker)
     if speaker.role != "worker":
@@ -87,14 +87,14 @@ def formatter(speaker: Speaker, kind: str) -> logging.Formatter:
 
 
 def start(speaker: Speaker, level: str, kind: str) -> None:
-    """Has this process log to its stderr."""
+    """Starts logging to this process's stderr."""
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(formatter(speaker, kind))
     logging.basicConfig(level=level.upper(), handlers=[stream])
 
 
 def line_of(speaker: Speaker, text: str, kind: str) -> str:
-    """Returns a line that a command says beside the log: as the log has its lines if that is JSON."""
+    """Formats a line of a command as the log formats its lines: as JSON if the log does."""
     if kind != JSON:
         return f"{speaker.role}: {text}"
     return JsonLines(speaker).format(logging.LogRecord(speaker.role, logging.INFO, "", 0, text, None, None))

@@ -1,4 +1,4 @@
-"""Where processes can share memory: what tells two that see one directory on one machine from two that do not."""
+"""Identifies the memory that processes can share: one directory on one machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_place(directory: Path) -> str:
-    """Returns a text that all processes have in common which see this very directory on this machine since it was
-    started, those in containers too, and no others: 32 hexadecimal digits. Empty where that cannot be told.
-    """
+    """Returns an id, 32 hexadecimal digits, that is equal in all processes which see this very directory on this
+    machine since its boot, also in containers, and in no others. Empty if the system does not tell it."""
     try:
         found = os.stat(directory)
         boot = _BOOT_ID.read_text().strip()

@@ -74,10 +74,10 @@ def build_gauge() -> Gauges[dict[str, str]]:
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out when each counter and histogram was made, a series `..._created` for each set of labels.
+    """Leaves out the `..._created` series of each counter and histogram.
 
-    They are a fifth of what a shard serves, and nothing reads them. `prometheus_client.disable_created_metrics` would
-    also take those of a script that has metrics of its own.
+    They are a fifth of a shard's output, and nothing reads them. `prometheus_client.disable_created_metrics` would also
+    disable them for a script's own metrics.
     """
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,8 @@
-"""A pool of threads that goes on where no more threads can be had: `pids.max` of a container, or RLIMIT_NPROC.
+"""A thread pool that keeps working when no more threads can be started: `pids.max` of a container, or RLIMIT_NPROC.
 
-concurrent.futures raises from `submit` when a thread cannot be started, although the task is queued by then. gRPC calls
-`submit` on the one thread that hands out all calls, and does not survive that: the process stays, and answers nothing.
+concurrent.futures raises from `submit` if it cannot start a thread, although the task is queued by then. gRPC calls
+`submit` on the one thread that dispatches all calls, and this exception ends it: the process stays alive and answers
+nothing.
 """
 
 from __future__ import annotations

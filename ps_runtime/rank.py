@@ -1,7 +1,7 @@
-"""Which worker a process is: its rank, the number of workers, and its place on its host.
+"""The rank of a process, the number of workers, and its local rank on the host.
 
-What the user gives (arguments, PS_* variables) comes first. What is left out comes from one launcher's variables: never
-the rank from one launcher and the number of workers from another.
+The user's settings (arguments, PS_* variables) come first. Missing ones come from the variables of a single launcher:
+never the rank from one launcher and the number of workers from another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How a failed call is repeated: the pauses, the limit of time, and what the failure means.
+"""Repeats a failed call: the pauses, the time limit, and the meaning of the failure.
 
-Retrying is safe because every mutating call can be repeated: the servers know a repeat by its clock and incarnation.
+Retrying is safe because every mutating call is idempotent: the servers recognise a repeat by its clock and incarnation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOTICE_SECONDS = 1.0
 NAMED_PAUSE_SECONDS = 0.5  # a peer that asks for such a pause has its reason logged
 LONG_WAIT_SECONDS = 3.0  # a peer that asks for more time than this is worth a warning
 _AWAY, _BUSY = "away", "busy"  # what a peer's troubles are: it does not answer; it has said what it waits for
-# Of our own: a script's random numbers must not depend on how often a call was repeated.
+# A generator of its own: retries must not change a script's random numbers.
 _RANDOM = random.Random()
 
 
@@ -66,12 +66,12 @@ class Peer:
 
 
 class Retry:
-    """Repeats a call that failed for a passing reason, with growing pauses, for a stated time.
+    """Repeats a call that failed for a passing reason, with growing pauses, up to a time limit.
 
-    A pause that the peer asks for is kept, and counts as progress, however often it asks. So does an error that says
-    how far is what it waits for, whenever that differs from the one before.
+    A pause that the peer asks for is kept and counts as progress, however often it asks. So does an error with a
+    `progress` that differs from the one before.
 
-    timeout: seconds without any progress after which the last error is raised as Unreachable
+    timeout: seconds without progress after which the last error is raised as Unreachable
     closing: once set, nothing is repeated
     """
 
@@ -87,7 +87,7 @@ class Retry:
         self._begin_anew()
 
     def progressed(self) -> None:
-        """Starts the time anew, because something came."""
+        """Restarts the time limit, because a message has arrived."""
         self._peer.troubles.over(_AWAY)
         self._peer.troubles.over(_BUSY)
         self._peer.waits.over(_BUSY)
@@ -134,7 +134,7 @@ class Retry:
         if not self._has_warned and passed > NOTICE_SECONDS:
             self._peer.troubles.met(_AWAY, "%s; trying again for %g s", error, self._timeout)
             self._has_warned = True
-        # Random pauses, so that workers that lost the same server do not come back in step.
+        # Random pauses (jitter), so that workers that lost the same server do not all retry at the same moment.
         self._closing.wait(self._pause * _RANDOM.uniform(0.5, 1.0))
         self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
 

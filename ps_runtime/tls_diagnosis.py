@@ -1,6 +1,6 @@
-"""Explains in one line why a TLS connection does not come about: gRPC only says that it did not.
+"""Explains in one line why a TLS handshake fails. gRPC only reports that it failed.
 
-A second connection is made with Python's own TLS, whose errors carry codes: nothing is recognised by its text.
+It repeats the handshake with Python's ssl module, whose errors have codes, so no error is recognised by its text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _EXPIRED, _NOT_YET, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
 
 
 def explain(address: str, access: Access) -> Untrusted | None:
-    """Returns why this end and the server at HOST:PORT do not trust each other; None if they do, or nothing answers."""
+    """Returns why this process and the server at HOST:PORT do not trust each other; None if they do, or nothing
+    answers."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as plain:
@@ -65,8 +66,8 @@ def _with_tls(plain: socket.socket, host: str, tls: Tls) -> str | None:
 class _Connection:
     """TLS over a connection, from the handshake on.
 
-    By hand: SSLContext.wrap_socket takes a connection that has just been reset for one that was never made, shakes no
-    hands over it and does not say so, or leaves it open.
+    It drives the handshake itself. SSLContext.wrap_socket treats a connection that has just been reset as one that was
+    never connected: it then skips the handshake without an error, or leaves the socket open.
     """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str | None) -> None:

@@ -1,7 +1,7 @@
-"""Troubles that come again and again: each is logged when it begins, counted every time, and logged when it is over.
+"""Recurring errors: each is logged when it begins, counted every time, and logged when it is over.
 
-A shard that is away is in the way of every look at it, twice a second: the log says so once, and `ps_troubles_total`
-how often.
+A lost shard, for example, fails every look at it, twice a second. The log reports that once, and `ps_troubles_total`
+counts it.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a limit; more are closed at once. `secure` wraps each in TLS, or not.
+    """Handles each connection in a thread, up to a limit; further connections are closed at once. `secure` adds TLS.
 
-    A connection is over when its time is: a timeout alone would begin anew with every byte that comes.
+    A connection has a total time: a timeout for each read alone would start again with every byte of a slow client.
     """
 
     daemon_threads = True
@@ -119,7 +119,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]
             for handle in late:
-                with contextlib.suppress(OSError):  # it hung up itself
+                with contextlib.suppress(OSError):  # the client has closed
                     handle.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -127,9 +127,10 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class Page:
-    """A page that is made once for all that wait for it, and never older than the request that it answers.
+    """A page that is generated once for all requests that wait for it. It is never older than the request that it
+    answers.
 
-    make: returns it for a query, the text behind the question mark
+    make: generates it for a query, the text after the question mark
     """
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
@@ -139,7 +140,7 @@ class Page:
         self._begun = self._next = -math.inf  # when it was made, and when it may be made again
 
     def get(self, query: str = "") -> bytes:
-        """Returns the page, after a pause if it was made just now."""
+        """Returns the page, after a pause if it was generated just now."""
         asked = time.monotonic()
         with self._lock:
             if self._begun < asked or self._query != query:
@@ -180,7 +181,7 @@ class _Silent(WSGIRequestHandler):
             answer.run(self.server.get_app())  # type: ignore[attr-defined]
 
     def version_string(self) -> str:
-        """Returns what answers; no versions: they tell a stranger what to try."""
+        """Returns the name of the server without versions, which would help an attacker."""
         return SERVER_SOFTWARE
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -188,13 +189,13 @@ class _Silent(WSGIRequestHandler):
 
 
 class Site:
-    """A few files, and pages of JSON that are made when they are asked for: for people on this machine, to look at.
+    """A few static files, and pages of JSON that are generated on request, for people on this machine.
 
-    A browser is to reach it by the name of this machine's loopback: a page of another site, whose name was pointed
-    here, would otherwise read it (DNS rebinding).
+    The browser must use a loopback name of this machine. Otherwise a page of another site, whose name was pointed to
+    this machine, could read the answers (DNS rebinding).
 
-    files: by path, the type of each and its content
-    data:  by path, what makes the JSON for a query; it may raise InvalidRequest
+    files: by path, the type and the content of each
+    data: by path, the function that makes the JSON for a query; it may raise InvalidRequest
     """
 
     def __init__(self, files: Mapping[str, tuple[str, bytes]], data: Mapping[str, Callable[[str], bytes]]) -> None:

@@ -1,6 +1,6 @@
-"""What a table begins with that was trained before its job: in parts, and how a part lies in a message.
+"""The rows that a table begins with because they were trained before its job, and their encoding in messages.
 
-The rows come first, then the ids that wait to become rows. A part has some of either.
+They travel in parts. The parts of rows come first, then those of ids that are not admitted yet.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ _WAITING = ("waiting.ids", "waiting.counts", "waiting.last")
 
 
 def row_columns(optimizer: str, values: HyperParameters, dim: int, with_state: bool) -> dict[str, int]:
-    """Returns the columns of rows by name, as Table.snapshot has them, and how many elements each is."""
+    """Returns the columns of rows by name, as in Table.snapshot, with the number of elements of each."""
     kept = state_kept(optimizer, values, dim) if with_state else {}
     return {"weights": dim, **{f"state.{optimizer}.{name}": numbers for name, numbers in kept.items()}}
 
 
 def row_size(columns: Mapping[str, int]) -> int:
-    """Returns the bytes of a row in a message. columns: see row_columns; none: of an id that waits"""
+    """Returns the size of a row in a message in bytes. columns: see row_columns; none: for an id that is not admitted
+    yet"""
     return 16 + 4 * sum(columns.values()) if columns else 8 * len(_WAITING)
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], columns: Mapping[str, int]) -> bytes:
-    """Returns rows as they travel, or ids that wait. columns: of the rows; none: of an id that waits"""
+    """Returns the bytes of rows, or of ids that are not admitted yet. columns: of the rows; none: for such ids"""
     named = ("ids", "last", *columns) if columns else _WAITING
     types = {torch.int64: "<i8", torch.float32: "<f4"}
     return b"".join(tensors[name].numpy().astype(types[tensors[name].dtype], copy=False).tobytes() for name in named)
 
 
 def decoded(payload: Buffer, count: int, columns: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Returns what `encoded` was given: so many rows, or ids. Raises InvalidRequest for another number of bytes."""
+    """Returns the argument of `encoded`: `count` rows or ids. Raises InvalidRequest for another number of bytes."""
     if len(payload) != count * row_size(columns):
         what = "rows" if columns else "ids that wait"
         raise InvalidRequest(

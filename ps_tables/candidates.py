@@ -1,6 +1,6 @@
-"""Ids that are not rows yet: how often each has occurred.
+"""Ids that are not admitted yet, with the count of each.
 
-They expire as rows do: an id that has not occurred for `expire_after` updates is forgotten, and begins anew.
+They expire as rows do: an id that has not occurred for `expire_after` updates is removed, and its count restarts at 0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ps_tables.removed import RemovedIds
 
 
 class Candidates:
-    """The ids of one table that wait to become rows.
+    """The ids of one table that are not admitted yet.
 
-    admit_after: how often an id has to occur
-    capacity:    the most that may wait; beyond, those that occurred longest ago are forgotten
+    admit_after: the number of occurrences that admits an id
+    capacity: the most ids; beyond it, those that occurred longest ago are removed
     """
 
     def __init__(self, admit_after: int, capacity: int, salt: int = 0) -> None:
@@ -39,17 +39,18 @@ class Candidates:
         return self.entries.nbytes + self.entries.end * self._counts.itemsize + self.removed.nbytes
 
     def snapshot(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Returns all of it: ids, in no order, how often each has occurred, and with which version last; [n] each."""
+        """Returns all ids in no order, the count of each, and the version of its last occurrence; [n] each."""
         ids, numbers = self.entries.entries()
         counts = self._counts.take(numbers).astype(np.int64)
         return {"ids": ids, "counts": counts, "last": self.entries.versions(numbers)}
 
     def copy(self, version: int, since: int) -> EntriesCopy:
-        """Returns a copy, in pieces, of what has occurred after a version; 0: of all. version: of the table now"""
+        """Returns a copy, made in pieces, of the ids that occurred after a version; 0: of all. version: the table's
+        present one"""
         return EntriesCopy(self.entries, version, since, {"counts": CopiedColumn(None, torch.int64)}, self._read)
 
     def restore(self, ids: Ids, counts: Counts, last: npt.NDArray[np.int64], version: int) -> None:
-        """Takes the place of an empty one, as far as there is room, or what comes after that; see `snapshot`.
+        """Fills an empty object as far as there is room, or adds later ids; see `snapshot`.
 
         version: of the table
         """
@@ -61,7 +62,7 @@ class Candidates:
         out["counts"].copy_(torch.from_numpy(self._counts.take(numbers).astype(np.int64)))
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> npt.NDArray[np.bool_]:
-        """Counts occurrences of distinct ids that are no rows; returns which become rows now: [n], [n] to [n]."""
+        """Counts occurrences of distinct ids that are no rows. Returns those that become rows now: [n], [n] to [n]."""
         numbers = self.entries.find(ids)
         known = numbers >= 0
         total = counts + np.where(known, self._counts.take(numbers, mode="clip"), 0)
@@ -82,7 +83,7 @@ class Candidates:
         return admitted
 
     def forget(self, ids: Ids, version: int) -> None:
-        """Has distinct ids wait no more, where they do: they became rows by this version without it."""
+        """Removes distinct ids, if they are here: they became rows by this version in another way."""
         numbers = self.entries.find(ids)
         waited = numbers >= 0
         self.entries.remove(ids[waited], numbers[waited])

@@ -1,8 +1,9 @@
-"""What changed in a table after a version: a walk over its rows, some at a time.
+"""A walk over the rows of a table that changed after a version, some rows at a time.
 
-Between two steps of a walk the table may be trained. So a row is as of some version from the beginning of the walk on,
-and the next walk, which begins where this one began, comes by it again if it changed meanwhile. A copy that takes what
-was removed, and then all rows of a walk, equals the table at the beginning of the walk, but for ids that changed since.
+The table may be trained between two steps of a walk. Each row that the walk returns therefore has the value of some
+version at or after its beginning. The next walk starts from the version at which this one began, so it returns such a
+row again. A copy that applies the removals, and then all rows of a walk, equals the table at the beginning of the walk,
+except for ids that changed since.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ps_tables.places import Column
 
 
 class Changes:
-    """A walk. The caller keeps the table from being trained while it is made, and during each `take`.
+    """A walk. The caller must not train the table during the constructor and during each `take`.
 
-    version: of the table at its beginning: what the next walk is to begin after
-    full:    it brings all rows; what a copy has beside them is no row any more
+    version: of the table at its beginning; the next walk starts after it
+    full: whether it returns all rows; further rows of a copy were removed
     """
 
     def __init__(self, rows: Entries, weights: Column, since: int, version: int, removed: Sequence[Ids] | None) -> None:
@@ -34,21 +35,22 @@ class Changes:
 
     @property
     def removed(self) -> Ids:
-        """Ids that were rows after the version before. Some may be rows again, and then come with the rows.
+        """Ids of rows that were removed after the version before. Some may be rows again; then `take` returns them,
+        too.
 
-        They may be many: the table may be trained while they are put together.
+        There may be many. The table may be trained while this property computes them.
         """
         return np.concatenate([np.empty(0, np.int64), *self._removed])
 
     @property
     def is_over(self) -> bool:
-        """Whether all rows have been taken."""
+        """Whether `take` has returned all rows."""
         return self._next >= self._end
 
     def take(self, most: int) -> tuple[Ids, torch.Tensor]:
-        """Returns the next rows, up to so many, of a block of the table: ids [n], weights [n, dim] float32.
+        """Returns the next rows of a block of the table, at most `rows`: ids [n], weights [n, dim] float32.
 
-        There may be none although the walk is not over.
+        It may return none although the walk is not over.
         """
         stop = min(self._end, self._next + BLOCK)
         ids, numbers = self._rows.used_since(self._since, self._next, stop - self._next)

@@ -1,4 +1,4 @@
-"""Which loops a process uses for tables: compiled ones, where they are and give the same bits, or numpy and torch."""
+"""Selects the loops of a process: compiled ones if they exist and give the same bits, otherwise numpy and torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ps_tables.native.loops import ADD, ADD_SCALED, SGD, SGD_FUSED, Loops
 
 AUTO, BUILD, OFF = "auto", "build", "off"
 
-# What people call the loops that torch may round in another way.
+# Display names of the loops whose rounding may differ from torch's.
 _CALLED = {"SGD": {SGD, SGD_FUSED}, "row-wise Adagrad": {ADD_SCALED}, "sums": {ADD}}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """The selected loops.
 
-    is_native: compiled loops are used
-    text:      one line for the log; empty: there is nothing to say
-    is_trouble: numpy and torch are used although compiled loops were wanted: the line says why
+    is_native: whether compiled loops are used
+    text: one line for the log; may be empty
+    is_trouble: whether numpy and torch are used although compiled loops were requested; the line has the reason
     """
 
     is_native: bool
@@ -37,12 +37,12 @@ class Choice:
 
 @cache
 def _loaded(path: Path) -> Loops:
-    """Returns the loops of a file, tried out: once in a process."""
+    """Returns the loops of a file, tested once in a process."""
     return with_equal_bits(load(path))
 
 
 def _has_any(folder: Path) -> bool:
-    """Whether a folder has compiled loops, of whatever version. One that this user may not look into has none."""
+    """Whether a folder has compiled loops of any version. A folder that this user cannot read has none."""
     try:
         return bool(fnmatch.filter(os.listdir(folder), building.FILES))
     except OSError:
@@ -50,10 +50,11 @@ def _has_any(folder: Path) -> bool:
 
 
 def choose(how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Choice:
-    """Has this process use loops, and returns which. What goes wrong is no error: the results are the same without.
+    """Selects the loops of this process, and returns the selection. A failure is no error: the results are the same
+    without.
 
-    how:      off: none; auto: compiled loops if they are in the folder; build: compiled now if they are not there
-    compiler: returns the words that start a C compiler
+    how: "off": none; "auto": compiled loops if they are in the folder; "build": compiles them if they are missing
+    compiler: returns the command of a C compiler
     """
     in_use.use(None)
     if how == OFF:

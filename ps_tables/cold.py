@@ -1,14 +1,14 @@
-"""Rows of a table that outgrows memory: those trained longest ago lie in a file, the others in memory.
+"""Keeps a table that does not fit into memory: the rows trained longest ago are in a file, the others in memory.
 
-    trained  a row that is trained is in memory from then on: what lay in the file is fetched
-    moved    when memory is nearly full, rows that were trained longest ago move to the file: some with each update
-    read     a row that is only read stays where it is
+    trained  a row that is trained moves from the file to memory
+    moved    when memory is nearly full, the rows trained longest ago move to the file, some with each update
+    read     a row that is only read does not move
 
-So no row changes while it is in the file. There it is one record: the weights, and the optimizer's state beside them.
-Where a row lies has no influence on its bits, nor on what expires or makes room.
+No row changes while it is in the file. Its record there has the weights and the optimizer's state. Moving a row changes
+neither its bits nor the rows that expire or make room.
 
-How many rows memory holds is aimed at: an update may take more while it runs. Where the disk takes no more, rows stay
-in memory, and from then on the table has room for as many as memory and file have together.
+The number of rows in memory is a target, which an update may exceed while it runs. If the disk is full, rows stay in
+memory, and the capacity of the table becomes that of memory and file together.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from ps_tables.places import Fill, Places, Versions
 
 Records = npt.NDArray[np.float32]  # [n, elements of a record]
 
-PLACE_BYTES = 4  # of memory for each row: where it is
+PLACE_BYTES = 4  # memory for the position of a row
 
-_STEPS = 16  # of the walk with one update: some milliseconds
-_LEAST_MOVED = 1024  # rows that may move with one update; and as many as came
+_STEPS = 16  # steps of the walk with one update: some milliseconds
+_LEAST_MOVED = 1024  # rows that may move with one update, besides as many as have come
 _COPIED = 2**14  # rows copied at a time
-_SAMPLE = 2**14  # rows that show how old rows are
+_SAMPLE = 2**14  # rows whose versions estimate the ages of all
 
 
 class ColdFile(Protocol):
-    """A file of records, at places from 0."""
+    """A file of records, numbered from 0."""
 
     @property
     def room(self) -> int:
-        """How many places can be written. It becomes fewer when the disk takes no more."""
+        """The number of records that fit. It decreases when the disk is full."""
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
 
     def read(self, places: RowNumbers) -> Records:
-        """Returns the records at places that were written."""
+        """Returns records that were written."""
 
     def write(self, places: RowNumbers, records: Records) -> bool:
-        """Writes records at places in ascending order. False where the disk does not take them: what is at
-        those places then is undefined."""
+        """Writes records in ascending order of their numbers. Returns False if the disk refuses; their content is then
+        undefined."""
 
 
 class _Column:
@@ -105,7 +105,7 @@ class WithFile(Places):
         return places - 1
 
     def of_new(self, numbers: RowNumbers) -> RowNumbers:
-        """Returns places in memory. Where a number has a place left of a row that expired, that is used again."""
+        """Returns positions in memory. A number that still has the position of an expired row keeps it."""
         places = self._places.take(numbers).astype(np.int64)
         self._cold.give_back(-1 - places[places < 0])
         missing = np.flatnonzero(places <= 0)
@@ -131,7 +131,7 @@ class WithFile(Places):
     # -- moving rows -------------------------------------------------------------------------------------------------
 
     def settle(self, rows: Entries, version: int) -> None:
-        """Moves some of the rows that were trained longest ago, where memory is nearly full."""
+        """Moves some of the rows trained longest ago to the file if memory is nearly full."""
         left, self._came = _LEAST_MOVED + self._came + self._came // 4, 0
         for _ in range(_STEPS):
             spare = self._in_memory - self._memory.used
@@ -154,7 +154,7 @@ class WithFile(Places):
         return self._move(block.start + old[:most])
 
     def _age(self, rows: Entries) -> int:
-        """Returns a version: about an eighth of the rows in memory were trained last before it."""
+        """Returns a version before which about an eighth of the rows in memory were last trained."""
         sample = np.arange(0, self._end, max(1, self._end // _SAMPLE))
         last = rows.last(sample)[self._places.take(sample) > 0]
         last = last[last > 0]
@@ -162,7 +162,7 @@ class WithFile(Places):
         return int(np.partition(last, eighth)[eighth]) + 1 if len(last) else 0
 
     def _move(self, numbers: RowNumbers) -> int:
-        """Moves rows from memory to the file; returns how many: fewer where it is full."""
+        """Moves rows from memory to the file. Returns the number moved, which is smaller if the file is full."""
         numbers = numbers[: max(0, self._file.room - self._cold.used)]
         if not len(numbers):
             return 0
@@ -226,12 +226,12 @@ class WithFile(Places):
 
     @property
     def limit(self) -> int:
-        """How many rows there may be: fewer where the disk takes no more."""
+        """The capacity of the table, which decreases when the disk is full."""
         return min(self._capacity, self._in_memory + max(self._file.room, self._cold.used))
 
     @property
     def memory_rows(self) -> int:
-        """How many rows' memory is in use."""
+        """The number of rows whose memory is in use."""
         return self._memory.end
 
     @property
@@ -241,7 +241,7 @@ class WithFile(Places):
 
     @property
     def file_rows(self) -> int:
-        """How many rows are in the file; of those that are none any more, some."""
+        """The number of rows in the file, including some that were removed."""
         return self._cold.used
 
     @property
@@ -251,5 +251,5 @@ class WithFile(Places):
 
     @property
     def read_from_file(self) -> int:
-        """How often a row was read from the file so far."""
+        """The number of reads of rows from the file so far."""
         return self._read

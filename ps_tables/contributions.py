@@ -38,11 +38,11 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What one step of a worker, or several together, contribute to a table.
+    """The contribution of one step of a worker, or of several steps, to a table.
 
-    ids:       [n], distinct
-    counts:    [n], how often each occurred in the step's data
-    gradients: [n, dim] float32, contiguous: summed over the occurrences
+    ids: [n], distinct
+    counts: [n], the occurrences of each id in the step's data
+    gradients: [n, dim] float32, contiguous, summed over the occurrences
     """
 
     ids: Ids
@@ -53,13 +53,13 @@ class RowGradients:
         return len(self.ids)
 
     def part(self, which: Which) -> RowGradients:
-        """Returns some of the rows. Those of a slice are views."""
+        """Returns some of the rows. For a slice the result is a view."""
         rows = which if isinstance(which, slice) else torch.from_numpy(which)
         return RowGradients(self.ids[which], self.counts[which], self.gradients[rows])
 
     @staticmethod
     def none(dim: int) -> RowGradients:
-        """Returns what a step contributes that has no row of `dim` elements."""
+        """Returns a contribution without rows, of a table with `dim` elements a row."""
         empty = np.empty(0, np.int64)
         return RowGradients(empty, empty, torch.empty(0, dim, dtype=torch.float32, device="cpu"))
 

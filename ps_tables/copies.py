@@ -1,7 +1,8 @@
-"""A copy of a table as it is at one version, taken in pieces between which the table may be trained.
+"""A copy of a table at one version, made in pieces between which the table may be trained.
 
-What is about to change is copied before it does (`Entries.before_change`). So every entry comes once, as it was when
-the copy began: from the walk over the numbers, or because it changed first. The order says nothing.
+It is copy-on-write: an entry that is about to change is copied first (`Entries.before_change`). Every entry is copied
+once, with its value at the beginning: by the walk over the numbers, or before its first change. The order of entries
+has no meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Read = Callable[[RowNumbers, Mapping[str, torch.Tensor]], object]
 
 @dataclass(frozen=True)
 class CopiedColumn:
-    """What is copied of each entry beside its id and its version. dim: elements of it; None: [n] and not [n, dim]"""
+    """A column that is copied with each entry's id and version. dim: elements of an entry; None: [n] and not [n,
+    dim]"""
 
     dim: int | None
     dtype: torch.dtype
@@ -32,12 +34,12 @@ class CopiedColumn:
 
 
 class EntriesCopy:
-    """A copy of the entries that were used last after a version. The caller keeps them from being changed while it is
-    made, and during each `take`.
+    """A copy of the entries that were used after a version. The caller must not change entries during the constructor
+    and during each `take`.
 
-    version: of the table now
-    since:   the version before; 0: all entries
-    read:    copies the columns of some numbers
+    version: the table's present one
+    since: the version before; 0: all entries
+    read: copies the columns of some numbers
     """
 
     def __init__(
@@ -56,11 +58,11 @@ class EntriesCopy:
 
     @property
     def is_over(self) -> bool:
-        """Whether all entries are there."""
+        """Whether all entries are copied."""
         return self._next >= self._end
 
     def take(self, most: int) -> None:
-        """Copies the next entries, up to so many, of a block."""
+        """Copies the next entries of a block, at most `rows`."""
         stop = min(self._end, self._next + BLOCK)
         numbers = self._entries.within(np.arange(self._next, stop), self._first, self._last)
         if len(numbers) > most:
@@ -71,12 +73,12 @@ class EntriesCopy:
         self._end_if_over()
 
     def end(self) -> None:
-        """Ends it, whatever is missing: nothing is copied any more."""
+        """Ends the copy, complete or not."""
         self._next = self._end
         self._end_if_over()
 
     def hand_over(self) -> dict[str, torch.Tensor]:
-        """Returns what was copied, and keeps none of it."""
+        """Returns the copied entries, and drops its reference to them."""
         tensors, self.tensors = self.tensors, {}
         return tensors
 
@@ -101,8 +103,8 @@ class EntriesCopy:
 class TableCopy:
     """A copy of a table at one version: of all its rows, or of those that changed after an earlier version.
 
-    since:   that version; None: all rows are there
-    changed: how many rows there are
+    since: that version; None: it has all rows
+    changed: the number of rows
     """
 
     def __init__(
@@ -120,18 +122,18 @@ class TableCopy:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the copy is complete."""
         return self._rows.is_over and (self._waiting is None or self._waiting.is_over)
 
     def take(self, most: int) -> None:
-        """Copies the next rows, up to so many. The caller keeps the table from being trained."""
+        """Copies the next rows, at most `rows`. The caller must not train the table meanwhile."""
         if not self._rows.is_over:
             self._rows.take(most)
         elif self._waiting is not None:
             self._waiting.take(BLOCK)
 
     def end(self) -> None:
-        """Gives it up."""
+        """Abandons the copy."""
         self.is_ended = True
         for copy in (self._rows, self._waiting):
             if copy is not None:

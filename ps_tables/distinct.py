@@ -12,11 +12,12 @@ _MOST, _MOST_SHARDS = 2**30, 2**16  # of ids and shards that the compiled loop t
 
 
 def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Longs, Longs]:
-    """Returns each id once, the place of each id of the batch among those, and how often each occurs.
+    """Returns each id once, the index of each id of the batch among those, and the count of each.
 
-    [n] to [m], [n] and [m]. The order is that of shards, and then that of places in the batch: of the last id of
-    several.
-    salt: what slots depend on besides ids, so that ids that share a slot cannot be chosen
+    [n] to [m], [n] and [m]. The ids are ordered by shard, and then by the position of their last occurrence in the
+    batch.
+
+    salt: changes the slots of ids, so that an attacker cannot choose ids that share a slot
     """
     loops = in_use.loops()
     if loops is not None and len(ids) < _MOST and shards < _MOST_SHARDS:

@@ -1,11 +1,11 @@
 """Numbered entries of ids, each with the version that used it last: the rows of a table, and the ids that wait to be.
 
-Entries expire by a threshold: those that were used last before some version are no entries any more. Only that number
-moves, at once, and decides; their numbers and their places in the index are given back later, some at a time.
+Entries expire by a threshold: an entry whose last use is before this version has expired. Raising the threshold expires
+them all at once. Their numbers and their slots in the index are released later, some at a time.
 
-An entry keeps its number for as long as it is one. So a walk over the numbers, some at a time, comes by every entry
-that stays meanwhile, whatever the index does. A walk that wants them as they were at its beginning is told of each
-before it changes.
+An entry keeps its number as long as it exists. A walk over the numbers in pieces therefore meets every entry that stays
+meanwhile, even if the index is rebuilt. A walk that needs the values of its beginning gets a callback before each
+change.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Told = Callable[[RowNumbers], None]
 
 
 class Gone(NamedTuple):
-    """Ids without an entry from now on: those that expired by the threshold, and those taken away one by one."""
+    """Ids that are no entries any more: those that expired by the threshold, and those that were removed one by one."""
 
     expired: Ids
     removed: Ids
 
 
 class Entries:
-    """Entries with numbers below `capacity`. Versions begin with 1, and never go down.
+    """Entries with numbers below `capacity`. Versions begin with 1, and never decrease.
 
-    salt:  see Index
-    limit: how many entries there may be, up to the capacity: `make_room` sees to it
+    salt: see Index
+    limit: the most entries, up to the capacity; `make_room` enforces it
     """
 
     def __init__(self, capacity: int, salt: int = 0) -> None:
         self._capacity = self.limit = capacity
-        self._end = 0  # no number from here on was ever in use
+        self._end = 0  # the lowest number that was never in use
         self._free = np.empty(0, np.int64)
         # By number, the version less the base; 0: the number is free.
         self._used: npt.NDArray[np.uint32] = reserved(capacity, np.uint32)
         self._ids: Ids = reserved(capacity, np.int64)  # by number
         self._index = Index(self._ids, salt)
-        self._swept = 0  # numbers that `sweep` has looked at
+        self._swept = 0  # the next number that `sweep` looks at
         self._base = 0
-        self._threshold = 1  # less the base: what was used before has expired
+        self._threshold = 1  # minus the base: entries whose last use is before it have expired
         self._live = 0
-        self._told: Told | None = None  # of entries that are about to change
+        self._told: Told | None = None  # called with entries that are about to change
         self.exact_since = 0  # versions from this one on are as they were; see `_rebase`
 
     def __len__(self) -> int:
@@ -76,9 +76,9 @@ class Entries:
         return numbers
 
     def add(self, ids: Ids, version: int | npt.NDArray[np.int64]) -> RowNumbers:
-        """Makes entries for distinct ids that have none; returns their numbers. There must be room.
+        """Creates entries for distinct new ids. Returns their numbers. There must be room.
 
-        version: that uses them, or used each of them last
+        version: that uses them, or the version of the last use of each
         """
         numbers = self._index.find(ids)  # an expired entry is used again
         missing = np.flatnonzero(numbers < 0)
@@ -95,7 +95,7 @@ class Entries:
         return numbers
 
     def use(self, numbers: RowNumbers, version: int | npt.NDArray[np.int64]) -> None:
-        """Notes that entries are used by a version, or by one each."""
+        """Records the use of entries by a version, or by one version each."""
         highest = int(np.max(version, initial=0)) - self._base
         if highest > _HIGHEST:
             self._rebase(highest - _HIGHEST // 2)
@@ -104,12 +104,12 @@ class Entries:
         self._used[numbers] = np.maximum(version - np.int64(self._base), self._threshold)
 
     def remove(self, ids: Ids, numbers: RowNumbers) -> None:
-        """Takes distinct entries away."""
+        """Removes distinct entries."""
         self._live -= len(ids)
         self._give_back(ids, numbers)
 
     def expire(self, before: int) -> Ids:
-        """Has the entries expire that were used last before a version; returns their ids."""
+        """Expires the entries whose last use is before a version. Returns their ids."""
         threshold = before - self._base
         if threshold <= self._threshold:
             return np.empty(0, np.int64)
@@ -120,11 +120,11 @@ class Entries:
         return expired
 
     def make_room(self, more: int, version: int) -> Gone:
-        """Takes away the entries that were used longest ago, where so many more do not fit: as many as are too many, or
-        a sixteenth of the limit where that is more. Those of this version stay.
+        """Removes the entries used longest ago if `count` more do not fit: the excess, or a sixteenth of the limit if
+        that is more. Entries of the present version stay.
 
-        Of the oldest version that does not go as a whole, ids are chosen by `chance_order`. A whole version would be
-        all of a table that one update has filled.
+        Within the oldest version that is not removed completely, `chance_order` selects ids. Removing whole versions
+        would remove all of a table that one update has filled.
         """
         nothing: Ids = np.empty(0, np.int64)
         missing = more - (self.limit - self._live)
@@ -146,7 +146,7 @@ class Entries:
         return Gone(expired, ids[chosen])
 
     def sweep(self, everything: bool = False) -> None:
-        """Gives back what some of the expired entries use. everything: of all of them"""
+        """Releases the memory of some expired entries. everything: of all of them"""
         if self._live == len(self._index):
             return
         first = 0 if everything or self._swept >= self._end else self._swept
@@ -177,7 +177,7 @@ class Entries:
 
     @property
     def oldest(self) -> int:
-        """The version before which no entry was used last: those that were have expired."""
+        """The threshold: entries whose last use is before this version have expired."""
         return self._threshold + self._base
 
     def within(self, numbers: RowNumbers, first: int, last: int) -> RowNumbers:
@@ -193,11 +193,11 @@ class Entries:
         return int(np.count_nonzero(_between(used, first - self._base, last - self._base)))
 
     def before_change(self, told: Told) -> None:
-        """Has the numbers of entries told, before these change or are given back, in place of what was told before."""
+        """Sets the function that is called with the numbers of entries before these change or are released."""
         self._told = told
 
     def no_longer(self, told: Told) -> None:
-        """Ends what `before_change` began, unless another one took its place."""
+        """Removes a function of `before_change`, unless another one has replaced it."""
         if self._told == told:
             self._told = None
 
@@ -243,6 +243,6 @@ class Entries:
 
 
 def _between(used: npt.NDArray[np.uint32], first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Returns which numbers were used last by a version of a range, less the base: none that is free."""
+    """Returns the numbers whose last use is by a version of a range, minus the base: no free number."""
     between: npt.NDArray[np.bool_] = (used >= max(1, first)) & (used <= max(0, last))
     return between

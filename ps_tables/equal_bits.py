@@ -1,6 +1,6 @@
-"""Which compiled loops give the bits of torch and numpy here: torch rounds by its version and the processor.
+"""Tests which compiled loops give the same bits as torch and numpy. torch's rounding depends on version and processor.
 
-A trial of some milliseconds, when loops are loaded. Loops over ids have no bits to round.
+The test takes some milliseconds when the loops are loaded. Loops over ids use integers, so they need no test.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SPECIAL = (0.0, -0.0, 1e-40, -3e-39, 1e38, -3e38, float("inf"), -float("inf"), 
 
 
 def with_equal_bits(loops: Loops) -> Loops:
-    """Returns the loops, of which only those are used that give the same bits. Where torch's SGD rounds once, that is
-    the fused one; and only if it takes no longer."""
+    """Returns the loops without those that give other bits. If torch's SGD rounds once (a fused multiply-add), the
+    fused loop is used, provided that it is not slower."""
     tried = {name: loops.only(frozenset({name})) for name in OF_FLOATS if name != SGD_FUSED or loops.has_fused}
     return loops.only(frozenset(name for name, alone in tried.items() if _TRIALS[name](alone)))
 
 
 def special_numbers(count: int, dim: int, seed: int) -> torch.Tensor:
-    """Returns rows of numbers of all sizes, of which some are zeros, denormal or not finite: [count, dim]."""
+    """Returns rows of numbers of all magnitudes, some of them zero, subnormal or not finite: [count, dim]."""
     random = np.random.default_rng(seed)
     numbers = random.standard_normal((count, dim)) * 10.0 ** random.integers(-12, 6, (count, dim))
     chosen = random.random((count, dim)) < 0.1

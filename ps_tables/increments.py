@@ -1,4 +1,4 @@
-"""What changed in a table between two copies of it, and how a table is put together from it.
+"""The difference between two copies of a table, an increment; and a table from a copy and its increments.
 
 An increment has, by the names of Table.snapshot, the rows that were trained after a version, and the ids that have
 occurred after it and wait for admission. Beside them
@@ -9,7 +9,7 @@ occurred after it and wait for admission. Beside them
     waiting.oldest   likewise of ids that wait
     waiting.removed  ids that waited and do not any more, likewise: they were admitted, or made room
 
-Mostly those that were trained longest ago go together, so one number says which ones.
+Rows are mostly removed in the order of their last training, so that one number describes most removals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ import torch
 
 from ps_protocol.row_ids import chance_order, mix
 
-_OWN = ("since", "oldest", "removed", "waiting.oldest", "waiting.removed", "version")  # tensors that are not of rows
+_OWN = (
+    "since",
+    "oldest",
+    "removed",
+    "waiting.oldest",
+    "waiting.removed",
+    "version",
+)  # tensors of a table, not of its rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,10 +57,11 @@ def newest(tensors: Mapping[str, torch.Tensor], most: int) -> Mapping[str, torch
 
 
 def merged(chain: Sequence[Tensors]) -> Tensors:
-    """Returns a table from a copy of all rows and the increments after it, the oldest first, in any order of rows.
+    """Returns a table from a copy of all rows and its increments, oldest first, with its rows in any order.
 
-    Each tensor leaves `chain` when it is used: a table may fill half of the memory.
-    Raises ValueError where one does not follow the other, KeyError where something is missing.
+    Each tensor is removed from `chain` after use, as a table may fill half of the memory.
+
+    Raises ValueError if an increment does not follow the one before, KeyError if something is missing.
     """
     if "since" in chain[0]:
         raise ValueError(f"expected all rows, got changes since version {int(chain[0]['since'])}")
@@ -98,9 +106,9 @@ def _kept(chain: Sequence[Tensors], prefix: str) -> list[torch.Tensor]:
 def _selected(
     name: str, tensors: list[torch.Tensor], counts: Sequence[int], kept: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Returns some rows of each tensor in one; gives the memory of each back as soon as it is copied.
+    """Returns selected rows of several tensors in one tensor. Frees each tensor as soon as it is copied.
 
-    counts: how many rows each is to have
+    counts: the number of rows from each
     """
     shape, dtype = tensors[0].shape[1:], tensors[0].dtype
     for tensor, count in zip(tensors, counts, strict=True):

@@ -1,14 +1,14 @@
-"""The files of checkpoints, and of rows that memory has no room for.
+"""The files of checkpoints, and of cold rows, which do not fit into memory.
 
-checkpoints.py  Checkpoints as files
-manifest.py     What a checkpoint is: its manifest, and how that stands in a file
-retention.py    Which checkpoints of a job stay, where some build on the files of others
+checkpoints.py  A directory of checkpoints: writes, lists, reads and removes them
+manifest.py     The manifest of a checkpoint, and its file
+retention.py    Selects the checkpoints of a job that stay, including those that others build on
 bucket_file.py  The buckets of a shard in a file of tensors
-own_disk.py     A disk of a shard's own, where the servers share no directory
-directory_lock.py  Keeps a directory of checkpoints to one coordinator
-files.py        What a directory of checkpoints is kept in: a file system or an object store
-disk.py         A file system: what every file in a directory is written with and read from
-objects.py      An object store, by fsspec
+own_disk.py     A disk of a shard's own, for servers without a shared directory
+directory_lock.py  Locks a directory of checkpoints for one coordinator
+files.py        The interface of a storage backend: a file system or an object store
+disk.py         The backend for a file system
+objects.py      The backend for an object store, by fsspec
 lease.py        The lock of a directory in an object store: a lease that its holder renews
 export.py       Exports a checkpoint as plain PyTorch files
 any_type.py     Files of tensors of any element type

@@ -1,7 +1,7 @@
 """Files of tensors of any element type, in the format of safetensors.
 
-What that format does not know, such as complex128, is written as its bytes, with one more dimension; the file's
-metadata names the type. `load_any` puts it back.
+Tensors of types that the format does not know, such as complex128, are written as bytes, with one more dimension. The
+file's metadata names the type, and `load_any` restores it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TYPES = "element_types"  # in the metadata: by the tensor's name, torch's name o
 
 
 def save_any(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes tensors. Raises OSError or SafetensorError where it cannot."""
+    """Writes tensors. Raises OSError or SafetensorError."""
     unknown = {name: tensor for name, tensor in tensors.items() if not _is_known(tensor.dtype)}
     types = {name: element_name(tensor.dtype) for name, tensor in unknown.items()}
     metadata = {"format": "pt"} | ({TYPES: json.dumps(types)} if types else {})
@@ -29,7 +29,7 @@ def save_any(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def load_any(path: Path) -> dict[str, torch.Tensor]:
-    """Returns what `save_any` wrote."""
+    """Returns the tensors of a file of `save_any`."""
     tensors = safetensors.torch.load_file(path)
     with safetensors.safe_open(path, "pt") as file:
         types = json.loads((file.metadata() or {}).get(TYPES, "{}"))

@@ -1,5 +1,6 @@
-"""The buckets and tables of a shard in a file of tensors: written from snapshots, and read into snapshots that are
-checked."""
+"""The buckets and tables of a shard in a file of tensors. It is written from snapshots, and read into snapshots that
+are checked.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _WEIGHTS, _STAGED_WEIGHTS = "weights", "weights-in-stage"
 
 
 def snapshot_tensors(snapshots: Sequence[Snapshot]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns what a safetensors file holds of snapshots: tensors by name, and the rest as one JSON text."""
+    """Returns the content of a safetensors file of snapshots: tensors by name, and the rest as one JSON text."""
     tensors: dict[str, torch.Tensor] = {}
     buckets: dict[str, Any] = {}
     for bucket in snapshots:
@@ -64,8 +65,9 @@ def read_snapshots(
 ) -> tuple[dict[int, BucketSnapshot], dict[int, TableSnapshot]]:
     """Returns the snapshots of buckets, and of tables, in a file.
 
-    Raises ValueError saying what was expected where it holds other buckets.
-    to: by bucket, where the weights are read to
+    Raises ValueError, with the expected content, if the file has other buckets.
+
+    to: by bucket, the memory for its weights
     """
     described, wanted = json.loads(reader.metadata["buckets"]), {bucket.index: bucket for bucket in buckets}
     weights: dict[int, torch.Tensor] = {}
@@ -124,7 +126,7 @@ def _stage_data(stage: StageSpec) -> dict[str, Any]:
 
 
 def _stage(data: Any, bucket: BucketSpec) -> StageSpec | None:
-    """Returns what trains a bucket; None where a file says nothing of it. Raises ValueError for what cannot."""
+    """Returns the stage of a bucket; None if the file has none. Raises ValueError for an invalid one."""
     if data is None:
         return None
     members = tuple(None if member is None else int(member) for member in data["members"])
@@ -171,7 +173,7 @@ def _reached(index: int, described: Mapping[str, Any]) -> tuple[int, dict[int, i
 
 
 def _committed(described: Mapping[str, Any]) -> Committed:
-    """Returns the data that a bucket has had. Raises ValueError for what is none."""
+    """Returns the data that a bucket has committed. Raises ValueError for invalid ranges."""
     committed = {
         int(loader): (number, [(start, stop) for start, stop in spans]) for loader, (number, spans) in described.items()
     }

@@ -1,15 +1,16 @@
 """Checkpoints as files.
 
     DIRECTORY/JOB/NAME/shard-0.safetensors   a shard's buckets: weights, optimizer state, versions and clocks
-                       worker-0.state        what a worker of that rank needs besides: its place in the data, ...
-                       manifest.json         last: what belongs to it, with sizes and SHA-256; without it, there is none
-    DIRECTORY/.lock                          held by the one coordinator that works here; see directory_lock and lease
-    DIRECTORY/.coordinator.json              what the coordinator needs to come back; see coordinator.state_file
-    DIRECTORY/.shard-0/JOB/NAME/             a shard's part, where it has a disk of its own; see own_disk
+                       worker-0.state        the own state of the worker of rank 0: its position in the data, ...
+                       manifest.json         written last: all files with sizes and SHA-256; a checkpoint begins to
+                                             exist with it
+    DIRECTORY/.lock                          the lock of the coordinator; see directory_lock and lease
+    DIRECTORY/.coordinator.json              the coordinator's own state, for a restart; see coordinator.state_file
+    DIRECTORY/.shard-0/JOB/NAME/             the part of a shard with a disk of its own; see own_disk
 
-DIRECTORY is on a file system, or in an object store (files.py). Every file is durable before the manifest has its
-name, so a checkpoint is there whole or not at all. What is read may have been written by any process that can write
-there: it is checked before it is used, and no name in it leads out of its directory.
+DIRECTORY is on a file system, or in an object store (files.py). Every file is durable before the manifest gets its
+name, so a checkpoint exists completely or not at all. Any process with access to the directory may have written its
+files: their content is checked before use, and no name in it leads out of its directory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from ps_server.storage.retention import KnownNeeds, staying
 from ps_server.storage.tensor_file import TensorReader, file_chunks
 
 MANIFEST = "manifest.json"
-MAX_WORKER_BYTES = 2**30  # of one worker's state that is read, whatever the manifest says
+MAX_WORKER_BYTES = 2**30  # the largest state of a worker that is read, whatever the manifest says
 _NAME = re.compile(r"\d{6,12}")
 _PART = re.compile(r"(shard|worker)-(?P<index>\d{1,6})\.(safetensors|state)")
 
@@ -62,9 +63,9 @@ Rows = Mapping[int, list[TableSnapshot]]  # by table, its rows on each shard tha
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file that is read, with the buckets that are read from it.
+    """A file to read, with the buckets to read from it.
 
-    is_base: the next one builds on it, which is the same shard's
+    is_base: whether the next file of the list, of the same shard, builds on it
     """
 
     stored: StoredPart
@@ -77,11 +78,12 @@ def last_whole(
     take: Callable[[str], T | None],
     pass_over: Callable[[str, CheckpointDamaged], object],
 ) -> T | None:
-    """Returns what `take` makes of the last checkpoint that is whole: what a restore continues from, and an export has.
+    """Returns the result of `take` for the last intact checkpoint: the one that a restore continues from, and that an
+    export reads.
 
-    names:     oldest first
-    take:      raises CheckpointDamaged where one is not whole; returns None for one that is not meant
-    pass_over: is told of each that was damaged, and why
+    names: oldest first
+    take: raises CheckpointDamaged for a damaged checkpoint; returns None to skip one
+    pass_over: called with each damaged checkpoint, and the reason
     """
     for name in reversed(names):
         try:
@@ -95,17 +97,17 @@ def last_whole(
 
 
 def wanted(chain: Sequence[StoredPart], buckets: Sequence[BucketSpec]) -> list[Wanted]:
-    """Returns what is read of one shard: buckets from its own file, the last one, and rows from all."""
+    """Returns the files to read of one shard: buckets from its last file, rows from all."""
     return [*(Wanted(base, is_base=True) for base in chain[:-1]), Wanted(chain[-1], buckets)]
 
 
 class CheckpointStore:
-    """The checkpoints below one directory. Raises InvalidRequest if it cannot be written to.
+    """The checkpoints below one directory. Raises InvalidRequest if it is not writable.
 
-    What reads raises TryLater where the directory is in an object store that does not answer.
+    Methods that read raise TryLater if the object store of the directory does not answer.
 
-    disk: what all files here are written with and read from
-    own_disk: the name of the disk of the shard's own that write_shard writes to; empty: the place is one for all
+    disk: the backend that writes and reads all files
+    own_disk: the name of the shard's own disk, to which write_shard writes; empty: the shared directory
     """
 
     def __init__(self, directory: Path, disk: Files | None = None, own_disk: str = "") -> None:
@@ -119,7 +121,8 @@ class CheckpointStore:
             raise InvalidRequest(f"the checkpoint directory {directory} cannot be written to")
 
     def path(self, job: str, name: str | None = None) -> Path:
-        """Returns where a job's checkpoints are, or one is. Raises InvalidRequest for names that lead elsewhere."""
+        """Returns the directory of a job's checkpoints, or of one. Raises InvalidRequest for names that lead out
+        of it."""
         if job.startswith(".") or "/" in job or not job:
             raise InvalidRequest(
                 f"a job with checkpoints needs a name that does not start with a dot, got {job[:200]!r}"
@@ -135,10 +138,10 @@ class CheckpointStore:
         return f"{max(map(int, self._all_names(job)), default=0) + 1:06d}"
 
     def begin(self, job: str, name: str) -> bool:
-        """Makes the directory of a checkpoint. Returns False, and changes nothing, if there is one of that name.
+        """Creates the directory of a checkpoint. Returns False, and changes nothing, if a checkpoint has that name.
 
-        Only who names a checkpoint makes its directory, so nothing can be written over one that is there, nor into one
-        that was removed. Raises CheckpointFailed.
+        Only the process that names a checkpoint creates its directory. Others can therefore neither overwrite an
+        existing checkpoint, nor write into one that was removed. Raises CheckpointFailed.
         """
         path = self.path(job, name)
         try:
@@ -153,9 +156,9 @@ class CheckpointStore:
     def write_shard(
         self, job: str, name: str, index: int, snapshots: Sequence[Snapshot], kept: Collection[str] = ()
     ) -> Part:
-        """Writes a shard's part and flushes it to disk. Raises CheckpointFailed; nothing of it is left then.
+        """Writes a shard's part and flushes it to disk. Raises CheckpointFailed, and then removes the part.
 
-        kept: the checkpoints that stay: a shard with a disk of its own removes its other parts first; none: all stay
+        kept: the checkpoints that stay: a shard with a disk of its own first removes its other parts; none: all stay
         """
         directory, file = self.path(job, name), f"shard-{index}.safetensors"
         path = (own_path(self.directory, directory, index) if self._own_disk else directory) / file
@@ -175,22 +178,23 @@ class CheckpointStore:
             return self._write_part(path, [state])
 
     def commit(self, job: str, manifest: Manifest) -> None:
-        """Makes a checkpoint whose parts are all written a checkpoint."""
+        """Completes a checkpoint by its manifest. All its parts must be written."""
         path = self.path(job, manifest.name) / MANIFEST
         with self._writing(path):
             data = json.dumps(sealed(manifest), indent=1).encode()
-            check_readable(path, len(data), MAX_READ_BYTES)  # it would never be read again
+            check_readable(path, len(data), MAX_READ_BYTES)  # a larger one could be written, and not be read again
             self._disk.replace(path, data, lambda place: failpoint(f"manifest-{place}"))
 
     def is_given_up(self, job: str, name: str) -> bool:
-        """Returns whether the directory of a checkpoint that was begun is gone: the coordinator has removed it."""
+        """Whether the coordinator has removed the directory of an incomplete checkpoint."""
         try:
             return not self._own_disk and self._disk.kind(self.path(job, name)) is None
         except OSError:
             return False
 
     def discard(self, job: str, name: str) -> None:
-        """Removes a checkpoint, complete or not. One whose manifest cannot be removed stays: it would look whole."""
+        """Removes a checkpoint, complete or not. If its manifest cannot be removed, the files stay: it would seem
+        complete."""
         path = self.path(job, name)
         try:
             self._disk.remove(path / MANIFEST)
@@ -203,22 +207,23 @@ class CheckpointStore:
         self._disk.remove_tree(path)
 
     def prune(self, job: str, keep: int, also: Collection[str | None] = ()) -> None:
-        """Removes all but the last `keep` complete ones, what these need, and what was begun before and not completed.
+        """Removes all checkpoints but the last `keep` complete ones, their bases, and later incomplete ones.
 
-        also: those that stay besides; see `staying`
+        also: further checkpoints that stay; see `staying`
         """
         complete = self.names(job)
         try:
             stays = staying(complete, keep, also, partial(self._needs.of, job))
         except VersionMismatch:  # who has written it knows what it needs
             return
-        for name in reversed(self._all_names(job)):  # so that none is left without what it builds on
+        for name in reversed(self._all_names(job)):  # newest first: an older one may be its base
             if complete and name < complete[-1] and name not in stays:
                 self.discard(job, name)
                 self._needs.forget(job, name)
 
     def made_at(self, job: str, name: str) -> float:
-        """Returns when a checkpoint was complete, in seconds since 1970. Raises CheckpointDamaged if it is not."""
+        """Returns the time at which a checkpoint was completed, in seconds since 1970. Raises CheckpointDamaged if it
+        is not."""
         path = self.path(job, name) / MANIFEST
         try:
             return self._disk.modified(path)
@@ -227,7 +232,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
-        """Raises CheckpointFailed, and leaves nothing behind, where a file cannot be written."""
+        """Raises CheckpointFailed if a file cannot be written, and removes what was written of it."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -261,7 +266,7 @@ class CheckpointStore:
         return [name for name in self._all_names(job) if self.is_complete(job, name)]
 
     def unfinished(self, job: str, after: str) -> list[str]:
-        """Returns the checkpoints of a job that were begun after this one, and have files but no manifest."""
+        """Returns the later checkpoints of a job that have files and no manifest."""
         begun = [name for name in self._all_names(job) if name > after and not self.is_complete(job, name)]
         with _answering(self.path(job)):
             return [name for name in begun if not self._disk.is_empty(self.path(job, name))]
@@ -281,8 +286,8 @@ class CheckpointStore:
             return self._disk.kind(path) == "a file"
 
     def manifest(self, job: str, name: str) -> Manifest:
-        """Returns what a checkpoint is. Raises CheckpointDamaged if its manifest is not what was written, and
-        VersionMismatch if that was a newer version of this program."""
+        """Returns the manifest of a checkpoint. Raises CheckpointDamaged if it was changed, and VersionMismatch if a
+        newer version of this program has written it."""
         path = self.path(job, name) / MANIFEST
         try:
             data = json.loads(self._disk.read(path))
@@ -307,7 +312,7 @@ class CheckpointStore:
         return state
 
     def check_workers(self, job: str, manifest: Manifest) -> None:
-        """Raises CheckpointDamaged if the state of a worker is not what was written."""
+        """Raises CheckpointDamaged if a worker's state does not match its checksum."""
         for worker in manifest.workers.values():
             self.read_worker(job, manifest.name, worker.part)
 
@@ -321,10 +326,11 @@ class CheckpointStore:
     ) -> dict[int, BucketSnapshot]:
         """Returns snapshots of buckets, by index, from files that match their checksums. Raises CheckpointDamaged.
 
-        Every file is read once, each tensor into memory of its own: the snapshots are the caller's to keep.
-        told: called with the bytes that were read, now and then; see `bytes_to_read`
-        weights: by bucket, where the weights are read to; anything is in them if it raises
-        rows: by table, takes its rows on each shard
+        Every file is read once, and each tensor gets its own memory, which belongs to the caller.
+
+        told: called now and then with the number of bytes read; see `bytes_to_read`
+        weights: by bucket, the memory for its weights; its content is undefined after an error
+        rows: by table, receives its rows on each shard
         """
         rows = rows or {}
         snapshots: dict[int, BucketSnapshot] = {}
@@ -348,7 +354,7 @@ class CheckpointStore:
         return snapshots
 
     def bytes_to_read(self, job: str, files: Sequence[Wanted]) -> int:
-        """Returns the bytes of files. Raises CheckpointDamaged if one is missing, or not as long as it was."""
+        """Returns the size of files in bytes. Raises CheckpointDamaged if one is missing, or has another length."""
         for file in files:
             self._path_of_part(job, file.stored)
         return sum(file.stored.part.bytes for file in files)
@@ -356,9 +362,9 @@ class CheckpointStore:
     def files(
         self, job: str, manifest: Manifest, buckets: Sequence[BucketSpec], tables: Collection[int] = ()
     ) -> list[Wanted]:
-        """Returns the files that have these buckets. Raises CheckpointDamaged if one has none.
+        """Returns the files of these buckets. Raises CheckpointDamaged if a bucket is in no file.
 
-        tables: shards whose rows are wanted, too
+        tables: shards whose rows are read, too
         """
         held: dict[int, list[BucketSpec]] = {shard: [] for shard in tables}
         for bucket in buckets:
@@ -374,9 +380,9 @@ class CheckpointStore:
         return found
 
     def _path_of_part(self, job: str, stored: StoredPart) -> Path:
-        """Returns the path of a part that is a file as long as it was when it was written.
+        """Returns the path of a part, after a check of its kind and length.
 
-        Raises CheckpointDamaged if it is not, and TryLater if it is on a disk that is not here.
+        Raises CheckpointDamaged if they are wrong, and TryLater if the part is on a disk of another shard.
         """
         name, part = stored.checkpoint, stored.part
         if not _NAME.fullmatch(name):
@@ -414,13 +420,13 @@ def _check_sum(path: Path, present: str, part: Part) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> PSError:
-    """Returns what is raised where a file cannot be read: it is damaged, or what it is kept in does not answer now."""
+    """Returns the error for a file that cannot be read: it is damaged, or its store does not answer now."""
     return (TryLater if isinstance(error, ConnectionError) else CheckpointDamaged)(f"{path}: {_reason(error)}")
 
 
 @contextlib.contextmanager
 def _undamaged(path: Path) -> Iterator[None]:
-    """Raises CheckpointDamaged where a file cannot be read, or holds what it cannot have."""
+    """Raises CheckpointDamaged if a file cannot be read, or has invalid content."""
     try:
         yield
     except OSError as error:
@@ -431,7 +437,7 @@ def _undamaged(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _answering(path: Path) -> Iterator[None]:
-    """Raises TryLater where what the checkpoints are kept in does not answer now."""
+    """Raises TryLater if the store of the checkpoints does not answer now."""
     try:
         yield
     except ConnectionError as error:

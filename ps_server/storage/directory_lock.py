@@ -1,8 +1,8 @@
-"""Keeps a directory of checkpoints to one coordinator, and so to one cluster.
+"""Locks a directory of checkpoints for one coordinator, and so for one cluster.
 
-Only a coordinator names checkpoints and writes the state file; its shards write where it says. So a lock of the
-coordinator's keeps other clusters out. A shard with a disk of its own locks its directory there (own_disk.py). The
-system gives a lock up when the process ends, however that is: the one that takes its place gets it at once. In an
+Only a coordinator names checkpoints and writes the state file; its shards write to the directories that it names. The
+coordinator's lock therefore excludes other clusters. A shard with a disk of its own locks its directory there
+(own_disk.py). The kernel releases the lock (flock) however the process ends, so its successor gets it at once. In an
 object store the lock is a lease (lease.py).
 """
 
@@ -29,10 +29,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}  # of 
 def lock_directory(
     directory: Path, address: str, disk: Files, since: float, holder: str = "the coordinator"
 ) -> Callable[[], None]:
-    """Takes a directory for this process; returns what gives it back. Raises InvalidRequest naming its holder.
+    """Locks a directory for this process. Returns the function that unlocks it. Raises InvalidRequest that names the
+    holder.
 
-    holder, address, since: of this process, for others to read; since in seconds since 1970
-    Where the file system knows no locks, it says in the log that nothing keeps a second cluster out.
+    holder, address, since: this process, for the message of others; since in seconds since 1970
+
+    If the file system has no locks, a warning says that a second cluster is not excluded.
     """
     began = datetime.fromtimestamp(since, timezone.utc).isoformat(" ", "seconds")
     process = {"holder": holder, "host": socket.gethostname(), "pid": os.getpid(), "address": address, "since": began}

@@ -1,7 +1,7 @@
-"""The files of a directory of checkpoints, as the programs here use them: all goes through one object.
+"""The storage backend for a file system.
 
-What is written is flushed here, and so is each new name: what is in a file that is there survives a power failure. A
-simulation hands in a Disk of its own, which has files in memory, and forgets what was not flushed.
+It flushes file content and each new name to disk (fsync of the file, then of its directory), so that both survive a
+power failure. The simulation has a Disk with files in memory, which forgets whatever was not flushed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import BinaryIO
 
 from ps_protocol.framing import Buffer
 
-PIECE_BYTES = 2**20  # that are written in one go
+PIECE_BYTES = 2**20  # the most that one call of write gets
 MAX_HOLDER_BYTES = 4096
-# That a file has which is read in one go, such as a manifest: one of 10 GiB in a directory that others can write to
-# would end the process that reads it. A manifest of 100,000 parameters and 4,096 workers has about 30 MiB.
+# The largest file that is read into memory at once, such as a manifest. Others may be able to write to the directory,
+# and a manifest of 10 GiB would kill the reading process. One of 100,000 parameters and 4,096 workers has about 30 MiB.
 MAX_READ_BYTES = 64 * 2**20
 
 
@@ -29,9 +29,9 @@ class Disk:
     """The file system of this machine. Methods raise OSError and may be called from any thread; no file is a link."""
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
-        """Makes a directory, and those above it, where they are missing: open to this user alone. Flushes their names.
+        """Creates a directory and missing ones above it, for this user alone. Flushes their names.
 
-        is_new: raises FileExistsError if it is there
+        is_new: raises FileExistsError if it exists
         """
         for directory in (*reversed(path.parents), path):
             before = self.kind(directory)
@@ -42,11 +42,11 @@ class Disk:
                     self._flush_directory(directory.parent)
 
     def is_writable(self, path: Path) -> bool:
-        """Whether files can be made in a directory."""
+        """Whether files can be created in a directory."""
         return os.access(path, os.W_OK | os.X_OK)
 
     def kind(self, path: Path) -> str | None:
-        """Returns what is at a path: "a file", "a directory", "a link" or "something else"; None: nothing is."""
+        """Returns "a file", "a directory", "a link" or "something else" for a path; None if nothing has this path."""
         try:
             return _kind(os.lstat(path))
         except FileNotFoundError:
@@ -61,7 +61,7 @@ class Disk:
             return []
 
     def is_empty(self, path: Path) -> bool:
-        """Whether nothing is in a directory."""
+        """Whether a directory is empty."""
         return not os.listdir(path)
 
     def size(self, path: Path) -> int:
@@ -69,22 +69,22 @@ class Disk:
         return _size_of_file(os.lstat(path), path)
 
     def modified(self, path: Path) -> float:
-        """Returns when a file was written last, in seconds since 1970."""
+        """Returns the time of a file's last change, in seconds since 1970."""
         return os.lstat(path).st_mtime
 
     def term(self) -> int:
-        """Returns 0: a lock of the system ends with its process, and needs no number."""
+        """Returns 0: a kernel's lock ends with its process, so it needs no number."""
         return 0
 
     def taken_over(self) -> str:
-        """Returns nothing: while this process lives, nobody takes its lock over."""
+        """Returns "": no process can take over the kernel's lock of a live process."""
         return ""
 
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
-        """Locks a file until what it returns is called or this process ends, however it ends. `holder`: its content.
+        """Locks a file until the returned function is called or this process ends. `holder`: its content
 
-        Raises BlockingIOError, with the content as its text, if another process has locked it, and other OSErrors where
-        the file system knows no locks.
+        Raises BlockingIOError, with the content as its text, if another process has the lock, and other OSErrors if the
+        file system has no locks.
         """
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         file = open(handle, "r+b", buffering=0)  # noqa: SIM115 (open as long as it is locked)
@@ -103,7 +103,9 @@ class Disk:
 
     def open(self, path: Path) -> BinaryIO:
         """Opens a file to read it. What it returns is closed by the caller."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # nothing here waits for a pipe's writer
+        handle = os.open(
+            path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        )  # O_NONBLOCK: opening a named pipe would wait for its writer
         file = open(handle, "rb", buffering=0)  # noqa: SIM115 (the caller's)
         try:
             _size_of_file(os.fstat(handle), path)
@@ -113,15 +115,15 @@ class Disk:
         return file
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
-        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
+        """Returns the content of a file. Raises OSError, and reads nothing, if the file has more than `most` bytes."""
         check_readable(path, self.size(path), most)
         with self.open(path) as file:
             return file.read()
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
-        """Writes a file, in place of one that is there, and flushes it and its name to disk.
+        """Writes a file, replaces an existing one, and flushes it and its name to disk.
 
-        Each chunk is written before the next one is asked for. Where it raises, part of the file may be there.
+        Each chunk is written before the next one is requested. After an error a part of the file may exist.
         """
         file = self._create(path)
         try:
@@ -134,9 +136,9 @@ class Disk:
         self._flush_directory(path.parent)
 
     def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
-        """Gives a file new content, flushed to disk, so that it has the old or the new one whatever happens.
+        """Replaces the content of a file atomically, and flushes it to disk.
 
-        failpoint: called with "half-written" and "unnamed" where these hold of the new content
+        failpoint: called with "half-written" and "unnamed" when the new content is in this state
         """
         partial, half = path.with_name(path.name + ".partial"), len(data) // 2
 
@@ -150,7 +152,7 @@ class Disk:
         self.rename(partial, path)
 
     def rename(self, path: Path, new: Path) -> None:
-        """Gives a file another name, in place of a file that has it, and flushes the name to disk."""
+        """Renames a file, replaces an existing one, and flushes the name to disk."""
         self._rename(path, new)
         self._flush_directory(new.parent)
 
@@ -159,7 +161,7 @@ class Disk:
         path.unlink()
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with all that is in it, as far as it can."""
+        """Removes a directory and its content, as far as possible."""
         shutil.rmtree(path, ignore_errors=True)
 
     # -- of what the rest is made: each is one call of the system, and a simulation has its own ------------------------
@@ -186,7 +188,7 @@ class Disk:
 
 
 def pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yields what chunks hold in pieces of at most PIECE_BYTES."""
+    """Yields the bytes of chunks in pieces of at most PIECE_BYTES."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
@@ -194,7 +196,7 @@ def pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
 
 
 def check_readable(path: Path, size: int, most: int) -> None:
-    """Raises OSError where a file is too large to be read in one go."""
+    """Raises OSError if a file is too large to be read into memory at once."""
     if size > most:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", path)
 

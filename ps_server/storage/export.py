@@ -5,7 +5,7 @@
     optimizer.safetensors   the optimizer's state, `INDEX/NAME` by parameter in the order of the optimizer's groups
     optimizer.json          the rest of the optimizer's state_dict: its groups
 
-`optimizer_state_dict` puts the last two together as what torch.optim's own load_state_dict takes.
+`optimizer_state_dict` combines the last two into the dictionary for torch.optim's load_state_dict.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ log = logging.getLogger("ps_server")
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint holds: buckets' snapshots, what no optimizer steps, and by table its rows of all shards."""
+    """The content of a checkpoint: snapshots of buckets, changed frozen tensors, and by table its rows of all
+    shards."""
 
     manifest: Manifest
     spec: JobSpec
@@ -62,12 +63,13 @@ def export(
     told: Callable[[str], object] = log.error,
     fallback: bool = True,
 ) -> str:
-    """Writes the files; says what they hold.
+    """Writes the files. Returns a description of their content.
 
-    name:      of the checkpoint; None: the last one that is whole, which is what a restore takes
+    name: of the checkpoint; None: the last intact one, from which a restore would continue
     tables_as: the format of tables/: safetensors, parquet or npy
-    told:      of each checkpoint that was passed over, and why
-    fallback:  False: a damaged one is an error, and none before it is taken
+    told: called with each checkpoint that was skipped, and the reason
+    fallback: False: a damaged checkpoint is an error, and no earlier one is exported instead
+
     Raises InvalidRequest, NoCheckpoints, CheckpointDamaged, CheckpointFailed.
     """
     check_format(tables_as)
@@ -96,13 +98,13 @@ def export(
 
 
 def model_state_dict(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns what `export` wrote of the model, as its load_state_dict takes it: also tensors of element types that the
-    format does not know, such as complex128."""
+    """Returns the exported model for its load_state_dict, with tensors of types that safetensors does not know, such as
+    complex128."""
     return load_any(directory / "model.safetensors")
 
 
 def optimizer_state_dict(directory: Path) -> dict[str, Any]:
-    """Returns what `export` wrote of the optimizer, as the dictionary that its load_state_dict takes."""
+    """Returns the exported optimizer for its load_state_dict."""
     groups = json.loads((directory / "optimizer.json").read_text())["param_groups"]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in load_any(directory / "optimizer.safetensors").items():
@@ -114,7 +116,7 @@ def optimizer_state_dict(directory: Path) -> dict[str, Any]:
 
 
 def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
-    """Returns what the state_dict of a model has of a table: see ps_torch.Embedding."""
+    """Returns the entries of a table in a model's state_dict: see ps_torch.Embedding."""
     state = saved_rows(rows, spec.initializer.seed)
     return {
         f"{spec.name}.weight": torch.empty(0, spec.dim),
@@ -123,7 +125,7 @@ def _module_state(spec: TableSpec, rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[str], object], fallback: bool) -> Found:
-    """Returns the checkpoint of that name, or the last one that is whole."""
+    """Returns the checkpoint of a name, or the last intact one."""
     if name is not None:
         return _read(store, job, name)
     reasons = ["there is none"]
@@ -141,7 +143,7 @@ def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[st
 
 
 def _read(store: CheckpointStore, job: str, name: str) -> Found:
-    """Returns what a checkpoint holds. Raises CheckpointDamaged where any file is not what was written."""
+    """Returns the content of a checkpoint. Raises CheckpointDamaged if any file was changed."""
     manifest = store.manifest(job, name)
     spec = job_spec_from_data(manifest.job)
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
@@ -163,9 +165,9 @@ def _read(store: CheckpointStore, job: str, name: str) -> Found:
 def _in_last_stage(
     spec: JobSpec, buckets: tuple[BucketSpec, ...], snapshots: dict[int, BucketSnapshot]
 ) -> tuple[JobSpec, dict[int, BucketSnapshot]]:
-    """Returns a job, and its buckets, with the optimizers and the groups of the last stage that any bucket has come to.
+    """Returns a job and its buckets with the optimizers and groups of the last stage that any bucket has reached.
 
-    A bucket that has not come to it, in a mode in which buckets go their own ways, counts as one that none steps.
+    In a mode in which buckets progress independently, a bucket that has not reached it counts as frozen.
     """
     stages = {bucket.index: snapshots[bucket.index].stage or first_stage(spec, bucket) for bucket in buckets}
     last = max((stage.number for stage in stages.values()), default=0)
@@ -190,8 +192,7 @@ def _in_last_stage(
 
 
 def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict[str, torch.Tensor]:
-    """Returns the tensors with the element types that they have in the model, without those that its state_dict has
-    not."""
+    """Returns tensors in the model's own element types, without those that its state_dict does not contain."""
     elements = {parameter.name: parameter.element for parameter in spec.parameters}
     left_out = {parameter.name for parameter in spec.parameters if not parameter.is_saved}
     return {
@@ -202,16 +203,15 @@ def _as_modules_have_them(model: dict[str, torch.Tensor], spec: JobSpec) -> dict
 
 
 def _with_seeds(spec: JobSpec, tables: list[TableSnapshot]) -> JobSpec:
-    """Returns a job with the seeds that its tables have: rank 0 may have brought others than the job was registered
-    with."""
+    """Returns a job with the seeds of its tables: rank 0 may have brought other seeds than the registered ones."""
     each = zip(spec.tables, tables, strict=True)
     return replace(spec, tables=tuple(replace(table, rows=table.rows.seeded(found.seed)) for table, found in each))
 
 
 def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """Returns what no optimizer steps and training has changed, as the worker of the lowest rank has it, by name.
+    """Returns the frozen tensors that training has changed, by name, from the worker of the lowest rank.
 
-    Raises CheckpointDamaged if it does not fit the job.
+    Raises CheckpointDamaged if they do not fit the job.
     """
     rank = min(manifest.workers, default=None)
     if rank is None:

@@ -1,6 +1,6 @@
-"""What a directory of checkpoints is kept in: a file system (disk.py) or an object store (objects.py).
+"""The interface of a storage backend for checkpoints: a file system (disk.py) or an object store (objects.py).
 
-`place` reads where it is, `files_of` returns what it is written with and read from.
+`place` parses the path of a directory, and `files_of` returns its backend.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ SCHEMES = ("s3", "gs")
 
 
 class Files(Protocol):
-    """Files below one directory. Methods raise OSError and may be called from any thread; no file is a link.
+    """A storage backend. Methods raise OSError and are thread-safe; no file is a link.
 
-    A ConnectionError says nothing about the files: what they are kept in does not answer now.
+    A ConnectionError says nothing about the files: the store does not answer now.
 
-    A file that is written is there whole, and stays if a machine loses its power, from the moment `write` or `replace`
-    returns.
+    From the moment `write` or `replace` returns, a file is complete and survives a power failure.
     """
 
     def make_directory(self, path: Path, is_new: bool = False) -> None:
-        """Makes a directory, and those above it. is_new: raises FileExistsError if it is there."""
+        """Creates a directory and missing ones above it. is_new: raises FileExistsError if it exists"""
 
     def is_writable(self, path: Path) -> bool:
-        """Whether files can be made in a directory, as far as can be said without making one."""
+        """Whether files can be created in a directory, as far as this can be known without creating one."""
 
     def kind(self, path: Path) -> str | None:
-        """Returns what is at a path: "a file", "a directory" or a word for another thing; None: nothing is."""
+        """Returns "a file", "a directory" or another word for the object at a path; None if there is none."""
 
     def directories(self, path: Path) -> list[str]:
         """Returns the names of the directories in a directory, sorted; none where it is missing."""
@@ -48,48 +47,48 @@ class Files(Protocol):
         """Returns the bytes of a file."""
 
     def modified(self, path: Path) -> float:
-        """Returns when a file was written last, in seconds since 1970."""
+        """Returns the time of a file's last change, in seconds since 1970."""
 
     def lock(self, path: Path, holder: bytes) -> Callable[[], None]:
-        """Locks a name until what it returns is called or this process ends. `holder`: for others to read.
+        """Locks a name until the returned function is called or this process ends. `holder`: a text for others
 
-        Raises BlockingIOError, with that text, if another process has locked it.
+        Raises BlockingIOError, with that text, if another process has the lock.
         """
 
     def term(self) -> int:
-        """Returns the number of the lease that `lock` has taken, which rises with each holder; 0: a lock of the system
-        needs none, since it ends with its process."""
+        """Returns the number of the lease of `lock`, which rises with each holder; 0 for a lock of the kernel, which
+        ends with its process."""
 
     def taken_over(self) -> str:
-        """Returns who has taken the lease over, in words; empty: nobody, as far as this process knows. Waits for no
+        """Returns the process that has taken over the lease, in words; empty: none is known. Does not wait for the
         store."""
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file to read it from its beginning to its end. What it returns is closed by the caller."""
+        """Opens a file to be read from its beginning to its end. The caller closes it."""
 
     def read(self, path: Path, most: int = MAX_READ_BYTES) -> bytes:
-        """Returns the content of a file. Raises OSError, and reads nothing, where that has more bytes than `most`."""
+        """Returns the content of a file. Raises OSError, and reads nothing, if the file has more than `most` bytes."""
 
     def write(self, path: Path, chunks: Iterable[Buffer]) -> None:
-        """Writes a file, in place of one that is there. Each chunk is written before the next one is asked for."""
+        """Writes a file, and replaces an existing one. Each chunk is written before the next one is requested."""
 
     def replace(self, path: Path, data: bytes, failpoint: Callable[[str], object]) -> None:
-        """Gives a file new content, so that it has the old or the new one whatever happens.
+        """Replaces the content of a file atomically.
 
-        failpoint: called with "half-written" and "unnamed" where these hold of the new content
+        failpoint: called with "half-written" and "unnamed" when the new content is in this state
         """
 
     def remove(self, path: Path) -> None:
         """Removes a file."""
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with all that is in it, as far as it can."""
+        """Removes a directory and its content, as far as possible."""
 
 
 class RemotePath(PosixPath):
-    """The place of a directory or a file in an object store, such as s3://bucket/checkpoints.
+    """The path of a directory or a file in an object store, such as s3://bucket/checkpoints.
 
-    Of the methods of Path only those are meant that take it apart and put it together.
+    Only the methods of Path that split and join paths are meaningful.
     """
 
     def __str__(self) -> str:
@@ -97,9 +96,9 @@ class RemotePath(PosixPath):
 
 
 def place(text: str) -> Path | None:
-    """Returns where checkpoints are: a directory, or a place in an object store; no text is none.
+    """Returns the path of checkpoints in a file system or in an object store; None for an empty text.
 
-    Raises InvalidRequest for a store that is not known here, and for one that is not named as it has to be.
+    Raises InvalidRequest for an unknown kind of store, and for an invalid name in it.
     """
     remote = _REMOTE.fullmatch(text)
     if remote is None:
@@ -111,13 +110,13 @@ def place(text: str) -> Path | None:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises InvalidRequest where a directory that checkpoints are read from is not there."""
+    """Raises InvalidRequest if the directory of checkpoints to read does not exist."""
     if not isinstance(directory, RemotePath) and not directory.is_dir():
         raise InvalidRequest(f"{directory} is no directory")
 
 
 def files_of(directory: Path) -> Files:
-    """Returns what a place is written with and read from. Raises InvalidRequest where a package for it is missing."""
+    """Returns the storage backend of a path. Raises InvalidRequest if it needs a package that is missing."""
     if isinstance(directory, RemotePath):
         return Objects(directory.parts[0].removesuffix(":"))
     return Disk()

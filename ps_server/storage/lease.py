@@ -1,11 +1,11 @@
-"""The lock of a directory in an object store, which knows no locks: a lease that its holder renews.
+"""The lock of a directory in an object store, which has no locks: a lease that its holder renews.
 
     NAME-000007   the lock: JSON with its holder's name, and a count that the holder raises at each renewal
 
-The lock is the object with the highest number. It is taken by making the next one, which only one process can
-(a conditional put), and only after its content stood still for as long as a lease: then its holder is gone, or cut off.
-A holder that was stopped for so long finds the higher number before it writes again, and writes nothing any more. Only
-what it had on the way to the store at that moment may still arrive.
+The lock is the object with the highest number. A process takes it by creating the next number; a conditional put lets
+only one process succeed. It may do so once the content has not changed for the duration of a lease: the holder has then
+ended, or is cut off. A holder that was stopped for so long looks for a higher number before it writes again, and then
+writes nothing more. Only requests that were in transit to the store at that moment may still take effect.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ LOOKS_PER_LEASE = 20
 
 
 class Store(Protocol):
-    """What a lease needs of an object store. Methods raise OSError."""
+    """The operations of an object store that a lease uses. Methods raise OSError."""
 
     def files(self, path: Path) -> list[str]:
         """Returns the names of the files in a directory."""
 
     def read(self, path: Path, most: int) -> bytes:
-        """Returns the content of a file of at most so many bytes."""
+        """Returns the content of a file of at most `most` bytes."""
 
     def create(self, path: Path, data: bytes) -> None:
-        """Makes a file. Raises FileExistsError if it is there."""
+        """Creates a file. Raises FileExistsError if it exists."""
 
     def put(self, path: Path, data: bytes) -> None:
-        """Gives a file new content."""
+        """Replaces the content of a file."""
 
     def remove(self, path: Path) -> None:
         """Removes a file."""
 
 
 class Lease:
-    """One process' lease of a name. Methods may be called from any thread.
+    """A process's lease of a name. Methods are thread-safe.
 
-    seconds: for which others wait before they take it from a holder that does not renew it
+    seconds: the time for which others wait before they take it from a holder that does not renew it
     """
 
     def __init__(self, store: Store, path: Path, holder: bytes, seconds: float) -> None:
@@ -67,13 +67,13 @@ class Lease:
         }
         self._number = 0
         self._renewed = 0.0
-        self._lost = ""  # why nothing may be written any more
+        self._lost = ""  # the reason for which this process may not write any more
         self._lock = threading.Lock()  # held while it is renewed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
 
     def take(self) -> None:
-        """Takes the lease, and keeps it from here on. Raises BlockingIOError with the text of a live holder."""
+        """Takes the lease, and renews it from now on. Raises BlockingIOError with the text of a live holder."""
         while not self._number:
             number, content = self._newest()
             if content is not None and self._is_live(number, content):
@@ -95,7 +95,7 @@ class Lease:
             raise OSError(errno.EAGAIN, str(error)) from None
 
     def check(self) -> None:
-        """Raises OSError if another process may have the lease by now."""
+        """Raises OSError if another process may have the lease now."""
         if _now() - self._renewed > self._seconds and not self._stop.is_set():
             self._renew()
         if self._lost:
@@ -103,16 +103,17 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Its number: higher than that of every holder before."""
+        """The number of the lease, higher than that of every earlier holder."""
         return self._number
 
     @property
     def lost(self) -> str:
-        """Who has taken it over, as far as is known; empty: nobody. Unlike `check`, this waits for nothing."""
+        """The process that has taken it over, as far as this process knows; empty: none. Unlike `check`, it does not
+        wait."""
         return self._lost
 
     def release(self) -> None:
-        """Gives the lease back: another process gets it at once."""
+        """Releases the lease: another process can take it at once."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -146,7 +147,7 @@ class Lease:
             self._renewed = began
 
     def _is_live(self, number: int, content: dict[str, Any]) -> bool:
-        """Whether the holder of a lease renews it. That takes up to one lease."""
+        """Whether the holder of a lease renews it. Waits for one lease at most."""
         if content.get("released") or _is_dead(content):
             return False
         log.info("%s is held: looking for %g s whether its holder renews it", self._path, self._seconds)
@@ -183,12 +184,12 @@ class Lease:
 
 
 def _now() -> float:
-    """Returns seconds that pass while this process is stopped or its machine is suspended, too."""
+    """Returns the time of a clock that also runs while this process is stopped or its machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _machine() -> str:
-    """Returns what processes share among which a pid means the same; empty where the system does not say."""
+    """Returns the id of the pid namespace and the boot that processes share; empty if the system does not tell it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -196,7 +197,7 @@ def _machine() -> str:
 
 
 def _is_dead(content: dict[str, Any]) -> bool:
-    """Whether a holder is known to be gone: a process of this machine that ended without giving its lease back."""
+    """Whether a holder has ended for certain: a process of this machine that did not release its lease."""
     pid = content.get("pid")
     if type(pid) is not int or pid <= 0 or not content.get("machine") or content["machine"] != _machine():
         return False

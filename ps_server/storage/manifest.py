@@ -1,6 +1,6 @@
-"""What a checkpoint is: its manifest, and how that stands in a file.
+"""The manifest of a checkpoint, and its file.
 
-A file carries the version of its format, and a seal: what was changed by hand is not read.
+The file has the version of its format, and a seal, a SHA-256. A file that was edited by hand is refused.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The content and the origin of a checkpoint.
 
-    job:        the job's spec, as plain data
-    run:        tells this job from earlier ones of its name
-    clock:      in sync, the clock of every bucket and worker; otherwise the highest clock of any worker
-    placement:  for each bucket, the index of the shard whose file holds it
-    shards:     by index
-    workers:    by rank; those of which nothing came are missing
-    versions:   the lowest and highest version of a bucket that trains: equal in sync
-    clocks:     by rank, the lowest clock over the buckets that train
-    last_incarnation, restore_count: of the job when it was made
-    without:    ranks of workers that took part, or had left, and whose own state is not in it
-    bases:      by shard, the files of earlier checkpoints that its own file builds on, oldest first: that has only what
-                changed in tables since; those of shards whose own file has everything are missing
+    job: the job's spec, as plain data
+    run: the run of the job
+    clock: in sync, the clock of every bucket and worker; otherwise the highest clock of any worker
+    placement: for each bucket, the index of the shard whose file has it
+    shards: by index
+    workers: by rank, without those that sent no state
+    versions: the lowest and highest version of a bucket that trains: equal in sync
+    clocks: by rank, the lowest clock over the buckets that train
+    last_incarnation, restore_count: of the job when the checkpoint was made
+    without: the ranks of workers that took part, or had left, and whose own state is missing
+    bases: by shard, the files of earlier checkpoints that its own file builds on, oldest first. Its own file then has
+    only the later changes of tables. A shard with a complete file is missing.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Manifest:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The names of the checkpoints whose files it builds on."""
+        """The names of the checkpoints that it builds on."""
         return frozenset(stored.checkpoint for chain in self.bases.values() for stored in chain)
 
     @property
@@ -88,7 +88,7 @@ def sealed(manifest: Manifest) -> dict[str, Any]:
 
 
 def unsealed(data: dict[str, Any]) -> Manifest:
-    """Returns the manifest in a file. Raises ValueError, KeyError, TypeError or AttributeError where it is none."""
+    """Returns the manifest in a file. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
     if data.pop("seal") != seal(data):
         raise ValueError("it is not what was written")
     if data["format"] not in READABLE:
@@ -112,7 +112,7 @@ def unsealed(data: dict[str, Any]) -> Manifest:
 
 
 def written_by_newer(data: Any) -> str | None:
-    """Returns in words that a file's content is a newer version's, if it is."""
+    """Returns a message if a newer version of this program has written a file's content; None otherwise."""
     version = data.get("format") if isinstance(data, dict) else None
     if type(version) is not int or version <= FORMAT:
         return None
@@ -120,5 +120,5 @@ def written_by_newer(data: Any) -> str | None:
 
 
 def seal(data: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of what JSON holds, however it is laid out."""
+    """Returns the SHA-256 of JSON data, independent of its layout."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""The files of a directory of checkpoints in an object store, by fsspec: what disk.py is for a file system.
+"""The storage backend for an object store, by fsspec.
 
-An object is there whole or not at all, and is durable when the store has acknowledged it, so nothing here is renamed or
-flushed. There are no directories: a name with a slash makes one. A new directory is claimed by an object in it that
-only one caller can make (a conditional put). A lock is a lease: see lease.py.
+An object exists completely or not at all, and is durable once the store acknowledges it, so nothing is renamed or
+flushed. An object store has no directories: a name with a slash implies one. A new directory is claimed by an object in
+it, which a conditional put lets only one caller create. A lock is a lease: see lease.py.
 
-The store has to be strongly consistent and to know conditional puts, as S3 and GCS do.
+The store has to be strongly consistent and to support conditional puts, as S3 (since 2024,
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html) and GCS do.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
 class Objects:
-    """One object store, of one protocol of fsspec; see storage.files.Files. Paths are RemotePaths.
+    """A storage backend for one protocol of fsspec; see storage.files.Files. Paths are RemotePaths.
 
-    lease_seconds: after which the lock of a process that is gone is taken over
+    lease_seconds: the time after which the lock of a process that has ended can be taken over
     """
 
     def __init__(self, protocol: str, lease_seconds: float = LEASE_SECONDS) -> None:
