@@ -413,7 +413,8 @@ class Membership:
 
         done:    its script has come to its end
         expired: it has not left by itself: its lease is over
-        One that a rollback took off does not join again: nothing waits for it any more. Nor for one in doubt that is done.
+        One that a rollback took off does not join again: nothing waits for it any more, nor for one in doubt
+        that is done.
         """
         away, member = self.away.get(rank), self.members.get(rank)
         is_away = away is not None and away.incarnation == incarnation
