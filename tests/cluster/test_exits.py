@@ -90,13 +90,15 @@ def out(folder: Path, rank: int = 0) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "grpc"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
 def test_a_closed_session_has_no_thread(nursery: Nursery, address: str, tmp_path: Path, transport: str) -> None:
     assert start(nursery, tmp_path, address, transport, "close").wait(END_SECONDS) == 0
     assert out(tmp_path).splitlines() == ["trained", *["threads: MainThread"] * 2]
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("exit", 3), ("wait", 128 + 15), ("feed", 0)])
+@pytest.mark.parametrize(
+    ("how", "code"), cases([("raise", 1), ("wait", 128 + 15), ("feed", 0)], [("end", 0), ("exit", 3)])
+)
 def test_no_thread_is_there_when_the_interpreter_ends(
     nursery: Nursery, address: str, tmp_path: Path, how: str, code: int
 ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from ps_server.coordinator.timing import Timing
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
+from tests.tools.cases import cases
 from tests.tools.cluster import TEST_SECONDS, Cluster, until
 
 CONNECT_TIMEOUT = 2.0
@@ -32,7 +33,7 @@ def steps(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_workers_wait_as_long_as_a_restore_gets_on(
     make_cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

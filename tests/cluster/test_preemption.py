@@ -151,6 +151,7 @@ def loses_an_answer(cluster: Cluster, shard: Shard) -> None:
     shard.push, shard.exchange = pushing, exchanging  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_workers_that_are_told_to_stop_go_on_where_they_were(
     make_cluster: Callable[..., Cluster], nursery: Nursery, tmp_path: Path, mode: str

@@ -70,7 +70,7 @@ def late_counts(cluster: Cluster, job: str) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["shm", "grpc"]))
 def test_the_others_go_on_without_a_late_worker_whose_steps_count_in_the_next_updates(
     shared: Cluster, job: str, transport: str
 ) -> None:

@@ -17,7 +17,7 @@ from ps_server.core.statistics import RecoveryStatistics
 from ps_server.ops import status
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.raw_worker import RawWorker, vector_job
 from tests.tools.rollbacks import CELLS, QUICK, job_of, join_again, make_checkpoint, step, train
@@ -73,8 +73,7 @@ def test_without_a_common_clock_the_others_keep_theirs_and_what_is_lost_is_count
         assert "4 steps lost with shards" in status.table(status.fetch(cluster.address))
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("mode", "shards"), crossed(["sync", "ssp:2", "async"], [1, 3]))
 def test_a_job_goes_on_on_another_number_of_shards(
     make_cluster: MakeCluster, tmp_path: Path, mode: str, shards: int
 ) -> None:

@@ -20,6 +20,7 @@ from ps_protocol.local import Local
 from ps_protocol.modes import local_rounds
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.scripts.train_with_state import BATCH, OUTER, PASSES, SAMPLES
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.forkserver import ROOT, Nursery
 
@@ -128,10 +129,10 @@ def undisturbed(nursery: Nursery, shared: Cluster, tmp_path_factory: pytest.Temp
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "every", "held", "transport"),
-    [
-        (0, "10steps", 12, "grpc"),  # with the coordinator; within the 2nd pass
-        (1, "13steps", 47, "shm"),  # over two ends of passes
-    ],
+    cases(
+        [(0, "10steps", 12, "grpc")],  # with the coordinator; within the 2nd pass
+        [(1, "13steps", 47, "shm")],  # over two ends of passes
+    ),
 )
 def test_a_job_that_lost_a_shard_ends_with_the_weights_of_the_undisturbed_run(
     make_cluster: MakeCluster,
@@ -209,6 +210,7 @@ def undisturbed_rounds(
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "held", "transport", "wire"),
     [

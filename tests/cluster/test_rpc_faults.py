@@ -48,7 +48,8 @@ def test_with_calls_lost_unheard_and_repeated_every_push_counts_once(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("sync", "grpc"), ("sync", "tcp"), ("async", "shm"), ("sync quorum 1", "tcp")]
+    ("mode", "transport"),
+    cases([("sync", "tcp"), ("async", "shm")], [("sync", "grpc"), ("sync quorum 1", "tcp")]),
 )
 def test_with_calls_broken_a_job_is_set_back_to_a_checkpoint_and_every_push_counts_once(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, transport: str

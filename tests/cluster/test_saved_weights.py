@@ -11,6 +11,7 @@ from torch import nn
 
 from ps_server.shard.apply import Updates
 from ps_worker import Session
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import same, weights_of
 
@@ -48,8 +49,7 @@ def holds(weights: dict[str, torch.Tensor], count: float) -> bool:
     return all(bool((value == count).all()) for value in weights.values())
 
 
-@pytest.mark.parametrize("mode", LOOSE)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "mode"), crossed(TRANSPORTS, LOOSE))
 def test_after_a_barrier_all_have_every_step(mode: str, transport: str, shared: Cluster, job: str) -> None:
     """Rank 0 is at its end, in `barrier`, before rank 1 makes its last steps."""
     last_steps = threading.Event()

@@ -17,7 +17,7 @@ import ps_worker
 from ps_server.ops import status
 from ps_worker import Session
 from ps_worker.state import inner
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, scrape, until
 from tests.tools.disturbed_rounds import Once, after_a_lost_shard, after_all_have_ended
 from tests.tools.rollbacks import QUICK
@@ -89,8 +89,10 @@ def test_with_calls_lost_unheard_and_repeated_every_fragment_counts_once(
 # -- workers come and go -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
-@pytest.mark.parametrize("lost_at", [1, 5, 6, 7], ids=["warm-up", "between", "under-way", "mixed-in"])
+@pytest.mark.parametrize(
+    ("lost_at", "transport"),  # in the warm-up, between two fragments, with one under way, with one that is mixed in
+    crossed([1, 5, 6, 7], ["grpc", "shm"]),
+)
 def test_a_worker_that_loses_its_place_goes_on_from_the_servers_weights_at_a_round(
     shared: Cluster, job: str, transport: str, lost_at: int
 ) -> None:

@@ -21,6 +21,7 @@ from ps_protocol.local import Local
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.raw_worker import joined, vector_job
 from tests.tools.rollbacks import QUICK
@@ -168,7 +169,7 @@ def test_servers_refuse_a_job_whose_rounds_weigh_samples(rounds: Local) -> None:
 # -- when something fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+@pytest.mark.parametrize("transport", cases(["tcp"], ["grpc", "shm"]))
 def test_with_calls_lost_unheard_and_repeated_every_round_counts_once_with_its_weight(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch, clocks: Clocks, transport: str
 ) -> None:

@@ -17,6 +17,7 @@ from ps_worker import Session
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.timeline.chrome import FIRST_WORKER, SIX
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import drawn, filled
 
@@ -70,8 +71,17 @@ def are_in_order(measured: Event) -> bool:
 # -- what is in it -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:2", "async"])
-@pytest.mark.parametrize(("transport", "wire"), [("shm", "float32"), ("shm", "bfloat16"), ("grpc", "float32")])
+@pytest.mark.parametrize(
+    ("mode", "transport", "wire"),
+    cases(
+        [("sync", "shm", "float32"), ("ssp:2", "shm", "bfloat16"), ("async", "grpc", "float32")],
+        [
+            *[(mode, "shm", "float32") for mode in ("ssp:2", "async")],
+            *[(mode, "shm", "bfloat16") for mode in ("sync", "async")],
+            *[(mode, "grpc", "float32") for mode in ("sync", "ssp:2")],
+        ],
+    ),
+)
 def test_each_bucket_of_each_step_has_its_six_moments_once_and_in_order(
     shared: Cluster, job: str, tmp_path: Path, mode: str, transport: str, wire: str
 ) -> None:
@@ -129,8 +139,18 @@ def test_the_clock_of_a_shard_is_read_within_the_error_that_is_said(shared: Clus
 # -- what it shows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "late"), [("sync", "applied"), ("ssp:0", "admitted")])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(
+    ("mode", "late", "transport"),
+    cases(
+        [("sync", "applied", "tcp"), ("ssp:0", "admitted", "grpc")],
+        [
+            ("sync", "applied", "shm"),
+            ("sync", "applied", "grpc"),
+            ("ssp:0", "admitted", "shm"),
+            ("ssp:0", "admitted", "tcp"),
+        ],
+    ),
+)
 def test_who_waits_for_a_straggler_sees_where(
     shared: Cluster, job: str, tmp_path: Path, mode: str, late: str, transport: str
 ) -> None:

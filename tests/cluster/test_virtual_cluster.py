@@ -13,25 +13,27 @@ from tests.simulation.faults import WHOLESALE as KINDS_OF_WHOLESALE
 from tests.simulation.mutations import HALF_STEPS, REPAIRS, ROWS, RULES, SAVED, WHOLESALE, Mutation
 from tests.tools.cases import cases
 
-SEEDS = 50
+SEEDS = cases([range(15)], [range(15, 50)])
 KNOWN = [mutation for mutation in (*HALF_STEPS, *REPAIRS, *ROWS, *SAVED, *WHOLESALE) if mutation.known is not None]
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("mode", ["sync", "ssp:0"])
-def test_no_seed_breaks_a_promise(mode: str) -> None:
-    for seed in range(SEEDS):
+def test_no_seed_breaks_a_promise(mode: str, seeds: range) -> None:
+    for seed in seeds:
         found = Cluster(mode, seed).run()
         assert found == [], f"replay: make simulate SEED={seed} MODE={mode}"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", KINDS_OF_WHOLESALE)
+@pytest.mark.parametrize("seeds", cases([range(6)], [range(6, 20)]), ids=str)
 @pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2", "async"]))
 def test_no_launch_comes_back_to_train_in_part_and_no_deposed_coordinator_changes_anything(
-    mode: str, fault: str
+    mode: str, seeds: range, fault: str
 ) -> None:
-    for seed in range(20):
+    for seed in seeds:
         assert Cluster(mode, seed, faults=(fault,)).run() == [], seed
 
 

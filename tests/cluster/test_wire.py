@@ -144,7 +144,7 @@ def test_what_is_too_small_for_a_step_of_the_format_comes_with_later_ones(shared
     assert model.weights[1:].max() < -6
 
 
-@pytest.mark.parametrize("wire", ["int4", "int8,bfloat16"])
+@pytest.mark.parametrize("wire", cases(["int4"], ["int8,bfloat16"]))
 def test_sync_runs_agree_to_the_bit_over_every_transport_and_however_early_gradients_leave(
     shared: Cluster, job: str, wire: str
 ) -> None:

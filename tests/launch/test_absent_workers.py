@@ -82,6 +82,7 @@ def heard(command: Command, pattern: str) -> None:
     until(lambda: re.search(pattern, command.err), f"{pattern!r} in the log", END_SECONDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "how"), cases([("sync", "stopped")], [("local:2", "busy"), ("sync", "busy"), ("async", "stopped")])
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import cases
 from tests.tools.cluster import until
 from tests.tools.launching import Command, Commands, kill_family
 
@@ -147,7 +148,7 @@ def test_workers_that_died_together_come_back_one_by_one_and_leave_no_sample_out
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("how", "mode"), [("--resume", "sync"), ("--restore", "sync"), ("--resume", "ssp:2")])
+@pytest.mark.parametrize(("how", "mode"), cases([("--restore", "sync"), ("--resume", "ssp:2")], [("--resume", "sync")]))
 def test_after_the_death_of_everything_no_worker_trains_alone(at: At, undisturbed: str, how: str, mode: str) -> None:
     servers, address = at.servers()
     at.go.touch()

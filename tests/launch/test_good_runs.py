@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import cases
 from tests.tools.launching import ROOT, python
 
 RUN = ("-m", "ps_worker", "run", "--shards", "2", "--workers", "3")
@@ -15,7 +16,7 @@ SLOW_FILE = "coordinator-file-half-written=delay:0.5"  # so all workers but the 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "ssp:2"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:2"]))
 def test_a_good_run_ends_without_a_warning(tmp_path: Path, mode: str) -> None:
     checkpoints = "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "5steps"
     words = *RUN, "--mode", mode, *checkpoints, str(ROOT / "examples" / "train.py")

@@ -14,6 +14,7 @@ import torch
 
 import ps_worker
 from ps_protocol.errors import PSError
+from tests.tools.cases import cases
 from tests.tools.launching import END_SECONDS, START_SECONDS, Command, Commands
 from tests.tools.raw_worker import RawWorker, vector_job
 
@@ -39,7 +40,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["async", "ssp:4"])
+@pytest.mark.parametrize("mode", cases(["async"], ["ssp:4"]))
 def test_sigterm_keeps_every_update_that_was_acknowledged(up: Up, mode: str) -> None:
     """Workers push until the servers take no more; a cluster that is started with --restore has each of their steps."""
     command, address = up("--drain-seconds=0.5")

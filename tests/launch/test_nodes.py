@@ -80,7 +80,11 @@ def network() -> Iterator[Network]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "which"),
-    [("on_loopback", 1), ("on_loopback", 0), pytest.param("in_namespaces", 1, marks=pytest.mark.netns)],
+    [
+        ("on_loopback", 1),
+        pytest.param("on_loopback", 0, marks=pytest.mark.repeat),
+        pytest.param("in_namespaces", 1, marks=pytest.mark.netns),
+    ],
 )
 def test_a_machine_that_was_lost_goes_on_from_its_own_disk(
     request: pytest.FixtureRequest, tmp_path: Path, place: str, which: int

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.launching import run, script
 
@@ -32,7 +33,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_a_script_has_collectives_of_its_own_beside_the_servers(
     shared: Cluster, job: str, mode: str, tmp_path: Path
 ) -> None:

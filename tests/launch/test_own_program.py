@@ -48,6 +48,7 @@ def test_a_module_of_the_current_folder_would_run(planted: Path) -> None:
     ran.unlink()
 
 
+@pytest.mark.long
 def test_servers_and_workers_run_no_module_of_the_folder_they_are_started_in(planted: Path, tmp_path: Path) -> None:
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from ps_server.ops import status
+from tests.tools.cases import cases
 from tests.tools.cluster import until
 from tests.tools.launching import END_SECONDS, ROOT, START_SECONDS, Command, Commands, Start, run, script
 
@@ -121,7 +122,7 @@ def test_a_worker_is_told_where_its_servers_are_and_the_servers_of_no_worker(tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM], [signal.SIGINT]))
 def test_a_signal_ends_workers_and_then_servers_with_a_last_checkpoint(
     start: Start, tmp_path: Path, number: int
 ) -> None:

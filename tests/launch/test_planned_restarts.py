@@ -68,6 +68,7 @@ class Training:
         return [tuple(json.loads((self.directory / f"found-{rank}").read_text())) for rank in range(self.workers)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "workers", "arguments"),
     cases(

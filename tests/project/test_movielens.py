@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tools import launching
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.terminal import terminal
 
@@ -253,7 +254,7 @@ def test_a_run_on_made_ratings_learns_and_leaves_results(made: Path, tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "ssp:4", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:4", "async"]))
 def test_workers_that_share_the_ratings_learn_as_much(
     mode: str, shared: Cluster, job: str, made: Path, tmp_path: Path
 ) -> None:

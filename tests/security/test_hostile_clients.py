@@ -27,6 +27,7 @@ from ps_runtime.status import error_from
 from ps_server.core.limits import Limits
 from ps_server.rpc.calls_in_flight import WAITING_FOR_EACH
 from ps_server.rpc.health_client import is_serving
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 from tests.tools.http2 import PREFACE
 from tests.tools.raw_worker import RawWorker
@@ -103,7 +104,7 @@ DRIPPING = 100
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["DataService/Push", "MembershipService/Heartbeat"])
+@pytest.mark.parametrize("method", cases(["DataService/Push"], ["MembershipService/Heartbeat"]))
 def test_clients_that_send_a_request_byte_by_byte_delay_nobody_and_are_cut_off(
     make_cluster: MakeCluster, method: str
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_thousand_requests_that_never_arrive_keep_no_heartbeat_waiting(victim:
     check_promises(victim, attacks, 1024)
 
 
+@pytest.mark.long
 def test_requests_of_many_hosts_that_never_arrive_keep_no_heartbeat_waiting(victim: Victim) -> None:
     attack = Unfinished(victim.address, (HEARTBEAT,), 64, 64 + 5, calls=512, sources=HOSTS, token=OTHER)
     check_promises(victim, [attack], 512 * len(HOSTS))

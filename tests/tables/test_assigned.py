@@ -22,6 +22,7 @@ from ps_worker.tables import given
 from ps_worker.tables.given import GivenRows
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.forkserver import ROOT, Nursery
 from tests.tools.rollbacks import QUICK
@@ -59,8 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- before prepare ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-@pytest.mark.parametrize("kind", ["tensors", "file", "files", "array"])
+@pytest.mark.parametrize(("kind", "transport"), crossed(["tensors", "file", "files", "array"], ["grpc", "tcp", "shm"]))
 def test_a_job_begins_with_pretrained_rows_of_rank_0(
     shared: Cluster, job: str, small: None, tmp_path: Path, transport: str, kind: str
 ) -> None:
@@ -196,8 +196,10 @@ def test_a_rank_0_that_loses_its_place_in_the_middle_sends_all_vectors_again(
 # -- during training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("optimizer", "transport"),
+    crossed([torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam], ["grpc", "tcp", "shm"]),
+)
 def test_sync_trains_assigned_rows_as_one_process_to_the_bit(
     shared: Cluster, job: str, small: None, transport: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:

@@ -23,6 +23,7 @@ from ps_tables import cold
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.sizes import record_bytes
 from ps_tables.table import Applied, Beyond, Table
+from tests.tools.cases import crossed
 
 IN_MEMORY, CAPACITY = 200, 3_000
 SPEC = TableSpec("item", 5, Initializer("normal", 1.0, 7))
@@ -86,9 +87,9 @@ def followed(table: Table, copy: dict[int, bytes], since: int | None) -> int:
     return walk.version
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "rule", [{}, {"expire_after": 30}, {"admit_after": 3, "expire_after": 40}, {"capacity": 500}], ids=str
+    ("rule", "optimizer"),
+    crossed([{}, {"expire_after": 30}, {"admit_after": 3, "expire_after": 40}, {"capacity": 500}], OPTIMIZERS),
 )
 def test_rows_in_a_file_change_no_result(tmp_path: Path, optimizer: str, rule: dict[str, int]) -> None:
     capacity = rule.get("capacity", CAPACITY)

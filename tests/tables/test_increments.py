@@ -18,7 +18,7 @@ from ps_tables.copies import TableCopy
 from ps_tables.increments import in_order, merged
 from ps_tables.sizes import record_bytes
 from ps_tables.table import Beyond, Table
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.one_thread import one_thread
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC
@@ -76,9 +76,7 @@ def check_equal(found: Tensors, expected: Tensors) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("cold", [False, True], ids=["in memory", "in a file"])
+@pytest.mark.parametrize(("rules", "cold", "optimizer"), crossed(RULES.values(), [False, True], OPTIMIZERS))
 @pytest.mark.parametrize("seed", cases([0], range(1, 4)))
 def test_a_full_copy_and_increments_are_the_table_to_the_bit(
     rules: dict[str, int], optimizer: str, seed: int, cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

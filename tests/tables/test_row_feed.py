@@ -18,6 +18,7 @@ from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.row_feed import RowFeed
 from ps_worker.tables.row_copy import FeedPart, RoundBegin, RowCopy, saved_copy
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.rollbacks import QUICK
 
@@ -139,7 +140,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
         RowFeed("rows", "127.0.0.1:1", directory=tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
 def test_a_feed_goes_on_after_a_shard_was_lost_and_restored(
     make_cluster: Callable[..., Cluster], tmp_path: Path, mode: str
 ) -> None:

@@ -145,7 +145,7 @@ def test_two_workers_train_as_one_process(shared: Cluster, job: str, mode: str, 
         assert torch.allclose(both[0][name], expected, atol=1e-5 if wire == "float32" else 0.05), name
 
 
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+@pytest.mark.parametrize("mode", cases(["sync"], ["ssp:1", "async"]))
 def test_each_step_counts_once_though_a_worker_loses_its_place(cluster: Cluster, mode: str) -> None:
     steps, left = 12, threading.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ def cases(every_run: Iterable[Any], repeats: Iterable[Any]) -> list[Any]:
     every_run: each kind of case once
     repeats:   the same ways with other values, which only `make test-repeats` runs
     """
-    return [*every_run, *(pytest.param(*_values(case), marks=pytest.mark.repeat) for case in repeats)]
+    first = [*every_run]
+    assert first, "without a case in every run nothing holds the claim"
+    return [*first, *(pytest.param(*_values(case), marks=pytest.mark.repeat) for case in repeats)]
+
+
+def crossed(*axes: Iterable[Any]) -> list[Any]:
+    """Returns every combination of values of some axes: in every run so many that each value occurs."""
+    values = [list(axis) for axis in axes]
+    lines = [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
+    return cases(lines, [each for each in product(*values) if each not in lines])
 
 
 def _values(case: Any) -> tuple[Any, ...]:

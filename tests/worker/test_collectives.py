@@ -539,7 +539,7 @@ def keeping(make_cluster: MakeCluster, tmp_path: Path) -> tuple[Cluster, Checkpo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(MODES[:1], MODES[1:]))
 def test_a_coordinator_that_is_started_again_knows_the_rounds(
     keeping: tuple[Cluster, CheckpointStore], mode: str
 ) -> None:

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ps_worker
 from ps_worker import Session
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster
 from tests.tools.small_models import close, same, weights_of
 
@@ -221,9 +222,7 @@ def assert_trains(
     assert close(net.parameters(), alone.parameters(), atol=within)
 
 
-@pytest.mark.parametrize("mode", ["single", "sync"])
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("compiled", [whole, in_place])
+@pytest.mark.parametrize(("mode", "before", "compiled"), crossed(["sync", "single"], [True, False], [whole, in_place]))
 def test_a_compiled_model_trains_without_a_graph_break(
     session: Session, before: bool, compiled: Callable[[nn.Module, str], nn.Module]
 ) -> None:

@@ -17,6 +17,7 @@ import ps_worker
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
 from ps_worker import InvalidRequest, NonFiniteGradient, Session, Unsupported
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -242,8 +243,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, la
     return weights_of(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "dtype"), crossed(OPTIMIZERS, [torch.complex64, torch.complex128]))
 def test_complex_parameters_train_as_in_one_process(shared: Cluster, job: str, name: str, dtype: torch.dtype) -> None:
     make, alone = OPTIMIZERS[name], Fourier(dtype)
     own = make(alone.parameters())

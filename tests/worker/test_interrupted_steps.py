@@ -15,6 +15,7 @@ import ps_worker
 from ps_server.core.limits import Limits
 from ps_worker import LimitExceeded
 from ps_worker.cluster.participation import Participation
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import weights_of
 
@@ -22,8 +23,7 @@ STEPS, DISTURBED = 8, 3
 TRANSPORTS = ["grpc", "tcp", "shm"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async", "local:2"])
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "ssp:1", "async", "local:2"], TRANSPORTS))
 def test_the_next_step_comes_behind_the_pushes_of_an_interrupted_one(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str
 ) -> None:
@@ -64,8 +64,7 @@ class Net(nn.Module):
         return self.layers(self.table(ids))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", ["sync", "ssp:1", "async"])
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "ssp:1", "async"], TRANSPORTS))
 def test_a_step_that_shards_refuse_is_left_out_and_the_next_ones_count(
     make_cluster: Callable[..., Cluster], mode: str, transport: str
 ) -> None:

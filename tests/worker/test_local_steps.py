@@ -14,6 +14,7 @@ import ps_worker
 from ps_worker import InvalidRequest, JobMismatch, NonFiniteGradient, Session, Unsupported
 from ps_worker.cluster.connection import Connection
 from ps_worker.state.inner import InnerStates
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
@@ -63,7 +64,7 @@ def alone(steps: int, make: Make) -> list[torch.Tensor]:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", cases(["tcp"], ["grpc", "shm"]))
 def test_rounds_of_one_averaged_step_are_sync(shared: Cluster, job: str, transport: str) -> None:
     in_rounds = together(shared, f"{job}-l", "local:1", 12, sgd, outer=AVERAGING, transport=transport)
     assert close(in_rounds, together(shared, f"{job}-s", "sync", 12, sgd), rtol=0, atol=1e-6)
@@ -422,7 +423,7 @@ def test_layers_of_other_types_train_beside_those_of_float32(shared: Cluster, jo
     assert not any(torch.equal(*pair) for pair in zip(first, make().parameters(), strict=True))
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("weights", cases(["int4"], ["bfloat16", "int8"]))
 def test_rounds_travel_in_blocks_with_the_same_bits_on_every_transport(shared: Cluster, job: str, weights: str) -> None:
     wires = {"gradient_wire": "int4", "weight_wire": weights, "outer": {"warm_up": 2}}
     runs = [together(shared, f"{job}-{way}", "local:3", 14, adamw, transport=way, **wires) for way in ("grpc", "tcp")]

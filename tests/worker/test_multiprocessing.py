@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.launching import python
 
@@ -45,7 +46,7 @@ def patient() -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", cases(["fork", "spawn"], ["forkserver"]))
 def test_workers_that_multiprocessing_starts_leave_when_their_function_is_over(
     patient: Cluster, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,7 +58,7 @@ def test_workers_that_multiprocessing_starts_leave_when_their_function_is_over(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", cases(["spawn"], ["fork"]))
 def test_one_that_fails_has_not_come_to_its_end(
     patient: Cluster, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

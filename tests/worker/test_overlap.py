@@ -149,7 +149,7 @@ def weights_after(cluster: Cluster, job: str, overlap: bool | None, script: str,
     return in_parallel(2, work)[0]
 
 
-EVERY_RUN = ("clipping late", "replacing", "skipping", "accumulating", "throwing a part away")
+EVERY_RUN = ("replacing", "skipping", "accumulating")
 
 
 @pytest.mark.parametrize("script", cases(EVERY_RUN, [name for name in SCRIPTS if name not in EVERY_RUN]))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ps_worker import InvalidRequest, Session
-from tests.tools.cases import cases
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 
@@ -125,12 +125,18 @@ CHANGES: dict[str, Change] = {
 }
 
 
+WAYS = (("sync", "shm"), ("async", "grpc"))
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "transport"),
-    [
-        *[(name, *way) for name in CHANGES for way in (("sync", "shm"), ("async", "grpc"))],
-        *[("clamp", *way) for way in (("sync", "grpc"), ("ssp:2", "shm"))],
-    ],
+    cases(
+        [(name, *WAYS[number % 2]) for number, name in enumerate(CHANGES)],
+        [
+            *[(name, *WAYS[1 - number % 2]) for number, name in enumerate(CHANGES)],
+            *[("clamp", *way) for way in (("sync", "grpc"), ("ssp:2", "shm"))],
+        ],
+    ),
 )
 def test_a_changed_model_trains_on_as_in_one_process(
     shared: Cluster, job: str, name: str, mode: str, transport: str
@@ -139,8 +145,10 @@ def test_a_changed_model_trains_on_as_in_one_process(
         assert close(train(*prepared(session), CHANGES[name]), train_alone(CHANGES[name]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("transport", cases(["shm", "tcp"], ["grpc"]))
-@pytest.mark.parametrize("name", ["clamp", "clamp by data", "load", "halve in other memory", "channels last"])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    crossed(["clamp", "clamp by data", "load", "halve in other memory", "channels last"], ["shm", "tcp", "grpc"]),
+)
 def test_in_sync_two_workers_end_alike_and_with_rank_0s_change(
     shared: Cluster, job: str, transport: str, name: str
 ) -> None:

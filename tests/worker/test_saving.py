@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import ps_worker
 from ps_worker import Session
 from ps_worker.model.optimizer import ServerOptimizer
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster
 from tests.tools.small_models import drawn, filled, same, step, weights_of
 
@@ -96,9 +97,9 @@ def test_each_parameter_and_its_gradient_has_a_storage_of_its_own(session: Sessi
     assert size_of(net.last.weight.grad) < net.last.weight.nbytes + 4000
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "local:1"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("bucket_bytes", [64, None])
+@pytest.mark.parametrize(
+    ("mode", "transport", "bucket_bytes"), crossed(["sync", "async", "local:1"], TRANSPORTS, [64, None])
+)
 def test_weights_land_where_the_parameters_lie(
     mode: str, transport: str, bucket_bytes: int | None, shared: Cluster, job: str
 ) -> None:
@@ -121,8 +122,7 @@ def test_weights_land_where_the_parameters_lie(
     assert net.first.weight.sum() == 2.0 * net.first.weight.numel()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "local:2"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("mode", "transport"), crossed(["sync", "async", "local:2"], TRANSPORTS))
 def test_a_model_that_is_shared_with_other_processes_goes_on(
     mode: str, transport: str, shared: Cluster, job: str
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ps_server.coordinator.timing import Timing
 from ps_server.storage.manifest import Manifest
 from ps_worker import InvalidRequest, Session
+from tests.tools.cases import crossed
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, weights_of
 
@@ -67,11 +68,9 @@ def wgan(g: Any, d: Any, opt_g: torch.optim.Optimizer, opt_d: torch.optim.Optimi
     return weights_of(g, d)
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("single", "auto"), *WAYS])
-@pytest.mark.parametrize("overlap", [None, True])
-def test_a_gan_trains_as_in_one_process(
-    shared: Cluster, job: str, mode: str, transport: str, overlap: bool | None
-) -> None:
+@pytest.mark.parametrize(("way", "overlap"), crossed([("single", "auto"), *WAYS], [None, True]))
+def test_a_gan_trains_as_in_one_process(shared: Cluster, job: str, way: tuple[str, str], overlap: bool | None) -> None:
+    mode, transport = way
     with shared.connect(mode, job=job, transport=transport) as session:
         g, d, opt_g, opt_d = make_gan()
         d, opt_g, g, opt_d = session.prepare(d, opt_g, g, opt_d, bucket_bytes=64, overlap=overlap)  # in any order

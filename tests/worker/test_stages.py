@@ -16,6 +16,7 @@ import ps_worker
 from ps_protocol.errors import LimitExceeded
 from ps_worker import InvalidRequest, Session, Unsupported
 from tests.chaos.cluster import free_ports
+from tests.tools.cases import cases, crossed
 from tests.tools.cluster import Cluster, in_parallel
 from tests.tools.forkserver import Nursery
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
@@ -89,11 +90,9 @@ def alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert {key: ours[key] for key in ("lr", "params")} == {key: theirs[key] for key in ("lr", "params")}
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("single", "auto"), *WAYS])
-@pytest.mark.parametrize("kind", NEXT)
-def test_a_script_goes_on_with_another_optimizer(
-    shared: Cluster, job: str, mode: str, transport: str, kind: str
-) -> None:
+@pytest.mark.parametrize(("kind", "way"), crossed(NEXT, [("single", "auto"), *WAYS]))
+def test_a_script_goes_on_with_another_optimizer(shared: Cluster, job: str, way: tuple[str, str], kind: str) -> None:
+    mode, transport = way
     expected, state = both_stages(alone, NEXT[kind])
     with shared.connect(mode, job=job, transport=transport) as session:
 
@@ -504,7 +503,7 @@ print("equal" if len(set(sums)) == 1 else sums, session.clock, flush=True)
 """
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("trains", cases([True], [False]))
 def test_ddp_goes_on_with_another_optimizer_but_for_what_it_does_not_average(
     nursery: Nursery, tmp_path: Path, trains: bool
 ) -> None:

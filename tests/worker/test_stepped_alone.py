@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ps_worker
 from ps_worker import InvalidRequest, Session
 from tests.chaos.cluster import free_ports
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.forkserver import Nursery
 from tests.tools.small_models import drawn, filled, same, step, weights_of
@@ -194,7 +195,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("called", ["model", "found"])
+@pytest.mark.parametrize("called", cases(["model"], ["found"]))
 def test_ddp_tells_a_script_whose_steps_average_nothing(nursery: Nursery, tmp_path: Path, called: str) -> None:
     script, logs, ports = tmp_path / "script.py", [tmp_path / f"log-{rank}" for rank in range(2)], free_ports(1)
     script.write_text(IGNORES_WHAT_COMES_BACK.format(called=called))

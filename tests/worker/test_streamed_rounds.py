@@ -20,6 +20,7 @@ from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.membership import Membership
 from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
+from tests.tools.cases import crossed
 from tests.tools.cluster import TEST_SECONDS, Cluster, in_parallel, until
 from tests.tools.small_models import close, drawn, filled, same, step, weights_of
 from tests.tools.small_steps import Make, adamw, batch, make_net, sgd
@@ -48,8 +49,9 @@ def together(cluster: Cluster, job: str, mode: str, steps: int, make: Make = ada
 # -- what it computes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("wires", [{}, {"gradient_wire": "int4", "weight_wire": "bfloat16"}], ids=["float32", "int4"])
+@pytest.mark.parametrize(
+    ("transport", "wires"), crossed(TRANSPORTS, [{}, {"gradient_wire": "int4", "weight_wire": "bfloat16"}])
+)
 def test_one_fragment_without_delay_is_local_h_to_the_bit(
     shared: Cluster, job: str, transport: str, wires: dict[str, str]
 ) -> None:
