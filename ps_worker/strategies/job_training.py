@@ -10,8 +10,7 @@ lost       A worker loses its place by a pause, a partition, or a rollback of th
            weights there (ps_worker/cluster/participation.py). A step that was at hand counts as a whole: what shards
            have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
            worker, its own state is rolled back too, and the batch's other steps are left out.
-between    Leased data, values over all workers (ps_worker/cluster/rounds.py), optimizer state that the script reads or
-           sets.
+between    Leased data, values over all workers (cluster/rounds.py), optimizer state that the script reads or sets.
 
 What one step is, a step of gradients or a round of local steps, is a StepKind (step_kind.py).
 """
@@ -47,6 +46,7 @@ from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.unfinished import Fate, Unfinished
+from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
 
@@ -58,9 +58,9 @@ class JobTraining:
 
     Methods are for the training thread; any thread may read `clock` and call `close`.
 
-    kind:          what one step is; made from this loop when it is complete but for its checkpoint
+    kind:          what one step is; made from this loop
     participation: this worker's place in the job
-    model, tensors: that it trains, the tensors in the order of the job's parameters
+    model, tensors: that it trains; the tensors in the order of the job's parameters
     data:          leased batches that no step has used yet
     assignments:   what the script has set and no step has taken along
     checkpoint:    this worker's own part of the job's checkpoints
@@ -70,8 +70,7 @@ class JobTraining:
     sent:          the step that is under way
     unfinished:    the step that has ended on this worker, until it counts
     rolled_back:   the job was, with this worker, and the script has asked for no batch since
-    lag:           1 while the weights of the connection's clock are on their way to the model, and the script goes on
-                   meanwhile; 0 otherwise
+    lag:           1 while the script goes on, and the weights of the connection's clock are still on their way; else 0
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class JobTraining:
         """
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self._allow_drafts()
         parameters = self.model.spec.parameters
         frozen = {index: tensor for index, tensor in enumerate(self.tensors) if parameters[index].group is None}
         self.checkpoint.watch(optimizers, ModelState(frozen, self.model.residuals))
@@ -204,7 +203,8 @@ class JobTraining:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         self.stages.check_steps(index)
         self.rolled_back = False
-        self.script.follow()
+        if self.script.is_late:
+            self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         self._drop_unfinished()  # one that was interrupted: its gradient is here no more
@@ -212,7 +212,8 @@ class JobTraining:
         self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
-        self._added.step(index)
+        if self._added.groups:
+            self._added.step(index)
 
     @property
     def is_past(self) -> bool:
@@ -289,6 +290,10 @@ class JobTraining:
         self._end(index)
         self._push()
 
+    def _allow_drafts(self) -> None:
+        part = self.participation
+        self._steps.allow_drafts(part.rank, part.ranks if part.connection.has_drafts else None)
+
     def _end(self, index: int | None) -> None:
         self.unfinished = self.kind.end(index)
 
@@ -305,28 +310,32 @@ class JobTraining:
         self.stages.tell()
         if self.assignments.send(connection, begun):
             self.participation.settle()
-        self._send_assigned_rows(begun)
+        tables = self._steps.tables if self._steps.tables.are_some else None
+        if tables is not None:
+            self._send_assigned_rows(tables, begun)
         self.model.begin_pull()
-        ranges = self.data.use()
+        ranges = self.data.use() if self.data.accounts else ()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
-                ahead = self._steps.tables.ask_ahead()
+                ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
                     pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
                 )
-            self._steps.tables.sent()
+            if tables is not None:
+                tables.sent()
             unfinished.begun = connection.clock if begun is None else begun
             buckets = [push.bucket for push in pushes if not push.empty]
             self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
-        self._steps.tables.forget_assigned()
-        self.data.pushed()
+        if tables is not None:
+            tables.forget_assigned()
+        if self.data.accounts:
+            self.data.pushed()
 
-    def _send_assigned_rows(self, begun: int | None) -> None:
+    def _send_assigned_rows(self, tables: ServerTables, begun: int | None) -> None:
         """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
-        connection, tables = self.participation.connection, self._steps.tables
-        assigned = tables.assigned()
+        connection, assigned = self.participation.connection, tables.assigned()
         for table, rows in assigned.items():
             connection.assign_rows(connection.clock + 1, table, rows, begun)
         if assigned:
@@ -346,7 +355,7 @@ class JobTraining:
             self.model.end_pull()
         self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self._allow_drafts()
         with undisturbed():
             self.end_sent(counts=True)
             self._counted = self.clock
@@ -398,7 +407,7 @@ class JobTraining:
         gradients = self.model.held_gradients()
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self._allow_drafts()
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             self._restore_count = place.restore_count
@@ -523,10 +532,10 @@ class JobTraining:
         In sync those of the last step are these already, and in local:H the model has weights of its own within a
         round: nothing is fetched. Weights that the script has set since its last step stay; they go with the next.
         """
-        spec = self.model.spec
-        if self._closing or spec.local is not None:
+        rule = self.model.spec.consistency
+        if self._closing or self.model.spec.local is not None:
             return
-        if not spec.consistency.aggregate or spec.consistency.quorum is not None:
+        if not rule.aggregate or rule.quorum is not None:
             while self.in_place(self._fetch_weights) is not None:
                 pass
         self._added.refresh()

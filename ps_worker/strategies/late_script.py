@@ -20,8 +20,9 @@ log = logging.getLogger("ps_worker")
 class LateScript:
     """The script of a process that has come late, until it continues with the job's. For the training thread.
 
-    clock: returns this worker's
-    tell:  has other workers that join late hear what this script has set, from here on
+    clock:   returns this worker's
+    tell:    has other workers that join late hear what this script has set, from here on
+    is_late: it does not continue with the job's yet
     """
 
     def __init__(
@@ -32,22 +33,22 @@ class LateScript:
         tell: Callable[[], None],
     ) -> None:
         self._participation, self._checkpoint, self._clock, self._tell = participation, checkpoint, clock, tell
-        self._is_late = False
+        self.is_late = False
         self._goes_back = False  # it is ahead of the job's, which was rolled back
         self._until = 0  # the stage of the script at which what the job has can be taken over
 
     def joins(self) -> None:
         """The process joins a job that is under way."""
-        self._is_late = True
+        self.is_late = True
         self._checkpoint.comes_late()
 
     def goes_back(self) -> None:
         """The job was rolled back, and this worker has no state of its checkpoint."""
-        self._is_late = self._goes_back = True
+        self.is_late = self._goes_back = True
 
     def follow(self) -> None:
-        """Continues with what the job's script has set, if this one is late and has come as far."""
-        if not self._is_late or self._checkpoint.stage < self._until:
+        """Continues with what the job's script has set, if this one has come as far."""
+        if not self.is_late or self._checkpoint.stage < self._until:
             return
         if self._checkpoint.job.are_some:
             try:
@@ -64,5 +65,5 @@ class LateScript:
                 "prepare, and workers that join late continue the job's",
                 *(self._participation.rank, self._clock()),
             )
-        self._is_late = self._goes_back = False
+        self.is_late = self._goes_back = False
         self._tell()
