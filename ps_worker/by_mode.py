@@ -6,27 +6,18 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ps_protocol.modes import local_rounds
 from ps_runtime.launch_id import report_started
 from ps_worker.config import WorkerConfig
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.local import LocalSteps
 from ps_worker.strategies.parameter_server import ParameterServer
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
-from ps_worker.strategies.streamed import StreamedSteps
 from ps_worker.timeline.recording import Timeline
 
 
 def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
     return ParameterServer(config, metrics, device, report_started, timeline)
-
-
-def _local(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    rounds = local_rounds(config.mode)
-    strategy = LocalSteps if rounds is None or rounds.fragments is None else StreamedSteps
-    return strategy(config, metrics, device, report_started, timeline)
 
 
 # By mode, without the number in `ssp:K` and `local:H`.
@@ -36,5 +27,5 @@ STRATEGIES: Mapping[str, Callable[[WorkerConfig, WorkerMetrics, torch.device, Ti
     "sync": _on_servers,
     "ssp": _on_servers,
     "async": _on_servers,
-    "local": _local,
+    "local": _on_servers,
 }

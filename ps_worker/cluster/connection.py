@@ -120,6 +120,11 @@ class Connection:
         }
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether any transport does something for drafts."""
+        return any(transport.has_drafts for transport in self._transports.values())
+
+    @property
     def shards(self) -> int:
         """How many shards the job has."""
         return len(self._calls)

@@ -180,9 +180,14 @@ class SharedTransport:
 
     # -- gradients that are copied into the segment ------------------------------------------------------------------
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether gradients are copied into the segment. Otherwise they lie there already."""
+        return not self._flat.in_segment
+
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Copies the gradient into the segment, where that is needed: no shard looks at it before it counts."""
-        if not self._flat.in_segment:
+        if self.has_drafts:
             self._flat.leaving(push.bucket)
             copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
             self._copies[push.bucket.index] = push.clock, draft, copying

@@ -55,6 +55,10 @@ class ShardStep:
 class Transport(Protocol):
     """Moves buckets between this worker and one shard. Methods return at once; futures raise PSError."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it does anything for a gradient that may still change."""
+
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
         """Sends a gradient that may still change; returns None where it has nothing to send."""
 

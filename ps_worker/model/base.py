@@ -26,33 +26,33 @@ from ps_worker.model.weights import Weights
 class Base:
     """The base of one model. For the training thread.
 
-    `leave`, `mix`, `own`, `takes` and `put` are for a base that lies where pulls land.
+    `arrived`, `leave`, `mix`, `own`, `takes` and `put` are for a base that is separate.
 
-    is_there: the base is complete: it is not a difference yet, and no pull is landing in it
+    is_separate: it lies where pulls land, and the weights beside it
+    is_there:    the base is complete: it is not a difference yet, and no pull is landing in it
     """
 
     def __init__(self, buffers: FlatBuffers, weights: Weights) -> None:
         self.is_there = False
         self._buffers = buffers
         self._weights = weights
-        self._is_separate = buffers.spec.has_separate_base
+        self.is_separate = buffers.spec.has_separate_base
 
     def keep(self) -> None:
         """Makes the weights, as they are, the base. One that lies where pulls land is that already."""
-        if not self._is_separate:
+        if not self.is_separate:
             self._buffers.copy_weights(back=False)
         self.is_there = True
 
     def arrived(self) -> None:
         """Makes what was pulled the weights, too."""
-        if self._is_separate:
-            for bucket in self._buffers.trained_buckets:
-                self._buffers.own(bucket).copy_(self._buffers.weights(bucket))
+        for bucket in self._buffers.trained_buckets:
+            self._buffers.own(bucket).copy_(self._buffers.weights(bucket))
 
     def go_back(self) -> None:
         """Makes the weights the base again."""
         self._weights.gather()
-        if self._is_separate:
+        if self.is_separate:
             self.arrived()
         else:
             self._buffers.copy_weights(back=True)
@@ -60,7 +60,7 @@ class Base:
 
     def subtract(self) -> None:
         """Makes the difference of the whole model: the base without the weights."""
-        if self._is_separate:
+        if self.is_separate:
             self._weights.gather()
             self.leave(self._buffers.trained_buckets)
         else:
@@ -92,7 +92,7 @@ class Base:
 
     def _views(self) -> dict[int, torch.Tensor]:
         """Returns the base by parameter, each in its shape."""
-        if self._is_separate:
+        if self.is_separate:
             return {index: self._buffers.pulled(index) for index in self._buffers.trained}
         return self._buffers.gradient_views
 

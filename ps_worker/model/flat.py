@@ -263,7 +263,8 @@ class FlatModel:
             self._staging.finish()
         if is_part:
             return
-        self.base.arrived()
+        if self.base.is_separate:
+            self.base.arrived()
         self.weights.landed()
 
     def _write(self, bucket: BucketSpec, values: torch.Tensor, shared: bool, add: bool = False) -> None:

@@ -127,12 +127,17 @@ class StepMaker:
         """Returns the parameters that one optimizer steps, by index in the job."""
         return self.stage.parameters_of(optimizer)
 
-    def allow_drafts(self, rank: int, ranks: Sequence[int]) -> None:
+    def allow_drafts(self, rank: int, ranks: Sequence[int] | None) -> None:
         """Lets buckets of the next step leave during backward, as many as the shards have room for.
 
         In sync the drafts of the lowest rank become the open sum; the others share as much as the weights. In ssp and
-        async all do. ranks: those that take part, this worker's `rank` among them
+        async all do.
+
+        ranks: those that take part, this worker's `rank` among them; None: no transport has any use for drafts
         """
+        if ranks is None:
+            self._draft_room = 0
+            return
         aggregate = self._spec.consistency.one_clock
         if aggregate and rank == min(ranks, default=rank):
             self._draft_room = math.inf
@@ -154,12 +159,14 @@ class StepMaker:
 
     def end(self, optimizer: int) -> EndedStep:
         """Ends the step of one optimizer. Raises InvalidRequest or NonFiniteGradient if it must not be pushed."""
-        rows = self.tables.take()
+        rows = self.tables.take() if self.tables.are_some else []
         overlap, gradients = self._overlaps[optimizer], self.model.gradients
         absent = gradients.gather(overlap.parameters)
         groups = self._groups.read()
         changed, drafts_hold = overlap.finish(gradients.marks(overlap.spaces), absent)
-        name = gradients.not_finite(overlap.parameters - absent, changed) or self.tables.not_finite(rows)
+        name = gradients.not_finite(overlap.parameters - absent, changed)
+        if name is None and rows:
+            name = self.tables.not_finite(rows)
         if name is not None:
             self._refuse_or_skip(optimizer, name)
             return EndedStep(None, set(), groups, drafts_hold=False, rows=self.tables.left_out())

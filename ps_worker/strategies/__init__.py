@@ -4,14 +4,17 @@ added.py             Parameters that an optimizer is given after `prepare`: `opt
 assignments.py       Assignments: weights, and optimizer state, that a script sets itself between two steps
 collectives.py       Numbers and values over all workers: mean, gather, broadcast, barrier, in every mode alike
 ddp.py               Training with PyTorch's own DistributedDataParallel: the baseline, not weakened
+fragment_exchange.py The exchange of a round that is pushed fragment by fragment, in mode `local:H/F`
+gradient_steps.py    Steps of gradients, in the modes sync, ssp:K and async
 job_stages.py        The stages of one job: other optimizers step its parameters from then on
 job_training.py      The training of models in one job: the step loop
-local.py             Local steps: the mode `local:H`, with the script's own optimizers and a push each round
+late_script.py       What a script of a process that comes late has set: it continues with the job's
+local_rounds.py      Rounds of local steps: with the script's own optimizers, and a push each round
 parameter_server.py  Training on parameter servers: joining a job, and what a session asks of it
 row_reads.py         Reads the rows of a job's tables from its shards, in whichever place the worker has
 sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
-streamed.py          Local steps whose model is pushed fragment by fragment: the mode `local:H/F`
+step_kind.py         What one step of a job is: of gradients, or a round of local steps
 strategy.py          A strategy is one way to train; this is all that a session asks of it
 unfinished.py        A step that has ended on this worker, until it counts, also where its place is lost
 """

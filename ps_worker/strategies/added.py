@@ -79,6 +79,7 @@ class AddedGroups:
 
     tensors:    of the job, in the order of its parameters
     optimizers: the script's own, each with its name
+    groups:     what was added
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class AddedGroups:
         self._indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._optimizers = {number: own for number, (_, own) in enumerate(optimizers)}
         self._begin = begin
-        self._groups: list[_Added] = []
+        self.groups: list[_Added] = []
 
     def add(self, optimizer: int, group: dict[str, Any]) -> list[int]:
         """Begins to train one more group; returns its parameters, by index in the first job.
@@ -111,12 +112,12 @@ class AddedGroups:
         return [self._indices[id(parameter)] for parameter in parameters]
 
     def _taken(self) -> set[int]:
-        return {self._indices[id(parameter)] for added in self._groups for parameter in added.parameters}
+        return {self._indices[id(parameter)] for added in self.groups for parameter in added.parameters}
 
     def _begin_job(self, optimizer: int, parameters: list[nn.Parameter], alike: torch.optim.Optimizer) -> AddedJob:
-        number = len(self._groups) + 1
+        number = len(self.groups) + 1
         job = self._begin(number, holder(self._spec, self._indices, parameters), alike)
-        self._groups.append(_Added({optimizer: 0}, parameters, job))
+        self.groups.append(_Added({optimizer: 0}, parameters, job))
         name = type(alike).__name__
         log.info("%d parameters are added to %s: job %s", len(parameters), name, added_name(self._spec.name, number))
         return job
@@ -130,7 +131,7 @@ class AddedGroups:
         Raises as `next_stage`, before anything has changed, and as `add`.
         """
         following = []
-        for added in self._groups:
+        for added in self.groups:
             own = {number: each for number, each in optimizers.items() if _has_any(each, added.parameters)}
             if own.keys() != added.numbers.keys():
                 following.append((added, own.keys(), added.job.stages.following(own, new)))
@@ -165,32 +166,32 @@ class AddedGroups:
         self._begin_job(number, parameters, alike).stages.read_groups(live)
 
     def _of(self, optimizer: int) -> list[tuple[_Added, int]]:
-        return [(added, added.numbers[optimizer]) for added in self._groups if optimizer in added.numbers]
+        return [(added, added.numbers[optimizer]) for added in self.groups if optimizer in added.numbers]
 
     def step(self, optimizer: int) -> None:
         """Makes a step of what was added to one optimizer; an empty one of what no optimizer has any more."""
         for added, number in self._of(optimizer):
             added.job.step(number)
-        for added in self._groups:
+        for added in self.groups:
             if not added.numbers:
                 added.job.empty_step()
 
     def empty_step(self) -> None:
         """Makes a step without a gradient of all that was added."""
-        for added in self._groups:
+        for added in self.groups:
             added.job.empty_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets gradients only add up inside."""
         with ExitStack() as stack:
-            for added in self._groups:
+            for added in self.groups:
                 stack.enter_context(added.job.no_sync())
             yield
 
     def refresh(self) -> None:
         """Fetches the weights of all jobs beside; see JobTraining.refresh."""
-        for added in self._groups:
+        for added in self.groups:
             added.job.refresh()
 
     def load(self, optimizer: int, states: ParameterStates) -> None:
@@ -213,7 +214,7 @@ class AddedGroups:
 
     def close(self) -> None:
         """Leaves all jobs."""
-        for added in self._groups:
+        for added in self.groups:
             added.job.close()
 
 

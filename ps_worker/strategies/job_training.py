@@ -11,12 +11,14 @@ lost       A worker loses its place by a pause, a partition, or a rollback of th
            have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
            worker, its own state is rolled back too, and the batch's other steps are left out.
 between    Leased data, values over all workers (cluster/rounds.py), optimizer state that the script reads or sets.
+
+What one step is, a step of gradients or a round of local steps, is a StepKind (step_kind.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -33,16 +35,18 @@ from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import StateCollector, States
 from ps_worker.model.step import StepMaker
-from ps_worker.state.checkpoint import BesideCheckpoint, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
 from ps_worker.strategies.job_stages import JobStages
+from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, count_step
+from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.unfinished import Fate, Unfinished
+from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
 
@@ -54,11 +58,19 @@ class JobTraining:
 
     Methods are for the training thread; any thread may read `clock` and call `close`.
 
+    kind:          what one step is; made from this loop
     participation: this worker's place in the job
+    model, tensors: that it trains; the tensors in the order of the job's parameters
     data:          leased batches that no step has used yet
+    assignments:   what the script has set and no step has taken along
     checkpoint:    this worker's own part of the job's checkpoints
     stepped:       this process has made a step of its own
     stages:        which optimizers step the job's parameters
+    script:        what it has set, where this process has come late
+    sent:          the step that is under way
+    unfinished:    the step that has ended on this worker, until it counts
+    rolled_back:   the job was, with this worker, and the script has asked for no batch since
+    lag:           1 while the script goes on, and the weights of the connection's clock are still on their way; else 0
     """
 
     def __init__(
@@ -70,44 +82,42 @@ class JobTraining:
         metrics: WorkerMetrics,
         device: torch.device,
         beside: bool,
+        kind: Callable[[JobTraining], StepKind],
     ) -> None:
         self.data = StepData()
         self.stepped = False
         self.participation = participation
         self._steps = steps
-        self._model = steps.model
-        self._tensors = tensors
-        self._assignments = Assignments(steps.model, tensors, steps.tables)
+        self.model = steps.model
+        self.tensors = tensors
+        self.assignments = Assignments(steps.model, tensors, steps.tables)
         self._added = added
-        self.stages = JobStages(participation, steps, self._assignments, added, lambda: self.checkpoint)
+        self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         self._sender = StateSender(participation.coordinator, participation.members)
-        self.checkpoint = (BesideCheckpoint if beside else WorkerCheckpoint)(device, self._sender.send)
-        self._sent: SentStep | None = None
-        self._unfinished: Unfinished | None = None
+        self.sent: SentStep | None = None
+        self.unfinished: Unfinished | None = None
+        self.lag = 0
         self._counted: int | None = None  # the clock of the last step of this process that counts
         self._restore_count = participation.connection.place.restore_count  # the rollbacks that this worker has made
-        self._rolled_back = False  # and the script has asked for no batch since
+        self.rolled_back = False
         self._closing = False
         self._beside = beside
-        self._is_late = False  # what the script has set is not the job's yet, see `_follow_job`
-        self._goes_back = False  # it is ahead of the job's, which was rolled back
-        self._late_until = 0  # the stage of the script at which what the job has can be taken over
+        self.kind = kind(self)
+        self.checkpoint = self.kind.make_checkpoint(device, self._sender.send)
+        self.script = LateScript(participation, self.checkpoint, lambda: self.clock, self.kind.tell_script)
 
-    def begin(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        frozen: Mapping[int, torch.Tensor],
-        checkpoint_wanted: bool,
-    ) -> None:
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint_wanted: bool) -> None:
         """Begins at the clock of the first place, with this worker's own state if one of its rank was here before.
 
-        frozen: the tensors that no optimizer steps, by index in the job
+        optimizers: the script's own
         """
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
-        self.checkpoint.watch(optimizers, ModelState(frozen, self._model.residuals))
+        self._allow_drafts()
+        parameters = self.model.spec.parameters
+        frozen = {index: tensor for index, tensor in enumerate(self.tensors) if parameters[index].group is None}
+        self.checkpoint.watch(optimizers, ModelState(frozen, self.model.residuals))
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
@@ -118,18 +128,19 @@ class JobTraining:
                 *(self.participation.rank, self.clock),
             )
         # With a state of an earlier clock, its schedule is behind the job's.
-        self._is_late = not self._beside and self.clock > (self.checkpoint.restored_clock or 0)
-        if self._is_late:
-            self.checkpoint.comes_late()
+        if not self._beside and self.clock > (self.checkpoint.restored_clock or 0):
+            self.script.joins()
         else:
-            self._tell()
+            self.kind.tell_script()
         self.participation.begin_step()
+        self.kind.begun()
 
     def close(self) -> None:
         """Leaves the job with this worker's state, and ends threads and connections; may be called more than once."""
         if self._closing:
             return
         self._closing = True
+        self.kind.leaving()
         self._added.close()
         state = None
         try:
@@ -140,7 +151,7 @@ class JobTraining:
         self._sender.close()
         self.participation.close(state, done=not is_cut_short())
         self._sender.join()
-        self._model.release()
+        self.model.release()
 
     def _last_state(self) -> SavedState:
         """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
@@ -149,7 +160,7 @@ class JobTraining:
         with the pull that commits them, it is known only if that has failed. After a rollback that this worker has not
         made yet, it is the state that it would go back to.
         """
-        sent, place = self._sent, self.participation.members.place
+        sent, place = self.sent, self.participation.members.place
         if place is not None and place.restore_count > self._restore_count and place.state is not None:
             return place.state  # it stops before it has gone on from there
         if sent is None:
@@ -164,18 +175,18 @@ class JobTraining:
                 log.warning("this worker stops in step %d, of which a part may count", sent.clock)
             counts = not failed
         if counts:
-            self._model.count(sent.buckets)
+            self.model.count(sent.buckets)
         clock = sent.clock - (not counts)
         return SavedState(clock, self.checkpoint.last_state(clock, counts, cut_short=is_cut_short()))
 
     @property
     def clock(self) -> int:
         """Steps finished, counted from the job's beginning."""
-        return self.participation.connection.clock
+        return self.participation.connection.clock - self.lag
 
     def row_reads(self) -> RowReads:
         """Returns what reads rows in this worker's place."""
-        return RowReads(self.participation, self._in_place, self._metrics, lambda: self._is_past)
+        return RowReads(self.participation, self.in_place, self._metrics, lambda: self.is_past)
 
     def look_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader; where a table finds its ids in them, one is read ahead."""
@@ -188,64 +199,42 @@ class JobTraining:
         """Makes one step of one optimizer, or the step in which a lost place is replaced by another."""
         if self._closing:
             raise UnknownWorker("the session is closed: connect and prepare anew to train on")
-        if self._is_past:
+        if self.is_past:
             return  # one of the remaining steps of a batch: the job was rolled back to before its first
         self.stages.check_steps(index)
-        self._rolled_back = False
-        self._follow_job()
+        self.rolled_back = False
+        if self.script.is_late:
+            self.script.follow()
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         self._drop_unfinished()  # one that was interrupted: its gradient is here no more
-        staged = self._in_place(lambda: self._exchange(index), lambda: self._end(index))
+        staged = self.in_place(lambda: self._exchange(index), lambda: self._end(index))
         self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
-        self._added.step(index)
+        if self._added.groups:
+            self._added.step(index)
 
     @property
-    def _is_past(self) -> bool:
+    def is_past(self) -> bool:
         """Whether the job was rolled back, and the script is still at what its loaders are about to bring again."""
-        return self._rolled_back and self.checkpoint.waits_for_loader
+        return self.rolled_back and self.checkpoint.waits_for_loader
 
     def empty_step(self) -> None:
-        """Makes a step without a gradient, for a worker that has no data while others wait for its clock."""
+        """Makes a step for a worker that has no data while others wait for its clock."""
+        self.kind.empty_step()
+
+    def make_empty_step(self) -> None:
+        """Makes a step without a gradient."""
         self._metrics.empty_step()
-        self._follow_job()
+        self.script.follow()
         self.checkpoint.stepping(is_empty=True)
-        if self._in_place(lambda: self._exchange(None)) is not None:
+        if self.in_place(lambda: self._exchange(None)) is not None:
             self.data.keep()  # no shard has seen it
         self._added.empty_step()
 
-    # -- what the script has set that is the job's -------------------------------------------------------------------
-
-    def _follow_job(self) -> None:
-        """Has a process that came late continue with the job's schedule: right before its first step, or the first one
-        of the stage to which the job's script has come."""
-        if not self._is_late or self.checkpoint.stage < self._late_until:
-            return
-        if self.checkpoint.job.are_some:
-            try:
-                told = self.participation.ask_script()
-            except PlaceLost:
-                return  # which the step meets, too; the next one asks anew
-            content = None if told is None else told.content
-            self._late_until = self.checkpoint.adopt(content, self.clock, self._goes_back)
-            if self.checkpoint.stage < self._late_until:
-                return
-        elif self.checkpoint.has_unknown_scheduler:
-            log.warning(
-                "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
-                "prepare, and workers that join late continue the job's",
-                *(self.participation.rank, self.clock),
-            )
-        self._is_late = self._goes_back = False
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tells other workers that join late what the script has set, from here on."""
-        self.participation.script.begin(self._told)
-
-    def _told(self) -> SavedState | None:
+    def told(self) -> SavedState | None:
+        """Returns what the script has set that is the job's, for workers that join late; None: nothing."""
         clock, told = self.clock, self.checkpoint.tells(self.clock)
         return None if told is None else SavedState(clock, told)
 
@@ -255,7 +244,7 @@ class JobTraining:
         with self._steps.no_sync(), self._added.no_sync():
             yield
 
-    def _in_place(self, exchange: Callable[[], None], end: Callable[[], None] | None = None) -> bool | None:
+    def in_place(self, exchange: Callable[[], None], end: Callable[[], None] | None = None) -> bool | None:
         """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`.
 
         end: ends the step at hand on this worker; the exchange begins with it
@@ -272,7 +261,7 @@ class JobTraining:
                     return None
                 except PlaceLost:
                     pass
-            if end is not None and self._unfinished is None:
+            if end is not None and self.unfinished is None:
                 end()
         except BaseException as error:
             self._broke_off(error)
@@ -284,15 +273,15 @@ class JobTraining:
         self.participation.connection.drop_drafts()
         self._steps.tables.give_back()
         if isinstance(error, Exception):  # a signal that ends the script leaves what is sent under way
-            if self._sent is not None:
+            if self.sent is not None:
                 self.participation.connection.fail()
-            self._sent = None
+            self.sent = None
             self.participation.begin_step()
         self._drop_unfinished()
         self.data.failed()
 
     def _drop_unfinished(self) -> None:
-        self._unfinished = None
+        self.unfinished = None
         self.participation.connection.end_step()
 
     def _exchange(self, index: int | None) -> None:
@@ -301,49 +290,52 @@ class JobTraining:
         self._end(index)
         self._push()
 
-    def _end(self, index: int | None) -> None:
-        """Ends the step at hand on this worker, with what the script has set before it."""
-        self._assignments.find_weights()
-        step = self._steps.end_empty() if index is None else self._steps.end(index)
-        self._unfinished = Unfinished(step, self.clock)
-        began_late = self.participation.came_late and not self.stepped
-        self._gather_assignments(began_late, self.checkpoint.at_pass_begin)
+    def _allow_drafts(self) -> None:
+        part = self.participation
+        self._steps.allow_drafts(part.rank, part.ranks if part.connection.has_drafts else None)
 
-    def _gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
+    def _end(self, index: int | None) -> None:
+        self.unfinished = self.kind.end(index)
+
+    def gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
         place, ranks = self.participation.connection.place, self.participation.ranks
-        self._assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
+        self.assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
 
     def _push(self) -> None:
         """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights."""
-        unfinished, connection = self._unfinished, self.participation.connection
+        unfinished, connection = self.unfinished, self.participation.connection
         assert unfinished is not None
         step, begun = unfinished.step, unfinished.begun
         self.stages.tell()
-        if self._assignments.send(connection, begun):
+        if self.assignments.send(connection, begun):
             self.participation.settle()
-        self._send_assigned_rows(begun)
-        self._model.begin_pull()
-        ranges = self.data.use()
+        tables = self._steps.tables if self._steps.tables.are_some else None
+        if tables is not None:
+            self._send_assigned_rows(tables, begun)
+        self.model.begin_pull()
+        ranges = self.data.use() if self.data.accounts else ()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
         with undisturbed():
             with named(PUSH):
-                ahead = self._steps.tables.ask_ahead()
+                ahead = () if tables is None else tables.ask_ahead()
                 pushed, pulls, committing = connection.push_pull(
                     pushes, step.drafts_hold, step.rows, ranges, ahead, begun=begun
                 )
-            self._steps.tables.sent()
+            if tables is not None:
+                tables.sent()
             unfinished.begun = connection.clock if begun is None else begun
             buckets = [push.bucket for push in pushes if not push.empty]
-            self._sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
+            self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
         self._finish(pushed, pulls)
-        self._steps.tables.forget_assigned()
-        self.data.pushed()
+        if tables is not None:
+            tables.forget_assigned()
+        if self.data.accounts:
+            self.data.pushed()
 
-    def _send_assigned_rows(self, begun: int | None) -> None:
+    def _send_assigned_rows(self, tables: ServerTables, begun: int | None) -> None:
         """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
-        connection, tables = self.participation.connection, self._steps.tables
-        assigned = tables.assigned()
+        connection, assigned = self.participation.connection, tables.assigned()
         for table, rows in assigned.items():
             connection.assign_rows(connection.clock + 1, table, rows, begun)
         if assigned:
@@ -360,26 +352,29 @@ class JobTraining:
         with named(WAIT):
             self.participation.settle()
         with named(PULL):
-            self._model.end_pull()
+            self.model.end_pull()
         self.stages.told()
         is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self._allow_drafts()
         with undisturbed():
-            self._end_sent(counts=True)
+            self.end_sent(counts=True)
             self._counted = self.clock
             if is_wanted and not self.checkpoint.waits_for_loader:
                 self.checkpoint.want(self.clock)
             self.checkpoint.stepped()
             self.participation.timeline.end_step()
         self.participation.begin_step()
+        self.kind.finished()
 
-    def _end_sent(self, counts: bool) -> None:
+    def end_sent(self, counts: bool) -> None:
         """Ends the step that is under way. counts: so what it has lost on the wire leaves with the next"""
-        sent, self._sent = self._sent, None
+        sent, self.sent = self.sent, None
+        if sent is not None and not counts:
+            sent.lost(self.model)
         self._drop_unfinished()
-        self._assignments.step_is_over()
+        self.assignments.step_is_over()
         if counts and sent is not None:
-            self._model.count(sent.buckets)
+            self.model.count(sent.buckets)
 
     # -- lost --------------------------------------------------------------------------------------------------------
 
@@ -388,8 +383,9 @@ class JobTraining:
 
         What shards have not had of it is pushed again, from as many places as it takes.
         """
+        self.kind.losing()
         counts = self._take_place()
-        while self._unfinished is not None:
+        while self.unfinished is not None:
             try:
                 self._push()
             except PlaceLost:
@@ -403,16 +399,16 @@ class JobTraining:
 
     def _take_place(self) -> bool:
         """Takes a new place; returns whether the step at hand counts. It is kept if it is to be pushed again."""
-        unfinished, done, lost = self._unfinished, self.clock, self.participation.connection
+        unfinished, done, lost = self.unfinished, self.clock, self.participation.connection
         is_leased = unfinished is not None and bool(self.data.use())
         self.stages.place_lost()
         self._steps.abandon()
         self._steps.tables.forget_ahead()
-        gradients = self._model.held_gradients()
-        set_by_script = self._assignments.at_hand(in_step=unfinished is not None or self._sent is not None)
-        checkpoint_wanted = self.participation.rejoin(self._model)
+        gradients = self.model.held_gradients()
+        set_by_script = self.assignments.at_hand(in_step=unfinished is not None or self.sent is not None)
+        checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
-        self._steps.allow_drafts(self.participation.rank, self.participation.ranks)
+        self._allow_drafts()
         rolled_back = place.restore_count > self._restore_count
         with undisturbed():
             self._restore_count = place.restore_count
@@ -424,14 +420,14 @@ class JobTraining:
             fate = self._fate(place, rolled_back, is_leased)
             if fate is Fate.AGAIN and unfinished is not None:
                 unfinished.goes_on_from(place)
-                self._model.hold_gradients(gradients)
-                self._sent = None
+                self.model.hold_gradients(gradients)
+                self.sent = None
             else:
-                self._end_sent(counts=fate is Fate.COUNTS)
+                self.end_sent(counts=fate is Fate.COUNTS)
                 if fate is Fate.COUNTS or rolled_back:
                     self._steps.tables.forget_assigned()
                 else:  # what the script has set goes with the next step; its rows are still there
-                    self._assignments.keep(set_by_script)
+                    self.assignments.keep(set_by_script)
             if fate is Fate.COUNTS and unfinished is not None:
                 self._counted = unfinished.begun
             if not rolled_back:
@@ -443,31 +439,33 @@ class JobTraining:
             *(place.identity.rank, lost.clock, self.clock, place.identity.incarnation),
             *("the job was rolled back; " if rolled_back else "", fate.value),
         )
+        self.kind.moved(is_kept=self.unfinished is not None)
         return fate is Fate.COUNTS
 
     def _has_all_before(self, place: JoinResult, done: int) -> bool:
-        """Whether a job that was rolled back has all steps of this worker up to the one at hand, so that its own state
-        stays. done: the clock of the last of them"""
-        unfinished = self._unfinished
+        """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
+        it is. done: the clock of the last of them
+        """
+        unfinished = self.unfinished
         if self.data.accounts or (unfinished is not None and unfinished.is_early):
             return False
-        if unfinished is None and self._sent is not None:  # it was interrupted: it may be the last one
+        if unfinished is None and self.sent is not None:  # it was interrupted: it may be the last one
             return False
         if unfinished is not None:
             done = unfinished.done
-        if self._model.spec.consistency.one_clock:
+        if self.model.spec.consistency.one_clock:
             return place.clock == done + (unfinished is not None and unfinished.counts(place))
         return self._counted is not None and place.pushed is not None and place.pushed >= self._counted
 
     def _fate(self, place: JoinResult, rolled_back: bool, is_leased: bool) -> Fate:
         """Returns what becomes of the step at hand in a new place. rolled_back: this worker was"""
-        unfinished, sent = self._unfinished, self._sent
+        unfinished, sent = self.unfinished, self.sent
         if unfinished is not None:
             if place.pushed is None and sent is not None and all(push.exception() is None for push in sent.pushed):
                 return Fate.COUNTS
-            if unfinished.step.is_empty and not self._assignments.has_some and not self._steps.tables.assigned():
+            if unfinished.step.is_empty and not self.assignments.has_some and not self._steps.tables.assigned():
                 return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
-            one_clock, waits = self._model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
+            one_clock, waits = self.model.spec.consistency.one_clock, self.checkpoint.waits_for_loader
             return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
         if sent is None:
             return Fate.NO_STEP
@@ -479,7 +477,7 @@ class JobTraining:
     def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
         """Has a checkpoint get this worker's state at the clock of a new place, if it wants that."""
         if fate in (Fate.AGAIN, Fate.NO_STEP, Fate.DATA_COMES_AGAIN):
-            if wanted and self._model.spec.local is None:  # it is before the step at hand
+            if wanted and self.model.spec.local is None:  # it is before the step at hand
                 self.checkpoint.between_steps(self.clock, has_begun=fate is not Fate.NO_STEP)
             return
         if wanted:
@@ -492,20 +490,22 @@ class JobTraining:
             rank = self.participation.rank
             log.warning("worker %d had saved no state: its place in the data stays what it is", rank)
             self.checkpoint.forget()
-            self._is_late = self._goes_back = not self._beside
+            self.checkpoint.inner.restore(self.clock, None)
+            if not self._beside:
+                self.script.goes_back()
         else:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
             self.checkpoint.try_restore()
         self.data.rollback()
-        self._rolled_back = True
-        self._assignments.rollback(self.clock)
+        self.rolled_back = True
+        self.assignments.rollback(self.clock)
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
     @property
     def others_wait(self) -> bool:
         """Whether other workers may wait for this one's clock."""
-        return self._model.spec.consistency.max_staleness is not None
+        return self.model.spec.consistency.max_staleness is not None
 
     @property
     def world_size(self) -> int:
@@ -535,25 +535,25 @@ class JobTraining:
         In sync those of the last step are these already, and in local:H the model has weights of its own within a
         round: nothing is fetched. Weights that the script has set since its last step stay; they go with the next.
         """
-        spec = self._model.spec
-        if self._closing or spec.local is not None:
+        rule = self.model.spec.consistency
+        if self._closing or self.model.spec.local is not None:
             return
-        if not spec.consistency.aggregate or spec.consistency.quorum is not None:
-            while self._in_place(self._fetch_weights) is not None:
+        if not rule.aggregate or rule.quorum is not None:
+            while self.in_place(self._fetch_weights) is not None:
                 pass
         self._added.refresh()
 
     def _fetch_weights(self) -> None:
         end_last_step(self.participation)
-        self._assignments.find_weights()
-        set_by_script = self._assignments.copies()
+        self.assignments.find_weights()
+        set_by_script = self.assignments.copies()
         try:
-            self._model.begin_pull()
+            self.model.begin_pull()
             pulls = self.participation.connection.pull(all_staged=True)
             self.participation.settle()
-            self._model.end_pull()
+            self.model.end_pull()
         finally:
-            self._model.put_back(set_by_script)
+            self.model.put_back(set_by_script)
         landed = [pull.result() for pull in pulls]
         if any(pull.checkpoint for pull in landed):  # a shard tells that at one clock alone
             self.checkpoint.want(self.clock)
@@ -565,16 +565,16 @@ class JobTraining:
         """Has the next step begin with this state of one optimizer. Raises what `check_states` does."""
         self.stages.check_steps(index)
         self._added.load(index, states)
-        self._assignments.load(self._steps.parameters_of(index), states)
+        self.assignments.load(self._steps.parameters_of(index), states)
 
     def state(self, index: int) -> ParameterStates:
         """Returns the state of one optimizer as the shards have it at this clock, or as the script has set it since."""
         self.stages.check_steps(index)
         parameters = self._steps.parameters_of(index)
-        states = self._assignments.loaded(parameters)
+        states = self.assignments.loaded(parameters)
         if states is None:
             states = self._fetched()
-        return {**self._assignments.by_tensor(parameters, states), **self._added.state(index)}
+        return {**self.assignments.by_tensor(parameters, states), **self._added.state(index)}
 
     def _fetched(self) -> States:
         if self._closing:
@@ -582,18 +582,18 @@ class JobTraining:
                 "the session is closed, and the optimizer's state went with its place in the job: save it before"
             )
         while True:
-            collector = StateCollector(self._steps.stage, self._model.layout)
+            collector = StateCollector(self._steps.stage, self.model.layout)
 
             def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
                 self.participation.connection.pull_state(land)
                 self.participation.settle()
 
-            if self._in_place(fetch) is None:
+            if self.in_place(fetch) is None:
                 return collector.states
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
         self.stages.check_steps(index)
         parameters = self._added.add(index, group)
-        self._assignments.note_between_passes(self.clock + 1)
+        self.assignments.note_between_passes(self.clock + 1)
         self.checkpoint.trains(parameters)

@@ -1,8 +1,9 @@
-"""Training on parameter servers: the strategy of sync, ssp and async, and how a worker joins a job.
+"""Training on parameter servers, in the modes sync, ssp, async and local, and how a worker joins a job.
 
 prepare    The models are described as a job. The worker registers and joins it, and connects to its shards. Then the
            models lie in flat buffers and have the job's weights, rank 0's at first.
-train      The step loop of that job: job_training.py.
+train      The step loop of that job (job_training.py). What a step is, of gradients or a round of local steps, is the
+           job's StepKind (step_kind.py).
 beside     A group that is added to an optimizer later is a job of its own, with a step for each of that optimizer's
            (added.py).
 """
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +37,16 @@ from ps_worker.data.loaders import (
     with_plain_batches,
 )
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
-from ps_worker.model.job_spec import check_next, describe
-from ps_worker.model.optimizer import ServerOptimizer
+from ps_worker.model.job_spec import describe
 from ps_worker.model.optimizer_state import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.state.ending import is_cut_short
 from ps_worker.strategies.added import AddedGroups, added_name
+from ps_worker.strategies.gradient_steps import GradientSteps
 from ps_worker.strategies.job_training import JobTraining
+from ps_worker.strategies.local_rounds import LocalRounds, outer_optimizer
+from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.strategy import Prepared
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import ServerTables
@@ -53,7 +57,10 @@ log = logging.getLogger("ps_worker")
 
 
 class ParameterServer:
-    """The strategy of sync, ssp and async, for one job. started: called when all declared workers have joined"""
+    """The strategy of sync, ssp, async and local, for one job.
+
+    started: called when all declared workers have joined
+    """
 
     def __init__(
         self,
@@ -96,13 +103,13 @@ class ParameterServer:
 
     @property
     def clock(self) -> int:
-        """Steps finished, counted from the job's beginning."""
-        return self._training.clock if self._training else 0
+        """The script's steps, counted from the job's beginning."""
+        return self._training.kind.steps if self._training else 0
 
     @property
     def round(self) -> int:
-        """The same."""
-        return self.clock
+        """Rounds finished, of local steps; in other modes the clock."""
+        return self._training.clock if self._training else 0
 
     def refresh(self) -> None:
         """Has the model the weights with every update that is staged; see JobTraining.refresh."""
@@ -110,43 +117,31 @@ class ParameterServer:
             self._training.refresh()
 
     def global_values(self) -> Mapping[int, torch.Tensor]:
-        """Returns none: the model has them, after `refresh`."""
-        return {}
+        """Returns the base of the round, by the id of the parameter; none in other modes than local."""
+        return self._training.kind.global_values() if self._training else {}
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
-        """Joins the job; returns the models with rank 0's weights, and optimizers that step on the servers."""
-        training = self._join(models, optimizers, options)
-        prepared = [ServerOptimizer(optimizer, training, index) for index, optimizer in enumerate(optimizers)]
+        """Joins the job; returns the models with rank 0's weights, and the optimizers to train with: those that step on
+        the servers, or in local modes the script's own."""
+        figures, metrics_address = self._metrics.figures, self._metrics.announced
+        self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
+        training = join(self._joining, options, models, optimizers, self._metrics, self._device)
+        self._training, self._rounds = training, Rounds(self._joining, training)
+        self._alone = SteppedAlone(models, refuse)
+        prepared = training.kind.prepared(optimizers)
         self._alone.know(prepared, optimizers)
         return models, prepared
 
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
-        training = self._training
-        assert training is not None
-        check_next(models, optimizers, training.stages.rows_of)
-        numbers = training.stages.begin(optimizers)
-        prepared = [ServerOptimizer(each, training, number) for each, number in zip(optimizers, numbers, strict=True)]
+        """Returns the optimizers to train with, as `prepare`. Raises Unsupported or InvalidRequest."""
+        assert self._training is not None
+        prepared = self._training.kind.begin_stage(models, optimizers)
         self._alone.take_over(prepared, optimizers)
         return prepared
-
-    def _join(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        options: PrepareOptions,
-        make: Callable[..., JobTraining] | None = None,
-    ) -> JobTraining:
-        figures, metrics_address = self._metrics.figures, self._metrics.announced
-        self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
-        training = join(self._joining, options, models, optimizers, self._metrics, self._device, make=make)
-        self._training, self._rounds = training, Rounds(self._joining, training)
-        self._alone = SteppedAlone(models, refuse)
-        return training
 
     def prepare_loader(self, loader: DataLoader[Any], seed: int) -> PreparedLoader | LeasedLoader:
         """Returns a loader of this worker's share; in an elastic job, of batches that the coordinator leases to it."""
@@ -169,6 +164,7 @@ class ParameterServer:
             if is_iterable:
                 begin = warning_once(loader, training.participation.share, begin)
             return prepared_loader(share, self._device, timer, begin, known)
+        training.kind.check_leased()
         loader = with_plain_batches(loader)
         leases = Leases(loader_spec(len(training.data.accounts), loader, seed), training.data, training)
         shares = PreparedLoader(share, self._device, timer)
@@ -184,7 +180,7 @@ class ParameterServer:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
-        return self._training.no_sync() if self._training else nullcontext()
+        return self._training.kind.no_sync() if self._training else nullcontext()
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
         """Returns the values of all live workers, by rank; see Rounds.exchange."""
@@ -220,20 +216,19 @@ def join(
     participation: Participation,
     options: PrepareOptions,
     models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
+    own: Sequence[torch.optim.Optimizer],
     metrics: WorkerMetrics,
     device: torch.device,
     beside: bool = False,
-    make: Callable[..., JobTraining] | None = None,
 ) -> JobTraining:
     """Joins a job; the models have its weights when this returns. Raises PSError; the worker has left again then.
 
-    optimizers: those that step on the servers
+    own:    the script's optimizers
     beside: the job goes beside another of this worker, to which all of the script's state belongs but the weights
-    make:   what trains in it; takes what JobTraining does
     """
     job, world_size = participation.options, participation.options.world_size
     assert job.consistency is not None
+    optimizers = own if options.local is None else [outer_optimizer(options.local, own)]  # those of the servers
     with ExitStack() as undo:
         undo.callback(participation.close)
         described, tensors = describe(
@@ -242,12 +237,12 @@ def join(
         check_transport(described, job.transport)
         states = states_before(described, tensors, optimizers)
         spec = participation.join(described)
-        optimizers_named = list(zip(spec.optimizers, optimizers, strict=True))
+        named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
         timeline.describe(layout)
         steps = StepMaker(
-            *(spec, tensors, layout, optimizers_named, tables, options.overlap, metrics),
+            *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),
             timeline=timeline,
         )
@@ -260,15 +255,28 @@ def join(
             # A step is counted once, by this job: nothing scrapes the metrics of the other.
             return join(added, options, [module], [optimizer], WorkerMetrics(), device, beside=True)
 
-        groups = AddedGroups(spec, tensors, optimizers_named, begin)
-        training = (make or JobTraining)(participation, steps, tensors, groups, metrics, device, beside)
+        groups = AddedGroups(spec, tensors, named, begin)
+        kind = partial(_kind_of_steps, maker=steps, metrics=metrics, own=own, beside=beside)
+        training = JobTraining(participation, steps, tensors, groups, metrics, device, beside, kind)
         undo.callback(training.close)
         undo.callback(tables.connect(training.row_reads(), participation.connection.shards))
         metrics.watch_model(ModelNumbers(tables.looked_up, steps.model.residuals.ratio))
         for optimizer in optimizers:
             optimizer.state.clear()  # the shards have it, and a copy here would not follow
-        frozen = {index: tensor for index, tensor in enumerate(tensors) if spec.parameters[index].group is None}
-        training.begin(optimizers, frozen, checkpoint_wanted)
+        training.begin(own, checkpoint_wanted)
         tables.forget()
         undo.pop_all()
         return training
+
+
+def _kind_of_steps(
+    loop: JobTraining,
+    maker: StepMaker,
+    metrics: WorkerMetrics,
+    own: Sequence[torch.optim.Optimizer],
+    beside: bool,
+) -> StepKind:
+    local = maker.model.spec.local
+    if local is None:
+        return GradientSteps(loop, maker, beside)
+    return LocalRounds(loop, local, maker, metrics, own)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ps_protocol.layout import BucketSpec
 from ps_worker.metrics import WorkerMetrics, added
+from ps_worker.model.flat import FlatModel
 from ps_worker.values import JoinResult, PullResult, PushResult
 
 
@@ -36,6 +37,9 @@ class SentStep:
         if now is None or now is self.place or now.pushed is None:
             return None
         return now.pushed >= self.clock
+
+    def lost(self, model: FlatModel) -> None:
+        """It does not count, as far as this worker can say: all of its gradient is to be sent again, or given up."""
 
 
 def count_step(

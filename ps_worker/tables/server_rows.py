@@ -243,9 +243,13 @@ class ServerRows:
 
 
 class ServerTables:
-    """The tables of one job, in the order of its list. For the training thread."""
+    """The tables of one job, in the order of its list. For the training thread.
+
+    are_some: the model has any; a step of one that has none asks nothing here
+    """
 
     def __init__(self, modules: Mapping[str, Embedding], non_finite: NonFinite) -> None:
+        self.are_some = bool(modules)
         self._modules, self._non_finite = modules, non_finite
         self._rows: list[ServerRows] = []
         self._taken: list[RowsPush] = []  # and not sent yet

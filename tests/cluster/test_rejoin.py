@@ -131,7 +131,7 @@ def test_a_step_whose_gradient_was_staged_before_the_cut_is_not_lost(
     sessions: list[Session] = []
 
     def acknowledged() -> bool:
-        sent = sessions[0]._strategy._training._sent  # type: ignore[attr-defined]
+        sent = sessions[0]._strategy._training.sent  # type: ignore[attr-defined]
         return sent is not None and len(sent.pushed) == 8 and all(push.done() for push in sent.pushed)
 
     def work(which: int) -> None:

@@ -189,7 +189,7 @@ def test_what_a_narrow_wire_has_left_out_of_a_step_that_was_cut_in_half_is_sent_
             sum((layer * gradient).sum() for layer in model.layers).backward()
             optimizer.step()
         assert cut.left == 0
-        residuals = session._strategy._training._model.residuals.copy()  # type: ignore[attr-defined]
+        residuals = session._strategy._training.model.residuals.copy()  # type: ignore[attr-defined]
         for layer, left in zip(net.layers, residuals.values(), strict=True):
             torch.testing.assert_close(-layer.detach() + left, STEPS * gradient)
 

@@ -1,7 +1,7 @@
 """A worker's rounds of mode `local:H/F`: it pushes and pulls one fragment of the buckets after the other.
 
-It does as ps_worker.strategies.streamed: what a fragment's calls do is not waited for until it is due, and steps go on
-meanwhile; with the last fragment the round is over, and all buckets are of the same clock.
+It does as ps_worker.strategies.fragment_exchange: what a fragment's calls do is not waited for until it is due, and
+steps go on meanwhile; with the last fragment the round is over, and all buckets are of the same clock.
 """
 
 from __future__ import annotations

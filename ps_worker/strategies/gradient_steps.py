@@ -1,0 +1,92 @@
+"""Steps of gradients, in the modes sync, ssp:K and async: each `optimizer.step()` is a step on the servers.
+
+Weights, rows and optimizer state that the script has set since its last step go with the next (assignments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from ps_worker.model.job_spec import check_next
+from ps_worker.model.optimizer import ServerOptimizer
+from ps_worker.model.step import StepMaker
+from ps_worker.state.checkpoint import BesideCheckpoint, Save, WorkerCheckpoint
+from ps_worker.strategies.job_training import JobTraining
+from ps_worker.strategies.unfinished import Unfinished
+
+
+class GradientSteps:
+    """The steps of one job: see StepKind. beside: the job goes beside another of this worker"""
+
+    def __init__(self, loop: JobTraining, maker: StepMaker, beside: bool) -> None:
+        self._loop, self._maker, self._beside = loop, maker, beside
+
+    @property
+    def steps(self) -> int:
+        """The script's steps: the clock."""
+        return self._loop.clock
+
+    def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers that step on the servers."""
+        return [ServerOptimizer(optimizer, self._loop, index) for index, optimizer in enumerate(optimizers)]
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns optimizers that step on the servers. Raises Unsupported or InvalidRequest as `prepare`."""
+        stages = self._loop.stages
+        check_next(models, optimizers, stages.rows_of)
+        numbers = stages.begin(optimizers)
+        return [ServerOptimizer(each, self._loop, number) for each, number in zip(optimizers, numbers, strict=True)]
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns none: the model has them, after `refresh`."""
+        return {}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which gradients only add up; they leave with the next backward outside, or `step`."""
+        return self._loop.no_sync()
+
+    def check_leased(self) -> None:
+        """Does nothing: each step uses a batch or some."""
+
+    def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
+        """Returns this worker's own part of the job's checkpoints."""
+        return (BesideCheckpoint if self._beside else WorkerCheckpoint)(device, save)
+
+    def begun(self) -> None:
+        """Does nothing: the next backward begins a step."""
+
+    def tell_script(self) -> None:
+        """Has other workers hear what the script has set at the clock of the last step."""
+        self._loop.participation.script.begin(self._loop.told)
+
+    def end(self, index: int | None) -> Unfinished:
+        """Ends the step at hand with its gradients, and with what the script has set before it."""
+        loop, at_pass_begin = self._loop, self._loop.checkpoint.at_pass_begin
+        loop.assignments.find_weights()
+        step = self._maker.end_empty() if index is None else self._maker.end(index)
+        loop.gather_assignments(loop.participation.came_late and not loop.stepped, at_pass_begin)
+        if at_pass_begin and self._maker.tables.assigned():
+            loop.assignments.note_between_passes(loop.clock + 1)
+        return Unfinished(step, loop.clock)
+
+    def empty_step(self) -> None:
+        """Makes a step without a gradient."""
+        self._loop.make_empty_step()
+
+    def finished(self) -> None:
+        """Does nothing: the next backward begins a step."""
+
+    def losing(self) -> None:
+        """Does nothing: gradients that no step has ended are of batches that come again."""
+
+    def moved(self, is_kept: bool) -> None:
+        """Does nothing: the script goes on with the weights of the new place."""
+
+    def leaving(self) -> None:
+        """Does nothing: a step that is under way is waited for by the loop."""

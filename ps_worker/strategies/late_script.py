@@ -1,0 +1,69 @@
+"""What the script of a job has set, such as a schedule, in a process that comes late: it continues with the job's.
+
+late     A process joins a job that is under way, or goes back with it without a state of its own. What its script has
+         set is not the job's then.
+follows  Right before its first step, or the first one of the stage to which the job's script has come, it asks the
+         other workers, and takes over what they have set (ps_worker/state/job_state.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ps_worker.cluster.participation import Participation, PlaceLost
+from ps_worker.state.checkpoint import WorkerCheckpoint
+
+log = logging.getLogger("ps_worker")
+
+
+class LateScript:
+    """The script of a process that has come late, until it continues with the job's. For the training thread.
+
+    clock:   returns this worker's
+    tell:    has other workers that join late hear what this script has set, from here on
+    is_late: it does not continue with the job's yet
+    """
+
+    def __init__(
+        self,
+        participation: Participation,
+        checkpoint: WorkerCheckpoint,
+        clock: Callable[[], int],
+        tell: Callable[[], None],
+    ) -> None:
+        self._participation, self._checkpoint, self._clock, self._tell = participation, checkpoint, clock, tell
+        self.is_late = False
+        self._goes_back = False  # it is ahead of the job's, which was rolled back
+        self._until = 0  # the stage of the script at which what the job has can be taken over
+
+    def joins(self) -> None:
+        """The process joins a job that is under way."""
+        self.is_late = True
+        self._checkpoint.comes_late()
+
+    def goes_back(self) -> None:
+        """The job was rolled back, and this worker has no state of its checkpoint."""
+        self.is_late = self._goes_back = True
+
+    def follow(self) -> None:
+        """Continues with what the job's script has set, if this one has come as far."""
+        if not self.is_late or self._checkpoint.stage < self._until:
+            return
+        if self._checkpoint.job.are_some:
+            try:
+                told = self._participation.ask_script()
+            except PlaceLost:
+                return  # which the step meets, too; the next one asks anew
+            content = None if told is None else told.content
+            self._until = self._checkpoint.adopt(content, self._clock(), self._goes_back)
+            if self._checkpoint.stage < self._until:
+                return
+        elif self._checkpoint.has_unknown_scheduler:
+            log.warning(
+                "worker %d joins at clock %d, and its learning-rate schedule begins anew: hand the scheduler to "
+                "prepare, and workers that join late continue the job's",
+                *(self._participation.rank, self._clock()),
+            )
+        self.is_late = self._goes_back = False
+        self._tell()

@@ -1,0 +1,318 @@
+"""Rounds of local steps: the modes `local:H`, `local:H/F` and `local:Ts`.
+
+prepare  The models join a job whose optimizer, on the servers, is the outer one. The script keeps its own optimizers,
+         whatever they are: their hooks count its steps.
+step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
+         its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
+         With fragments the model leaves in the course of the round instead (fragment_exchange.py).
+time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
+early    A round may end before it has all its steps: where this worker has no more data and others wait for it, and
+         where its place is lost in the middle of it. Of a round that is broken off at the end nothing is pushed.
+lost     As in job_training.py, in rounds. Batches that the worker had leased are leased anew, but for those of a round
+         of which shards have had a part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ps_protocol.data import MAX_PUSH_RANGES
+from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
+from ps_protocol.local import Local
+from ps_worker.metrics import WorkerMetrics
+from ps_worker.model.job_spec import check_known
+from ps_worker.model.local_round import LocalRound
+from ps_worker.model.stages import tensors_in
+from ps_worker.model.step import StepMaker
+from ps_worker.state.checkpoint import LocalCheckpoint, Save, WorkerCheckpoint
+from ps_worker.state.ending import is_cut_short
+from ps_worker.state.inner import InnerStates
+from ps_worker.state.inner_weights import InnerWithWeights
+from ps_worker.strategies.fragment_exchange import FragmentExchange
+from ps_worker.strategies.job_training import JobTraining
+from ps_worker.strategies.unfinished import Unfinished
+from ps_worker.values import SavedState
+
+log = logging.getLogger("ps_worker")
+
+
+def outer_optimizer(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.SGD:
+    """Returns the optimizer that is the servers', with its hyper-parameters of after the warm-up.
+
+    optimizers: the script's own
+    """
+    held = {id(tensor): tensor for each in optimizers for group in each.param_groups for tensor in group["params"]}
+    return torch.optim.SGD(list(held.values()), **local.outer(local.warm_up + 1))  # type: ignore[arg-type]
+
+
+class LocalRounds:
+    """The rounds of one job: see StepKind. The clock of the job counts them.
+
+    own: the script's own optimizers
+    """
+
+    def __init__(
+        self,
+        loop: JobTraining,
+        local: Local,
+        maker: StepMaker,
+        metrics: WorkerMetrics,
+        own: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._loop, self._local, self._maker, self._metrics, self._own = loop, local, maker, metrics, own
+        self._model = maker.model
+        self._round = LocalRound(maker.model.spec, local, maker, metrics)
+        self._groups = [len(optimizer.param_groups) for optimizer in own]
+        self._inner = self._states()
+        self._fragments: FragmentExchange | None = None
+        if local.fragments is not None:
+            self._fragments = FragmentExchange(loop, self._round, self._inner, metrics, self._begin_round)
+        self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of the optimizer
+        self._began: SavedState | None = None  # what the script had set that is the job's when this round began
+
+    def _states(self) -> InnerStates:
+        """Returns the state of the script's own optimizers; with fragments the weights, too, which are its own then."""
+        fresh, at_hand = self._metrics.fresh_inner_state, self._round
+        if self._local.fragments is None:
+            return InnerStates(self._own, fresh)
+        return InnerWithWeights(self._own, fresh, self._model.base, lambda: not at_hand.made, lambda: self._loop.clock)
+
+    def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
+        """Returns this worker's own part of the job's checkpoints: the state of its optimizers is in it."""
+        checkpoint = LocalCheckpoint(device, save, self._local, self._inner)
+        if self._round.before is not None:
+            checkpoint.add(self._round.before)
+        return checkpoint
+
+    # -- the script ----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps of the script, counted from the job's beginning."""
+        return self._round.steps
+
+    def prepared(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+        """Returns the optimizers as they are; they are watched."""
+        return optimizers
+
+    def begin_stage(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Returns the optimizers as they are, watched, which step from now on in place of those that had any of their
+        parameters. A round that is under way goes on. Raises Unsupported for parameters that the job does not train."""
+        check_known(models, optimizers)
+        owner = self._maker.stage.owner
+        trained = {id(tensor) for index, tensor in enumerate(self._loop.tensors) if index in owner}
+        taken = {id(tensor): tensor for each in optimizers for tensor in tensors_in(each)}
+        if any(tensor.requires_grad and key not in trained for key, tensor in taken.items()):
+            raise Unsupported(
+                "in local:H a job trains the parameters that its first optimizers had: give them all before prepare, "
+                "and set requires_grad=False on those that do not train yet"
+            )
+        replaced = [each for each in self._own if any(id(tensor) in taken for tensor in tensors_in(each))]
+        for each in replaced:
+            for hook in self._hooks.pop(id(each)):
+                hook.remove()
+        self._own = [*(each for each in self._own if id(each) in self._hooks), *optimizers]
+        self._groups = [len(each.param_groups) for each in self._own]
+        for each in optimizers:
+            self._watch(each)
+        self._inner.enter(self._own)
+        self._loop.assignments.note_between_passes(self._loop.clock + 1)
+        checkpoint = self._loop.checkpoint
+        checkpoint.enter(checkpoint.stage + 1, self._own)
+        return optimizers
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        # Functions, not methods: a copied or pickled optimizer has no hooks, and no session in them.
+        self._hooks[id(optimizer)] = [
+            optimizer.register_step_pre_hook(lambda *_: self._stepping()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+        ]
+
+    def global_values(self) -> Mapping[int, torch.Tensor]:
+        """Returns the weights that this round began with, by the id of the parameter. With fragments: of each one what
+        was pulled last; it waits for one that is under way.
+
+        Raises InvalidRequest where calls have failed that were to push the round: the difference is in their place.
+        """
+        base, fragments = self._model.base, self._fragments
+        if fragments is not None and fragments.flight is not None:
+            with self._metrics.rounds.exchanging():
+                self._loop.in_place(fragments.await_flight)
+            self._model.end_pull(is_part=True)
+            if fragments.flight is not None:
+                return base.values()
+        if not base.is_there:
+            raise InvalidRequest(
+                f"the weights that round {self._round.number} began with are gone, as calls have failed that were to "
+                "push it: the next step pulls the servers' weights"
+            )
+        return base.values()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: gradients stay on the worker."""
+        return nullcontext()
+
+    def check_leased(self) -> None:
+        """Raises Unsupported with fragments, and where a round would use more batches than a push names."""
+        if self._fragments is not None:
+            raise Unsupported(
+                "an elastic job of local:H/F leases no batches, as the steps of one batch are in rounds of different "
+                "fragments: give the job a world size, or its loader an IterableDataset, or use local:H"
+            )
+        steps = self._local.steps  # of a time: one at least, and it ends early
+        if steps > MAX_PUSH_RANGES:
+            raise Unsupported(
+                f"a round of an elastic job uses up to {MAX_PUSH_RANGES} leased batches, and one of local:{steps} has "
+                f"{steps} steps: use local:{MAX_PUSH_RANGES} at most, or a job with a world size"
+            )
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def begun(self) -> None:
+        """Begins the first round, and counts the steps of the script's own optimizers from here on."""
+        self._begin_round()
+        self._metrics.rounds.begin()
+        is_new = self._loop.participation.connection.place.state is None
+        if self._loop.clock and is_new and self._inner.is_empty:
+            self._inner.begin_anew()
+        for optimizer in self._own:
+            self._watch(optimizer)
+            self._metrics.watch_gradients(optimizer)
+
+    def _begin_round(self) -> None:
+        if self._fragments is not None:
+            self._fragments.forget_flight()
+        self._round.begin(self._loop.clock)
+        self._metrics.at(self.steps)
+
+    def tell_script(self) -> None:
+        """Has other workers hear what the script had set when the round at hand began: so does a newcomer begin."""
+        self._loop.participation.script.begin(lambda: self._began, at_any_time=True)
+
+    def _stepping(self) -> None:
+        """Begins a step of one of the script's optimizers."""
+        for optimizer, count in zip(self._own, self._groups, strict=True):
+            if len(optimizer.param_groups) != count:
+                raise Unsupported(
+                    f"{type(optimizer).__name__} had {count} parameter groups at prepare and has "
+                    f"{len(optimizer.param_groups)} now: in local:H no parameter is added later. Give the optimizer "
+                    "all of them before prepare, and set requires_grad=False on those that do not train yet"
+                )
+        self._loop.script.follow()
+        if not self._round.made:
+            self._began = self._loop.told()
+        self._loop.checkpoint.stepping()
+        self._metrics.timer.stepping()
+
+    def _stepped(self) -> None:
+        """Ends a step of one of the script's optimizers, and with the last step of a round the round."""
+        if self._loop.is_past:
+            # One of the remaining steps of a batch: the job was rolled back to before its first.
+            self._round.begin_anew()
+            return
+        if self._fragments is not None and self._round.is_streamed:
+            self._fragments.stepped()
+            return
+        self._round.stepped()
+        made, taken = self._round.made, self._loop.data.taken
+        # A push names so many leased batches: where a step uses several, the next one may be too many.
+        if self._round.is_full or taken * (made + 1) > MAX_PUSH_RANGES * made:
+            self._push_round()
+        else:
+            self._metrics.stepped_alone(self.steps)
+
+    def empty_step(self) -> None:
+        """Ends the round at hand, where others wait for it: with the steps that it has, or as an empty one. With
+        fragments brings the next of them."""
+        if self._fragments is not None and self._round.is_streamed:
+            self._fragments.empty_step()
+        elif self._round.made:
+            self._push_round()
+        else:
+            with self._metrics.rounds.exchanging():
+                self._loop.make_empty_step()
+
+    def _push_round(self) -> None:
+        with self._metrics.rounds.exchanging():
+            self._loop.step(0)
+
+    def end(self, index: int | None) -> Unfinished:
+        """Ends the round at hand with its difference; or as its weights, where this worker alone averages."""
+        loop, at_hand = self._loop, self._round
+        alone = loop.participation.options.world_size == 1 and self._local.averages(at_hand.number)
+        if index is not None and not alone:
+            return Unfinished(at_hand.end(index), loop.clock)
+        if index is not None and at_hand.end_alone():
+            loop.assignments.set_all()
+            loop.gather_assignments()
+        return Unfinished(at_hand.end_empty(), loop.clock)
+
+    def finished(self) -> None:
+        """Begins the next round, with the weights that have landed."""
+        self._metrics.rounds.ended()
+        self._begin_round()
+        if self._round.left_out and not self._inner.is_finite:
+            self._inner.begin_anew()
+
+    # -- lost, and left ------------------------------------------------------------------------------------------------
+
+    def losing(self) -> None:
+        """Ends the round at hand, if it has steps, with those that it has. It counts as a whole: see
+        JobTraining.come_back. Leased batches come again instead."""
+        is_streamed = self._fragments is not None and self._round.is_streamed
+        if self._fragments is not None:
+            self._fragments.losing()
+        loop = self._loop
+        if is_streamed or loop.unfinished is not None or loop.sent is not None or loop.rolled_back:
+            return
+        if not self._round.made or not self._model.base.is_there or loop.data.accounts:
+            return
+        with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
+            loop.unfinished = self.end(0)
+            loop.unfinished.is_early = True
+
+    def moved(self, is_kept: bool) -> None:
+        """Begins a round with the weights of the new place, unless the round at hand is pushed from there."""
+        # What this worker had leased may be another's by now. A batch that both have used would take the others of its
+        # round along: a difference is whole, or left out.
+        self._loop.data.rollback(keep_using=is_kept)
+        if not is_kept:
+            for tensors in (group["params"] for optimizer in self._own for group in optimizer.param_groups):
+                for tensor in tensors:
+                    if tensor.grad is not None:  # of batches that come again
+                        tensor.grad.zero_()
+            self._begin_round()
+        self._metrics.rounds.begin()
+
+    def leaving(self) -> None:
+        """Ends what is under way. The script's own optimizers step on without the job."""
+        if self._fragments is not None:
+            try:
+                self._fragments.leave()
+            except Exception:
+                log.exception("the round at hand could not be left out")  # the worker leaves all the same
+            if self._fragments.flight is not None:  # the round of a fragment is not over
+                self._loop.sent = None
+        self._say_if_never_warm()
+        if self._began is not None and not self._round.made:
+            self._began = self._loop.told()  # whoever goes on begins the round after the last one
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
+            hook.remove()
+
+    def _say_if_never_warm(self) -> None:
+        """Warns at the end of a script that was shorter than the warm-up: it has trained as in sync, at sync's cost."""
+        local = self._local
+        if 0 < self.steps <= local.warm_up and self._loop.participation.is_main and not is_cut_short():
+            log.warning(
+                "mode %s never left its warm-up: all %d steps of this job were rounds of one step, as in sync "
+                "(prepare(..., outer={'warm_up': N}) makes the warm-up of %d steps shorter)",
+                *(local.mode, self.steps, local.warm_up),
+            )
