@@ -71,6 +71,18 @@ class Consistency:
         """
         return self.aggregate and self.quorum is None
 
+    @property
+    def goes_back_together(self) -> bool:
+        """Whether all shards go back to a checkpoint where one has lost what it held: then the steps between are made
+        again. In the other modes those that kept theirs go on, and steps are lost on the others."""
+        return self.one_clock
+
+    @property
+    def mixes_clocks(self) -> bool:
+        """Whether an update may be made without some live workers, whose contributions count in a later one: then it
+        may have contributions of several clocks."""
+        return self.quorum is not None
+
     def needed(self, live: int) -> int:
         """Returns the number of workers that an update waits for, out of the live ones."""
         if self.quorum is None:

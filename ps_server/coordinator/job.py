@@ -86,7 +86,7 @@ class CoordinatedJob:
             pending_removals,
             restore_count,
         )
-        self.accounting = accounting or StepAccounting(spec.consistency.one_clock)
+        self.accounting = accounting or StepAccounting(spec.consistency.goes_back_together)
         self.data = JobData(placed, self.members, cluster)
         self.rounds = JobRounds(self.members, cluster, registry.save_ahead, self.owner)
         checkpointing = cluster.checkpointing
@@ -97,7 +97,7 @@ class CoordinatedJob:
         )
         self.watchers = Watchers(self.members.announced, cluster.clock, registry.later)
         self.figures = HeardFigures()
-        in_step = spec.consistency.one_clock and spec.consistency.quorum is None
+        in_step = spec.consistency.one_clock
         self.script = JobScript(self.members, in_step, self._saved_script, self.watchers.tell)
         self.life = Lifecycle(spec.name, cluster.clock)
         self._joins = JobJoins(self.members, self.data, self.accounting, self.life, self.lost, registry, self._announce)
@@ -370,7 +370,7 @@ class CoordinatedJob:
     def look_at_rounds(self) -> None:
         """Tells workers in a round which others it waits for, and whether one of those waits for their steps."""
         if self.rounds.waiting():
-            self.rounds.look(self._waits(), self.spec.consistency.quorum is None)
+            self.rounds.look(self._waits(), self.spec.consistency.mixes_clocks)
 
     def _waits(self) -> list[Wait]:
         """Returns the workers that wait on a shard, where there may be some and it is time to look."""
@@ -414,7 +414,7 @@ class CoordinatedJob:
             lost = self.lost(shards)
             if not lost or not self.life.may_roll_back:
                 return
-            if self.spec.consistency.one_clock and len(shards) < self._cluster.shards.count:
+            if self.spec.consistency.goes_back_together and len(shards) < self._cluster.shards.count:
                 return  # all are rolled back, and one has not called in yet
             if self._cluster.shards.are_awaited(self._cluster.timing.shard_awaited):
                 return  # those that keep theirs know what is lost with a worker that has died
@@ -446,7 +446,7 @@ class CoordinatedJob:
         """Changes nothing for workers if it raises, or all are fenced: the same call may be made again."""
         if self.checkpoints is not None:
             self.checkpoints.abandon()
-        everywhere = self.spec.consistency.one_clock
+        everywhere = self.spec.consistency.goes_back_together
         back = [shard for index, shard in shards.items() if everywhere or index in lost]
         heard, gone = self._heard([shard for shard in shards.values() if shard not in back])
         restored = recovery.restore(self.placed, back, self.members.last_incarnation())

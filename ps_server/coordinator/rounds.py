@@ -172,12 +172,12 @@ class JobRounds:
             self._looked = now
             return True
 
-    def look(self, waits: Collection[Wait], one_clock: bool = True) -> None:
+    def look(self, waits: Collection[Wait], mixes_clocks: bool = False) -> None:
         """Tells the workers that wait how the round stands, as often as it is due.
 
-        waits:     of workers on shards
-        one_clock: a worker that is at the clock of such a wait, or past it, has made its step; False: with a quorum
-                   each counts its own steps
+        waits:        of workers on shards
+        mixes_clocks: each worker counts its own steps; False: one that is at the clock of such a wait, or past it, has
+                      made its step
         """
         with self._lock:
             if self._unsaved is not None:
@@ -192,7 +192,7 @@ class JobRounds:
                 wanted = any(
                     wait.rank in missing
                     and waiter.rank in wait.waiting_for
-                    and (wait.clock > waiter.clock or not one_clock)
+                    and (wait.clock > waiter.clock or mixes_clocks)
                     for wait in waits
                 )
                 if wanted or now - waiter.since >= self._timing.round_hold:

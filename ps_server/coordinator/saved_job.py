@@ -120,7 +120,7 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     if len(saved.shard_processes) == count and all(shard < count for shard in saved.placement):
         placed, processes = replace(placed, placement=saved.placement), dict(saved.shard_processes)
     accounting = StepAccounting(
-        aggregate=spec.consistency.one_clock,
+        goes_back_together=spec.consistency.goes_back_together,
         lost_steps=saved.lost_steps,
         redone_steps=saved.redone_steps,
         unaccounted=dict(saved.unaccounted),

@@ -2,8 +2,8 @@
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
-beginnings.py    What has come of the rows that a table begins with, from rank 0: all of them or none
-buckets.py       One job's buckets on one shard: rule, weights and pending pushes of each
+agreement.py     How alike workers move in a round of local steps
+buckets.py       A bucket of a job on one shard: a unit whose contributions are gradients in one piece
 budget.py        How many bytes a job may take on a shard, and how many may wait there, by job and by principal
 checking.py      What a push contributes: checks it against the job and makes the command that stages it
 checking_rows.py  What a push of rows contributes: as checking.py, for tables
@@ -17,14 +17,16 @@ extent.py        Checks how large a job is, and that its parts fit together
 figures.py       What processes measure of their own work, for people who watch
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
-named_values.py  Whose hyper-parameters an update is made with: one rule for buckets and tables
+named_values.py  Hyper-parameters: which were found good, and whose an update is made with
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
 requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
-tables.py        One job's tables on one shard: rule, rows and pending pushes of each
+table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be
+tables.py        A table of a job on one shard: a unit whose contributions are rows, in several messages
 thread_shares.py How the threads that a process may have are divided
+unit.py          A unit: what a bucket and a table have in common
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them
 """

@@ -21,7 +21,7 @@ SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rat
 class StepAccounting:
     """The account of one job.
 
-    aggregate:   True in sync without a quorum: every shard goes back
+    goes_back_together: all shards go back: see Consistency
     lost_steps, redone_steps: of all workers, since the job began
     unaccounted: debts: by rank, the clock that the shards have of the worker, and the one it was heard at last
     began:       by rank, the clock at which a worker of that rank joined first
@@ -30,7 +30,7 @@ class StepAccounting:
                  because it came back at a later one; the last few
     """
 
-    aggregate: bool
+    goes_back_together: bool
     lost_steps: int = 0
     redone_steps: int = 0
     unaccounted: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class StepAccounting:
         restored, heard = self.unaccounted.pop(rank)
         clock = heard if clock is None else clock
         steps = max(0, clock - restored) - Intervals(self._spans(rank)).count(restored, clock)
-        if self.aggregate:
+        if self.goes_back_together:
             self.redone_steps += steps
         else:
             self.lost_steps += steps
@@ -97,7 +97,7 @@ class StepAccounting:
             before, clock = (restored, heard[rank]) if rank in heard else self.unaccounted[rank]
             if rank in heard or before < clock:  # otherwise it was given up, and that is booked
                 self.unaccounted[rank] = min(before, restored), clock
-        if self.aggregate:
+        if self.goes_back_together:
             return  # the others make these steps again
         known = gone or {}
         for rank in (self.departed.keys() | known.keys()) - self.unaccounted.keys():

@@ -1,68 +1,170 @@
-"""One job's buckets on one shard: the rule, the weights and the pending pushes of each.
+"""A bucket of a job on one shard: a unit whose contributions are gradients in one piece.
 
-A partition's commands change them (partition.py); all here but `Bucket.restore` only reads.
+A worker may send its gradient before its step as a draft, which counts with its commit, and what its script has set as
+an assignment, which counts with the contribution of its clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ps_protocol.job import JobSpec
+from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import BucketSpec
-from ps_server.core.commands import Commit, Draft
-from ps_server.core.consistency import Live, UpdateRule, update_rule
-from ps_server.core.data_commits import Committed
+from ps_server.core.budget import StagingRoom
+from ps_server.core.checking import PushChecker
+from ps_server.core.commands import Assign, Commit, Draft, Initialise, PushCommand, Stage, Staged, UnitCommand
+from ps_server.core.consistency import Admission, UpdateRule
+from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment, DenseBucket, Gradient
 from ps_server.core.snapshot import BucketSnapshot
-from ps_server.core.sums import Agreement, Scratch
+from ps_server.core.unit import Pending, Unit
 
 
 @dataclass
-class Pending:
+class PendingGradient(Pending):
     """What one worker has sent to one bucket for its next clock, and that does not count before its push does.
 
     draft:  the gradient, which may still change
     commit: the worker has ended its step: the draft counts as soon as it is here
     """
 
-    clock: int
     draft: Draft | None = None
     commit: Commit | None = None
     assignment: Assignment | None = None
 
+    def assigned(self, more: Assignment) -> Assignment:
+        """Returns what is assigned, with more."""
+        return more if self.assignment is None else self.assignment.union(more)
 
-@dataclass(frozen=True, eq=False)
-class Bucket:
+
+class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     """One bucket: its place in the layout, the rule of its updates, its weights, and by rank what is pending."""
 
-    spec: BucketSpec
-    rule: UpdateRule[Gradient]
-    weights: DenseBucket
-    pending: dict[int, Pending] = field(default_factory=dict)
+    first = "initial values"
 
-    def pending_at(self, rank: int, clock: int) -> Pending | None:
-        """Returns what is pending of a worker for a clock."""
-        pending = self.pending.get(rank)
-        return pending if pending is not None and pending.clock == clock else None
+    def __init__(
+        self,
+        spec: BucketSpec,
+        rule: UpdateRule[Gradient],
+        weights: DenseBucket,
+        room: StagingRoom,
+        data: DataCommits,
+        checker: PushChecker,
+    ) -> None:
+        super().__init__(spec.index, rule, weights, room, data)
+        self.spec, self._checker = spec, checker
 
-    def make_pending(self, rank: int, clock: int) -> Pending:
-        """Returns what is pending of a worker for a clock; nothing is of another clock."""
-        return self.pending.setdefault(rank, Pending(clock))
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer steps it."""
+        return not self.spec.frozen
+
+    def _begin(self, command: UnitCommand) -> Staged:
+        """Takes the first weights, or optimizer state that goes with them and comes before."""
+        if not isinstance(command, Initialise):
+            raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
+        if self.rule.initialised:
+            return self._duplicate()
+        if self._pending_at(0, 0) is None:
+            self.drop_pending(0)
+        pending = self._make_pending(0, 0)
+        if isinstance(command.value, Assignment):
+            pending.assignment = pending.assigned(command.value)
+            return self._kept()
+        if pending.assignment is not None:
+            self._checker.check_assigned(self.spec, pending.assignment)
+            self.weights.assign(pending.assignment)
+        self.drop_pending(0)
+        self.weights.load(command.value)
+        self.rule.initialised = True
+        return Staged(self.rule.version, duplicate=False)
+
+    def _push(self, command: PushCommand) -> Staged:
+        if not (isinstance(command, Commit) or self.rule.initialised):
+            raise InvalidRequest(f"bucket {self.index} has no initial value yet: pull before the first push")
+        match command:
+            case Stage():
+                return self._stage(command)
+            case Draft():
+                return self._draft(command)
+            case Assign():
+                return self._assign(command)
+            case Commit():
+                return self._commit(command)
+        raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
+
+    def _draft(self, command: Draft) -> Staged:
+        pending = self._pending_at(command.rank, command.clock)
+        if pending is not None and pending.commit is not None:
+            return self._stage(_committed(command, pending.commit))
+        self._room.draft(
+            self.index,
+            command.rank,
+            command.gradient.nbytes,
+            command.principal,
+            beside_staged=self.rule.drafts_take_room,
+            is_awaited=self.rule.awaits_draft(command.rank, command.clock),
+        )
+        self._make_pending(command.rank, command.clock).draft = command
+        return self._kept()
+
+    def _commit(self, command: Commit) -> Staged:
+        pending = self._make_pending(command.rank, command.clock)
+        if pending.draft is None:
+            pending.commit = command
+            return self._kept()
+        return self._stage(_committed(pending.draft, command), is_here=True)
+
+    def _assign(self, command: Assign) -> Staged:
+        if command.assignment.next is not None:
+            self._checker.begin(self.index, command.assignment.next)
+        pending = self._pending_at(command.rank, command.clock) or PendingGradient(command.clock)
+        assignment = pending.assigned(command.assignment)
+        self._reserve_assigned(command, assignment.nbytes)
+        self._make_pending(command.rank, command.clock).assignment = assignment
+        return self._kept()
+
+    def _stage(self, command: Stage, is_here: bool = False) -> Staged:
+        """Stages a contribution, with what was assigned for its clock. is_here: as a draft: it is never refused"""
+        gradient = command.gradient
+        pending = self._pending_at(command.rank, command.clock)
+        assignment = None if pending is None else pending.assignment
+        if assignment is not None:
+            self._checker.check_assigned(self.spec, assignment)
+        clock = self._clock_of(command)
+        if assignment is not None or clock:
+            gradient = replace(gradient, assignment=assignment, clock=clock)
+        if gradient.values is not None:
+            self._reserve(command, gradient.values.nbytes, gradient.borrowed, is_here)
+        try:
+            return self._count(command, gradient, command.ranges)
+        except LimitExceeded:
+            self._room.staged.release(self.index, command.rank)
+            raise
+
+    def _make_pending(self, rank: int, clock: int) -> PendingGradient:
+        """Returns what is pending of a worker for a clock; what was pending of another one is dropped by now."""
+        return self.pending.setdefault(rank, PendingGradient(clock))
+
+    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns for pulls whether each may be answered. What no optimizer steps only waits for rank 0."""
+        return self.rule.admit_all(pulls if self.is_trained else [(rank, 0) for rank, _ in pulls])
 
     def snapshot(self, committed: Committed | None = None) -> BucketSnapshot:
         """Returns a copy of the bucket as it is, with the leased data in it. The caller keeps it from being stepped."""
+        weights = self.weights
         return BucketSnapshot(
-            self.spec.index,
+            self.index,
             self.rule.version,
             dict(self.rule.applied),
-            self.weights.flat.clone(),
-            self.weights.copy_state(),
-            self.weights.groups(),
+            weights.flat.clone(),
+            weights.copy_state(),
+            weights.groups(),
             committed or {},
-            None if self.weights.sent is None else self.weights.sent.flat.clone(),
+            None if weights.sent is None else weights.sent.flat.clone(),
             self.rule.joined_at(),
-            self.weights.stage if self.weights.stage.number else None,
+            weights.stage if weights.stage.number else None,
         )
 
     def restore(self, snapshot: BucketSnapshot, owned: bool = False) -> None:
@@ -71,48 +173,12 @@ class Bucket:
         values = snapshot.weights, snapshot.state, snapshot.groups
         self.weights.restore(*values, owned, snapshot.sent, snapshot.stage)
         self.rule.restore(snapshot.version, snapshot.clocks, snapshot.pushed)
+        if self.weights.stage.number:
+            self._checker.begin(self.index, self.weights.stage)
 
 
-class Buckets(Mapping[int, Bucket]):
-    """The buckets of one job on this shard, by index.
-
-    roster: the live workers by rank, as the partition keeps them
-    """
-
-    def __init__(self, spec: JobSpec, specs: Iterable[BucketSpec], roster: Mapping[int, Live]) -> None:
-        scratch = Scratch()
-        self._buckets = {
-            bucket.index: Bucket(bucket, update_rule(spec.consistency, roster), DenseBucket(spec, bucket, scratch))
-            for bucket in specs
-        }
-        # Bytes of the weights on this shard, added up once: it is asked for at each push.
-        self.parameter_bytes = sum(bucket.spec.nbytes for bucket in self.values())
-
-    def __getitem__(self, index: int) -> Bucket:
-        return self._buckets[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer state on this shard."""
-        return sum(bucket.weights.optimizer_bytes for bucket in self.values())
-
-    def agreement(self) -> Agreement | None:
-        """Returns how alike workers have moved, over the last rounds of all buckets; None: none is known."""
-        known = [bucket.weights.agreement for bucket in self.values()]
-        return sum((each for each in known if each is not None), Agreement()) if any(known) else None
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes staged and not yet part of an update."""
-        return sum(
-            add.contribution.values.nbytes
-            for bucket in self.values()
-            for add in list(bucket.rule.waiting.values())
-            if add.contribution.values is not None
-        )
+def _committed(draft: Draft, commit: Commit) -> Stage:
+    """Returns a draft as the contribution that it is with its commit."""
+    gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
+    worker = draft.rank, draft.incarnation, draft.key, draft.unit
+    return Stage(*worker, draft.clock, gradient, commit.ranges, principal=draft.principal)

@@ -67,7 +67,7 @@ _NOTHING = _Reservation(0, "", 0)
 
 
 class StagingBudget:
-    """Bytes of one job that wait for one thing, by bucket and rank: at most one contribution each. Not thread-safe."""
+    """Bytes of one job that wait for one thing, by unit and rank: at most one contribution each. Not thread-safe."""
 
     def __init__(self, principals: PrincipalBudget) -> None:
         self.bytes = 0
@@ -133,17 +133,101 @@ class StagingBudget:
         for bucket, rank in list(self._reserved):
             self.release(bucket, rank)
 
-    def is_all_of(self, rank: int) -> bool:
-        """Whether no other rank has reserved anything."""
-        return all(other == rank for _, other in self._reserved)
+    def is_first(self, rank: int) -> bool:
+        """Whether no other rank has reserved anything before this one."""
+        first = next(iter(self._reserved), None)
+        return first is None or first[1] == rank
 
 
-class StagingRoom(NamedTuple):
-    """What a job has reserved: for contributions until updates, for drafts until commits, and for what is assigned."""
+class StagingRoom:
+    """What the units of one job have reserved on a shard, and how much they may. Not thread-safe.
 
-    staged: StagingBudget
-    drafts: StagingBudget
-    assigned: StagingBudget
+    staged:   for contributions, until they are added to an update
+    drafts:   for drafts, until their commit
+    assigned: for what scripts have set, until the step that takes it along
+    limit:    returns the bytes that may be staged; what an update waits for is always taken
+    assigned_limit: returns those that may be assigned
+    """
+
+    def __init__(
+        self,
+        principals: PrincipalBudget,
+        limit: Callable[[], int],
+        assigned_limit: Callable[[], int],
+    ) -> None:
+        self.staged, self.drafts, self.assigned = (StagingBudget(principals) for _ in range(3))
+        self.limit, self.assigned_limit = limit, assigned_limit
+
+    def stage(
+        self,
+        unit: int,
+        rank: int,
+        size: int,
+        principal: str,
+        *,
+        borrowed: bool = False,
+        beside_drafts: bool,
+        always: Callable[[], bool],
+    ) -> None:
+        """Reserves the bytes of a contribution. Raises Backlogged where there is no room for them.
+
+        borrowed:      they lie in the worker's own memory: they take no room here, but count for the principal
+        beside_drafts: drafts take room, too: see UpdateRule.drafts_take_room
+        always:        whether an update waits for it: then it is taken, for all that is staged may wait behind it
+        """
+        limit = self.limit()
+        drafts = self.drafts.bytes_besides(unit, rank) if beside_drafts else 0
+        room = math.inf if borrowed else max(0, limit - drafts)
+        if not self.staged.reserve(
+            unit, rank, 0 if borrowed else size, room, principal=principal, charge=size, always=always
+        ):
+            raise self.staged.full(limit, drafts)
+
+    def draft(self, unit: int, rank: int, size: int, principal: str, *, beside_staged: bool, is_awaited: bool) -> None:
+        """Reserves the bytes of a draft. Raises Backlogged where there is no room for them.
+
+        beside_staged: what is staged takes room, too
+        is_awaited:    the next update waits for it: it is taken, and takes no room, for once it counts it is the open
+                       sum, which is no part of the budget
+        """
+        room = max(0, self.limit() - (self.staged.bytes if beside_staged else 0))
+        taken = 0 if is_awaited else size
+        if not self.drafts.reserve(
+            unit, rank, taken, room, principal=principal, charge=size, always=lambda: is_awaited
+        ):
+            raise Backlogged(f"{self.drafts.bytes} bytes are here before their step, and there is no room for more")
+
+    def assign(self, unit: int, rank: int, size: int, principal: str, always: Callable[[], bool]) -> None:
+        """Reserves the bytes of what a script has set. Raises Backlogged where there is no room for them.
+
+        The worker whose came first is always let in: what all workers have set goes with their steps, but two that
+        have each sent a half would wait for each other's room for ever.
+        """
+        if not self.assigned.reserve(
+            unit,
+            rank,
+            size,
+            self.assigned_limit(),
+            principal=principal,
+            charge=size,
+            always=lambda: always() or self.assigned.is_first(rank),
+        ):
+            raise Backlogged(f"{self.assigned.bytes} bytes are assigned here and wait for their workers' steps")
+
+    @property
+    def bytes(self) -> tuple[int, int, int]:
+        """Bytes reserved for contributions, for drafts, and for what is assigned."""
+        return self.staged.bytes, self.drafts.bytes, self.assigned.bytes
+
+    def release_pending(self, unit: int, rank: int) -> None:
+        """Gives back what a rank has reserved for a unit, but for its contribution."""
+        self.drafts.release(unit, rank)
+        self.assigned.release(unit, rank)
+
+    def release_all(self) -> None:
+        """Gives everything back."""
+        for budget in (self.staged, self.drafts, self.assigned):
+            budget.release_all()
 
 
 ROWS_BYTES = 16 * 2**20  # of a table that a worker may push ahead of others
@@ -163,7 +247,7 @@ BUCKET_BYTES, SLICE_BYTES, GROUP_BYTES = 5 * 1024, 1536, 1024
 
 
 @dataclass(frozen=True)
-class Room:
+class JobRoom:
     """The bytes that a job comes to take on a shard: all of them, long after it was admitted.
 
     weights:   of its buckets there, and what workers have of them where they travel in blocks
@@ -183,7 +267,7 @@ class Room:
         return self.weights + self.optimizer + self.staged + self.objects
 
 
-def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = None) -> Room:
+def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = None) -> JobRoom:
     """Returns what the buckets of a job with these indices come to take. staged_limit: as a shard was started with."""
     layout = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     buckets = [layout[index] for index in indices if 0 <= index < len(layout)]
@@ -204,4 +288,4 @@ def room_for(spec: JobSpec, indices: Sequence[int], staged_limit: int | None = N
     slices = sum(len(bucket.slices) for bucket in buckets)
     objects = len(buckets) * BUCKET_BYTES + slices * SLICE_BYTES + len(spec.groups) * GROUP_BYTES
     weights += sum(bucket.nbytes for bucket in buckets if weight_format(spec, bucket) in BLOCK_FORMATS)
-    return Room(weights, optimizer, staged, objects)
+    return JobRoom(weights, optimizer, staged, objects)

@@ -20,9 +20,10 @@ from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
 from ps_protocol.tensors import is_finite
-from ps_server.core.commands import Assign, BucketCommand, Commit, Draft, Initialise, Stage
+from ps_server.core.commands import Assign, Commit, Draft, Initialise, Stage, UnitCommand
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.named_values import GoodValues
 from ps_server.core.requests import Push, PushKind
 from ps_server.core.sums import wide
 from ps_server.core.validation import check_stage
@@ -30,6 +31,31 @@ from ps_server.core.validation import check_stage
 ASSIGNING = (PushKind.ASSIGN, PushKind.ASSIGN_STATE)
 GRADIENTS = (PushKind.GRADIENT, PushKind.DRAFT)
 MAX_WEIGHT = 2.0**53  # the whole numbers up to there are exact
+
+
+class GradientChecks:
+    """What every gradient of a job has to be, of a bucket or of a table: finite, and within the limit of the norm.
+
+    looks:  whether infinities and NaNs are looked for
+    limits: whether there is a limit of the norm
+    """
+
+    def __init__(self, spec: JobSpec, norm_limit: float) -> None:
+        """norm_limit: the L2 norm that the gradient in one push may have"""
+        self._skips, self._limit = spec.non_finite is NonFinite.SKIP, norm_limit
+        self.looks, self.limits = spec.non_finite is not NonFinite.ALLOW, norm_limit < math.inf
+
+    def refuse_or_skip(self, rank: int, what: str) -> None:
+        """Raises NonFiniteGradient for a gradient that is not finite, unless the job leaves such a step out."""
+        if not self._skips:
+            raise NonFiniteGradient(f"the gradient of {what} from worker {rank} is not finite")
+
+    def check_norm(self, rank: int, what: str, norm: float) -> None:
+        """Raises LimitExceeded for a gradient of too large a norm."""
+        if not norm <= self._limit:  # NaN is past every limit
+            raise LimitExceeded(
+                f"worker {rank}: the gradient of {what} has norm {norm:g}, and max-push-norm is {self._limit:g}"
+            )
 
 
 class PushChecker:
@@ -41,8 +67,8 @@ class PushChecker:
     def __init__(self, spec: JobSpec, buckets: Mapping[int, BucketSpec], norm_limit: float = math.inf) -> None:
         self._spec = spec
         self._buckets = buckets
-        self._norm_limit = norm_limit
-        self._checked: dict[tuple[int, int], HyperParameters] = {}  # by stage and group, those last found good
+        self._gradients = GradientChecks(spec, norm_limit)
+        self._good = GoodValues()  # by stage and group
         # What trains each bucket in each stage. Commands add to it, and none takes away: it is read without a lock.
         self._stages = {index: {0: first_stage(spec, bucket)} for index, bucket in buckets.items()}
 
@@ -78,16 +104,17 @@ class PushChecker:
             raise InvalidRequest(f"bucket {bucket.index} of job {self._spec.name!r}: stage {number} is not known here")
         return stage
 
-    def check(self, push: Push, principal: str = "") -> BucketCommand:
+    def check(self, push: Push, principal: str = "") -> UnitCommand:
         """Returns the command that stages a push. Raises InvalidRequest naming what was expected and what came.
 
         principal: whose bytes they are
         """
         bucket = self.bucket(push.bucket) if push.kind is PushKind.INITIAL_VALUE else self.trained(push.bucket)
-        check_ranges(push.ranges)
+        if push.ranges:
+            check_ranges(push.ranges)
         _check_positions(bucket, push.absent)
         if push.kind is PushKind.NEXT_OPTIMIZER:
-            return self._next(push, bucket)
+            return self._next(push, bucket, principal)
         stage = self.stage(bucket, push.stage)
         self._check_groups(push.groups or {}, stage)
         self._check_weight(push)
@@ -100,15 +127,15 @@ class PushChecker:
             assignment = self._assignment(push, bucket, values)
             if push.kind is PushKind.ASSIGN_STATE and push.clock == 0:
                 return Initialise(*worker, assignment)
-            return Assign(*worker, push.clock, assignment)
+            return Assign(*worker, push.clock, assignment, principal=principal)
         if push.kind is PushKind.COMMIT:
             return Commit(*worker, push.clock, push.groups or {}, push.ranges, push.stage)
         gradient = self._gradient(push, bucket, values)
         if push.kind is PushKind.DRAFT:
-            return Draft(*worker, push.clock, gradient, principal)
-        return Stage(*worker, push.clock, gradient, push.ranges, principal)
+            return Draft(*worker, push.clock, gradient, principal=principal)
+        return Stage(*worker, push.clock, gradient, push.ranges, principal=principal)
 
-    def _next(self, push: Push, bucket: BucketSpec) -> Assign:
+    def _next(self, push: Push, bucket: BucketSpec, principal: str) -> Assign:
         """Returns the command that has something else train a bucket."""
         if push.next_optimizer is None or push.clock == 0 or len(push.payload):
             raise InvalidRequest(
@@ -118,7 +145,8 @@ class PushChecker:
         check_stage(push.next_optimizer, bucket)
         number = push.next_optimizer.number
         worker = push.rank, push.incarnation, push.key, push.bucket
-        return Assign(*worker, push.clock, Assignment(stage=number, next=push.next_optimizer))
+        assignment = Assignment(stage=number, next=push.next_optimizer)
+        return Assign(*worker, push.clock, assignment, principal=principal)
 
     def payload_size(self, index: int, kind: PushKind, state: str, stage: int = 0) -> int:
         """Returns the bytes that a push of this kind to a bucket has in a message. state: that is assigned"""
@@ -154,36 +182,28 @@ class PushChecker:
             raise InvalidRequest(
                 f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.name}), got {len(push.payload)}"
             )
-        if count and not codec.is_finite(push.payload) and self._spec.non_finite is not NonFinite.ALLOW:
-            self._refuse_or_skip(push, f"a block of bucket {push.bucket}")
+        if count and self._gradients.looks and not codec.is_finite(push.payload):
+            self._gradients.refuse_or_skip(push.rank, f"a block of bucket {push.bucket}")
             return None
         return codec.decode(push.payload, count) if count else None
-
-    def _refuse_or_skip(self, push: Push, what: str) -> None:
-        """Raises NonFiniteGradient, unless the job takes such a gradient for none."""
-        if self._spec.non_finite is not NonFinite.SKIP:
-            raise NonFiniteGradient(f"the gradient of {what} from worker {push.rank} is not finite")
 
     def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
         none = Gradient(None, push.absent, push.groups, stage=push.stage)
         if values is None:
             return none
-        limited, borrowed = self._norm_limit < math.inf, push.borrowed
+        limited, borrowed = self._gradients.limits, push.borrowed
         codec, _ = self._encoding(bucket, push.kind, push.state, "", borrowed)
         own = codec.copies or not (borrowed or memoryview(push.payload).readonly)
         if limited and borrowed:
-            values, borrowed, own = (
-                values.clone(),
-                False,
-                True,
-            )  # or its worker could write another after this one was checked
-        if not (push.finite or codec.copies) and self._spec.non_finite is not NonFinite.ALLOW:
+            # A copy: its worker could write another gradient there after this one was checked.
+            values, borrowed, own = values.clone(), False, True
+        if self._gradients.looks and not (push.finite or codec.copies):
             for position, part in enumerate(bucket.slices):
                 if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
-                    self._refuse_or_skip(push, self._spec.parameters[part.parameter].name)
+                    self._gradients.refuse_or_skip(push.rank, self._spec.parameters[part.parameter].name)
                     return none
         if limited:
-            self._check_norm(push, bucket, values)
+            self._gradients.check_norm(push.rank, f"bucket {push.bucket}", _norm(bucket, values, push.absent))
         return Gradient(values, push.absent, push.groups, borrowed, own, weight=push.weight or 1, stage=push.stage)
 
     def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
@@ -221,10 +241,10 @@ class PushChecker:
                 registered, name = stage.groups[group], stage.optimizer
             else:  # of another bucket
                 continue
-            if self._checked.get((stage.number, group)) != values:
+            if not self._good.has((stage.number, group), values):
                 check_hyper_parameters(name, {**registered, **values})
                 check_change(name, registered, values)
-                self._checked[stage.number, group] = values
+                self._good.note((stage.number, group), values)
 
     def _check_weight(self, push: Push) -> None:
         weighted = self._spec.local is not None and self._spec.local.seconds is not None
@@ -239,16 +259,13 @@ class PushChecker:
                 f"{push.weight:g}"
             )
 
-    def _check_norm(self, push: Push, bucket: BucketSpec, values: torch.Tensor) -> None:
-        present = [s for position, s in enumerate(bucket.slices) if position not in push.absent]
-        kind = wide(values.dtype)
-        norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=kind).item() for s in present]
-        norm = math.hypot(*norms)
-        if not norm <= self._norm_limit:  # NaN is past every limit
-            raise LimitExceeded(
-                f"worker {push.rank}: the gradient of bucket {push.bucket} has norm {norm:g}, "
-                f"and max-push-norm is {self._norm_limit:g}"
-            )
+
+def _norm(bucket: BucketSpec, values: torch.Tensor, absent: frozenset[int]) -> float:
+    """Returns the L2 norm of what is present of a gradient."""
+    present = [s for position, s in enumerate(bucket.slices) if position not in absent]
+    kind = wide(values.dtype)
+    norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=kind).item() for s in present]
+    return math.hypot(*norms)
 
 
 def _check_positions(bucket: BucketSpec, absent: Iterable[int]) -> None:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import PLAIN, Cast, row_codec
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
+from ps_protocol.errors import InvalidRequest, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import MAX_UPDATES, JobTable
 from ps_protocol.tensors import is_finite
+from ps_server.core.checking import GradientChecks
 from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
+from ps_server.core.named_values import GoodValues
 from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_tables.beginning import decoded, row_columns
@@ -37,16 +39,17 @@ class RowChecker:
 
     def __init__(self, spec: JobSpec, place: Place, first: int, norm_limit: float = math.inf) -> None:
         self.place, self.first = place, first
-        self._spec, self._norm_limit = spec, norm_limit
+        self._spec, self._gradients = spec, GradientChecks(spec, norm_limit)
         self._codec = row_codec(spec.gradient_wire)
-        self._checked: dict[int, HyperParameters] = {}  # by table, those that were last found good
+        self._good = GoodValues()  # by table
 
     def push(self, push: RowsPush, principal: str = "") -> StageRows | AssignRows:
         """Returns the command that stages one message. principal: whose bytes they are"""
         table = self.table(push.table)
         if push.kind is RowPushKind.ASSIGN:
             return self._assign(table, push, principal)
-        check_ranges(push.ranges)
+        if push.ranges:
+            check_ranges(push.ranges)
         self._check_values(push.table, push.values)
         name = table.rows.name
         if push.kind is not RowPushKind.GRADIENT and (push.total or push.payload):
@@ -72,8 +75,8 @@ class RowChecker:
             in_mean,
             push.values,
             push.ranges,
-            principal,
             push.assignment,
+            principal=principal,
         )
 
     def _assign(self, table: JobTable, push: RowsPush, principal: str) -> AssignRows:
@@ -102,7 +105,7 @@ class RowChecker:
             raise InvalidRequest(f"table {name!r}: rows of worker {push.rank} that are assigned are not finite")
         worker = push.rank, push.incarnation, push.key, self.first + push.table
         rows = RowValues(ids, values.view(push.count, dim))
-        return AssignRows(*worker, push.clock, rows, push.first, push.total, push.assignment, principal)
+        return AssignRows(*worker, push.clock, rows, push.first, push.total, push.assignment, principal=principal)
 
     def beginning(self, push: TablePush) -> BeginRows:
         """Returns the command that takes one message with what a table begins with."""
@@ -211,21 +214,16 @@ class RowChecker:
 
     def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor) -> bool:
         """Whether gradients may count; false where they are to be left out. Raises NonFiniteGradient, LimitExceeded."""
-        if self._spec.non_finite is not NonFinite.ALLOW and not is_finite(gradients):
-            if self._spec.non_finite is NonFinite.SKIP:
-                return False
-            raise NonFiniteGradient(f"the gradient of table {table.rows.name!r} from worker {push.rank} is not finite")
-        if self._norm_limit < math.inf:
-            norm = float(torch.linalg.vector_norm(gradients))
-            if not norm <= self._norm_limit:  # NaN is past every limit
-                raise LimitExceeded(
-                    f"worker {push.rank}: the gradient of table {table.rows.name!r} has norm {norm:g}, "
-                    f"and max-push-norm is {self._norm_limit:g}"
-                )
+        what = f"table {table.rows.name!r}"
+        if self._gradients.looks and not is_finite(gradients):
+            self._gradients.refuse_or_skip(push.rank, what)
+            return False
+        if self._gradients.limits:
+            self._gradients.check_norm(push.rank, what, float(torch.linalg.vector_norm(gradients)))
         return True
 
     def _check_values(self, number: int, values: HyperParameters) -> None:
-        if values and self._checked.get(number) != values:
+        if values and not self._good.has(number, values):
             table = self._spec.tables[number]
             optimizer, registered, dim = table.optimizer, table.values, table.rows.dim
             now = {**registered, **values}
@@ -235,7 +233,7 @@ class RowChecker:
                     f"table {table.rows.name!r}: {optimizer} with {dict(values)} keeps more for a row than it did "
                     f"with {dict(registered)}, which cannot be switched on in a running job"
                 )
-            self._checked[number] = values
+            self._good.note(number, values)
 
 
 def _check_distinct(table: JobTable, ids: Ids) -> None:

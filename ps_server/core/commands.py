@@ -99,21 +99,33 @@ class Close(Command[None]):
     reason: PSError
 
 
-# -- of a worker, for one bucket ---------------------------------------------------------------------------------------
+# -- of a worker, for one unit: a bucket or a table --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class BucketCommand(Command[Staged]):
-    """What a worker does to one bucket."""
+class UnitCommand(Command[Staged]):
+    """What a worker does to one unit. unit: the index of a bucket, or of a table, which come behind the buckets"""
 
     rank: int
     incarnation: int
     key: bytes = field(repr=False)
-    bucket: int
+    unit: int
 
 
 @dataclass(frozen=True)
-class Initialise(BucketCommand):
+class PushCommand(UnitCommand):
+    """What a worker pushes to one unit for its next clock.
+
+    principal: whose bytes they are, where principals are known
+    Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged.
+    """
+
+    clock: int
+    principal: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Initialise(UnitCommand):
     """A bucket's first weights, [numel] in the bucket's dtype; or optimizer state that goes with them and comes before.
 
     Raises InvalidRequest if they are from another rank than 0. The first weights count, later ones are repeats.
@@ -123,39 +135,54 @@ class Initialise(BucketCommand):
 
 
 @dataclass(frozen=True)
-class Stage(BucketCommand):
-    """A worker's contribution at its next clock.
+class Stage(PushCommand):
+    """A worker's contribution to a bucket at its next clock."""
 
-    principal: whose bytes they are, where principals are known
-    Changes nothing if it raises UnknownWorker, Fenced, OutOfOrder or Backlogged.
-    """
-
-    clock: int
     gradient: Gradient
     ranges: tuple[DataRange, ...] = ()
-    principal: str = ""
 
 
 @dataclass(frozen=True)
-class StageRows(Command[Staged]):
+class Draft(PushCommand):
+    """A contribution that may still change: kept until the commit of its clock. Raises as PushCommand."""
+
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class Assign(PushCommand):
+    """What a worker's script has set itself, kept until the contribution of its clock. Raises as PushCommand."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class Commit(PushCommand):
+    """Makes the draft of a clock count, now or when it comes. Raises as PushCommand.
+
+    groups, ranges: of the whole step, in place of the draft's
+    stage:          of the script: that of the groups
+    """
+
+    groups: Mapping[int, HyperParameters]
+    ranges: tuple[DataRange, ...] = ()
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class StageRows(PushCommand):
     """One message of a worker's contribution to a table at its next clock. It is staged when all are here.
 
-    table:   its index
     rows:    of this message; none where they are left out
     first, count: the numbers of the message's rows, among `total`, those of all messages
     present: the step has a gradient for the table, here or on another shard
     in_mean: it is a term of the mean
     values:  hyper-parameters to use from this update on
     assignment: the number of the assigned rows that it takes along; 0: none
-    Raises as Stage, InvalidRequest for messages of one step that contradict each other, and where not all rows are here
-    that it takes along, LimitExceeded for too many rows.
+    Raises as PushCommand, InvalidRequest for messages of one step that contradict each other, and where not all rows
+    are here that it takes along, LimitExceeded for too many rows. Nothing changes then.
     """
 
-    rank: int
-    incarnation: int
-    key: bytes = field(repr=False)
-    table: int
-    clock: int
     rows: RowGradients
     first: int
     count: int
@@ -164,82 +191,44 @@ class StageRows(Command[Staged]):
     in_mean: bool = True
     values: HyperParameters | None = None
     ranges: tuple[DataRange, ...] = ()
-    principal: str = ""
     assignment: int = 0
 
 
 @dataclass(frozen=True)
-class AssignRows(Command[Staged]):
+class AssignRows(PushCommand):
     """One message of the rows that a worker's script has set before its next step. They are kept until that is staged.
 
-    table: its index; first, total: as in StageRows, of what is assigned
+    first, total: as in StageRows, of what is assigned
     assignment: its number: a higher one takes the place of a lower one
-    Raises as Stage, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
+    Raises as PushCommand, InvalidRequest for messages that contradict each other, LimitExceeded for too many rows.
     """
 
-    rank: int
-    incarnation: int
-    key: bytes = field(repr=False)
-    table: int
-    clock: int
     rows: RowValues
     first: int
     total: int
     assignment: int
-    principal: str = ""
+
+    @property
+    def count(self) -> int:
+        """How many rows the message has."""
+        return len(self.rows)
 
 
 @dataclass(frozen=True)
-class BeginRows(Command[Staged]):
+class BeginRows(UnitCommand):
     """One message of rank 0 with what a table begins with on this shard. They come in order; the last one begins it.
 
-    table:     its index
     beginning: all of it, the same in each message of an incarnation
     first:     how many rows and ids came before this message
     part:      rows, or ids that wait, as Table.snapshot has them; `count` of them, none in a message that only asks
     last:      no message follows
-    Raises as Stage, InvalidRequest for another rank and messages that contradict each other, OutOfOrder where some are
-    missing, LimitExceeded for more rows than there is room for. Nothing changes then; but where the disk takes
+    Raises as PushCommand, InvalidRequest for another rank and messages that contradict each other, OutOfOrder where
+    some are missing, LimitExceeded for more rows than there is room for. Nothing changes then; but where the disk takes
     no more rows, all are given up, and have to come again.
     """
 
-    rank: int
-    incarnation: int
-    key: bytes = field(repr=False)
-    table: int
     beginning: Beginning
     first: int
     part: Mapping[str, torch.Tensor]
     count: int
     last: bool
-
-
-@dataclass(frozen=True)
-class Draft(BucketCommand):
-    """A contribution that may still change: kept until the commit of its clock. Raises as Stage."""
-
-    clock: int
-    gradient: Gradient
-    principal: str = ""
-
-
-@dataclass(frozen=True)
-class Assign(BucketCommand):
-    """What a worker's script has set itself, kept until the contribution of its clock. Raises as Stage."""
-
-    clock: int
-    assignment: Assignment
-
-
-@dataclass(frozen=True)
-class Commit(BucketCommand):
-    """Makes the draft of a clock count, now or when it comes. Raises as Stage.
-
-    groups, ranges: of the whole step, in place of the draft's
-    stage:          of the script: that of the groups
-    """
-
-    clock: int
-    groups: Mapping[int, HyperParameters]
-    ranges: tuple[DataRange, ...] = ()
-    stage: int = 0

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import Backlogged, OutOfOrder
@@ -110,7 +110,11 @@ class UpdateRule(Generic[T]):
     brought: by rank, the highest clock of a contribution that is in the weights: `applied` without those joined at
     version: updates applied
     awaits:  what a pull waits for before it is initialised
+    mixes_clocks: an update may have contributions of several clocks, and their workers go on, and write their memory,
+             before it is made
     """
+
+    mixes_clocks: ClassVar[bool] = False
 
     consistency: Consistency
     roster: Mapping[int, Live]
@@ -223,9 +227,21 @@ class UpdateRule(Generic[T]):
             self.brought[add.rank] = max(add.clock, self.brought.get(add.rank, 0))
         self.added.clear()
 
-    def waits_for_grace(self) -> bool:
-        """Whether the open update is held back for workers that it does not need; see QuorumRule."""
-        return False
+    def awaits_draft(self, rank: int, clock: int) -> bool:
+        """Whether the update that comes next waits for this draft: as the open sum it takes no room for drafts."""
+        return self.is_awaited(rank, clock)
+
+    @property
+    def drafts_take_room(self) -> bool:
+        """Whether drafts and contributions share one room. They do in sync, where both wait for other workers, and
+        whoever is awaited is let in. In the other modes nobody is awaited: a draft, which waits for its own worker
+        alone, must not keep a contribution out."""
+        return self.consistency.aggregate
+
+    def grace(self) -> float | None:
+        """Returns for how many seconds the open update is held back for workers that it does not need; None: it is not
+        held back. See QuorumRule."""
+        return None
 
     def end_grace(self, version: int) -> None:
         """Has the open update wait no longer for workers that it does not need, if it is the one after `version`."""
@@ -356,6 +372,8 @@ class QuorumRule(UpdateRule[T]):
     closing:    no push is taken for now: the open update is made with what it has
     """
 
+    mixes_clocks: ClassVar[bool] = True
+
     weights_of: dict[int, int] = field(default_factory=dict)
     cleared: dict[int, int] = field(default_factory=dict)
     lags: list[int] = field(default_factory=list)
@@ -408,9 +426,20 @@ class QuorumRule(UpdateRule[T]):
         """Returns False: a worker goes on, and writes its memory, while what it has contributed is here."""
         return False
 
-    def waits_for_grace(self) -> bool:
-        """Whether the open update has its quorum, and is held back for those who may still come."""
-        return self.initialised and self.next() is None and bool(self.added) and self._has_quorum()
+    @property
+    def drafts_take_room(self) -> bool:
+        """Returns False: what is staged is mostly added without waiting for others."""
+        return False
+
+    def awaits_draft(self, rank: int, clock: int) -> bool:
+        """Returns False: none is awaited more than another. Each is added when its step has ended."""
+        return False
+
+    def grace(self) -> float | None:
+        """Returns for how many seconds the open update, which has its quorum, is held back for those who may still
+        come; None: it is not held back."""
+        waits = self.initialised and self.next() is None and bool(self.added) and self._has_quorum()
+        return self.consistency.quorum_grace if waits else None
 
     def end_grace(self, version: int) -> None:
         """Has the open update wait for no more than its quorum, if it is the one after `version`."""
@@ -497,5 +526,5 @@ class QuorumRule(UpdateRule[T]):
 
 def update_rule(consistency: Consistency, roster: Mapping[int, Live], initialised: bool = False) -> UpdateRule[T]:
     """Returns the rule of a bucket or a table, at its beginning."""
-    kind: type[UpdateRule[T]] = UpdateRule if consistency.quorum is None else QuorumRule
+    kind: type[UpdateRule[T]] = QuorumRule if consistency.mixes_clocks else UpdateRule
     return kind(consistency, roster, initialised)

@@ -23,9 +23,10 @@ from ps_protocol.optimizer_state import is_scalar_state
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step, hyper_parameters
 from ps_protocol.stages import StageSpec, first_stage
 from ps_protocol.tensors import TORCH_DTYPES
+from ps_server.core.agreement import Agreement
 from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.snapshot import OptimizerState
-from ps_server.core.sums import PIECE, Agreement, PieceStep, Scratch, Sum, square, wide
+from ps_server.core.sums import PIECE, PieceStep, Scratch, Sum, square, wide
 
 
 class SentWeights:
@@ -98,7 +99,7 @@ class Gradient:
     borrowed: the values lie in the worker's own memory, which it may write again once it is told that it was fenced
     own: this contribution alone uses the memory of its values, so that the sum may be made in it
     assignment: what the worker's script has set before this step
-    clock: the worker's, where those in one update may have several (with a quorum); else 0
+    clock: the worker's, where those in one update may have several (UpdateRule.mixes_clocks); else 0
     weight: what it weighs in the mean
     stage: of the script: that of `groups`
     """
@@ -112,6 +113,21 @@ class Gradient:
     clock: int = 0
     weight: float = 1
     stage: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient, and of what the worker's script has set."""
+        values = 0 if self.values is None else self.values.nbytes
+        return values + (0 if self.assignment is None else self.assignment.nbytes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this step has no gradient."""
+        return self.values is None
+
+    def left_out(self) -> Gradient:
+        """Returns it without its gradient: as a step that no mean counts."""
+        return replace(self, values=None, absent=frozenset(), borrowed=False, own=False)
 
     def owned(self) -> Gradient:
         """Returns the same contribution in memory of this process."""
@@ -132,10 +148,8 @@ class OpenUpdate:
     next:    what trains the bucket from this update on; None: what did before
     """
 
-    def __init__(self, bucket: BucketSpec, scratch: Scratch, quorum: bool = False, local: bool = False) -> None:
-        """quorum: workers go on while what they have contributed is here, and their clocks differ
-        local:  what is added are the differences of rounds
-        """
+    def __init__(self, bucket: BucketSpec, scratch: Scratch, mixes_clocks: bool = False, local: bool = False) -> None:
+        """mixes_clocks: see UpdateRule; local: what is added are the differences of rounds"""
         self.sum = Sum(scratch)
         self.terms, self.count = 0, 0.0
         self.present: set[int] = set()
@@ -143,7 +157,7 @@ class OpenUpdate:
         self.assignment: Assignment | None = None
         self.stage = 0
         self.next: StageSpec | None = None
-        self._bucket, self._quorum = bucket, quorum
+        self._bucket, self._mixes_clocks = bucket, mixes_clocks
         self._squares = 0.0 if local else None  # of the norms of what was added
         self._is_empty = True
 
@@ -153,9 +167,9 @@ class OpenUpdate:
         is_last: the update is complete with it, as it seems now
         """
         # The first contributor's assignments count: in sync that is the lowest rank's, in whatever order contributions
-        # came. With a quorum the first may be late: assignments, which the lowest rank alone sends, count whenever they
-        # come.
-        if self._is_empty or (self._quorum and self.assignment is None):
+        # came. Where clocks are mixed the first may be late: assignments, which the lowest rank alone sends, count
+        # whenever they come.
+        if self._is_empty or (self._mixes_clocks and self.assignment is None):
             self._is_empty, self.assignment = False, gradient.assignment
         self._note_stage(gradient)
         if gradient.stage == self.stage:
@@ -179,8 +193,8 @@ class OpenUpdate:
             self._squares += gradient.weight * square(values)
         if gradient.weight != 1:
             values, own = values.to(wide(values.dtype)) * gradient.weight, True
-        # With a quorum, a worker goes on while what it has contributed is here.
-        self.sum.add(values, own, self._quorum and gradient.borrowed, is_last and self._squares is None)
+        # Where clocks are mixed, a worker goes on, and writes its memory, while what it has contributed is here.
+        self.sum.add(values, own, self._mixes_clocks and gradient.borrowed, is_last and self._squares is None)
 
     def _note_stage(self, gradient: Gradient) -> None:
         """Takes what trains the bucket from here on, of whichever contributor is in the highest stage: a worker that
@@ -204,18 +218,19 @@ class DenseBucket:
     The optimizer is the real one of torch.optim, over one tensor a slice, each a view into `flat`. A slice without a
     gradient is left alone by it, as in a plain training loop.
 
+    mixes_clocks: see UpdateRule
     stage:     what trains it now
     agreement: of the workers' differences in the last round, in mode local:H; None: there were not several
     """
 
-    def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch) -> None:
+    def __init__(self, spec: JobSpec, bucket: BucketSpec, scratch: Scratch, mixes_clocks: bool = False) -> None:
         self.bucket = bucket
         self._scratch = scratch
         self.flat = torch.zeros(bucket.numel, dtype=TORCH_DTYPES[bucket.dtype])  # [numel]
         self._slices = [self.flat[s.offset : s.offset + s.length] for s in bucket.slices]  # each [length]
         self._first = first_stage(spec, bucket)
         self._enter(self._first)
-        self._quorum, self._local = spec.consistency.quorum is not None, spec.local is not None
+        self._mixes_clocks, self._local = mixes_clocks, spec.local is not None
         self._open = self._new_update()
         self.agreement: Agreement | None = None
         codec = weight_codec(spec, bucket)
@@ -262,12 +277,12 @@ class DenseBucket:
         return None
 
     @property
-    def steps_in_pieces(self) -> bool:
-        """Whether `add` wants to know which contribution is the last."""
+    def wants_last(self) -> bool:
+        """Whether `add` wants to know which contribution is the last: the bucket steps in pieces."""
         return self._pieces is not None
 
     def _new_update(self) -> OpenUpdate:
-        return OpenUpdate(self.bucket, self._scratch, self._quorum, self._local)
+        return OpenUpdate(self.bucket, self._scratch, self._mixes_clocks, self._local)
 
     def step(self) -> None:
         """Steps the optimizer with the mean of what was added, from what was assigned. Without either, the weights stay

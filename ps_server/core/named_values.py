@@ -1,9 +1,9 @@
-"""Whose hyper-parameters an update is made with: one rule for buckets and tables.
+"""The hyper-parameters that contributions name: one rule for buckets and tables.
 
 Each worker names its own with what it contributes, or names none: a step that was left out has none to name. The first
-contributor's count, which in sync is the live worker of the lowest rank. With a quorum the contributors to one update
-may have several clocks: those of the worker that is furthest count, and an update in which only late workers name some
-keeps those that the bucket has. So a late worker never sets a schedule back.
+contributor's count, which in sync is the live worker of the lowest rank. Where the contributors to one update may have
+several clocks (`UpdateRule.mixes_clocks`), those of the worker that is furthest count, and an update in which only late
+workers name some keeps those that the bucket has. So a late worker never sets a schedule back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,22 @@ from collections.abc import Iterable
 from ps_protocol.hyper_parameters import HyperParameters
 
 
+class GoodValues:
+    """The hyper-parameters last found good, by what they are for. Most steps name those of the step before, and need no
+    new check."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, HyperParameters] = {}
+
+    def has(self, key: object, values: HyperParameters) -> bool:
+        """Whether these were found good last."""
+        return self._last.get(key) == values
+
+    def note(self, key: object, values: HyperParameters) -> None:
+        """Notes that these are good."""
+        self._last[key] = values
+
+
 class NamedValues:
     """The hyper-parameters that the contributions to one update name, by group."""
 
@@ -20,7 +36,7 @@ class NamedValues:
         self._named: dict[int, tuple[int, HyperParameters]] = {}
 
     def add(self, group: int, values: HyperParameters, clock: int) -> None:
-        """Takes what one contribution names. clock: of its worker, with a quorum; else 0"""
+        """Takes what one contribution names. clock: of its worker, where an update may have several; else 0"""
         if group not in self._named or clock > self._named[group][0]:
             self._named[group] = clock, values
 

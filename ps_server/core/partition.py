@@ -1,54 +1,52 @@
 """One job's buckets and tables on one shard: roster, rules and weights put together, and changed by commands alone.
 
-    checker   makes the command that stages a push; that of tables, one of rows. Heavy, and touches nothing that a
-              command changes
+    checkers  make the commands that stage pushes, of buckets and of rows. Heavy, and touch nothing that a command
+              changes
     execute   carries out a command: the only method by which a partition changes
-    done      records that what a bucket's rule said comes next was applied, which follows from the commands before it
-    buckets   say how large they are, and so do tables
+    done      records that what a unit's rule said comes next was applied, which follows from the commands before it
+    units     are the buckets and the tables (unit.py)
     reached   says how far all are
 
-All else only reads. Not thread-safe; `checker` and the methods of `DenseBucket` may run outside of the lock that guards
-the rest.
+All else only reads. Not thread-safe; the checkers and the methods of a unit's weights may run outside of the lock that
+guards the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, LimitExceeded, OutOfOrder, PSError, anew
+from ps_protocol.errors import Fenced, InvalidRequest, OutOfOrder, PSError, anew
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
-from ps_server.core.buckets import Bucket, Buckets
-from ps_server.core.budget import PrincipalBudget, StagingBudget, StagingRoom, derived_limit
+from ps_server.core.agreement import Agreement
+from ps_server.core.buckets import Bucket
+from ps_server.core.budget import PrincipalBudget, StagingRoom, derived_limit
 from ps_server.core.checking import PushChecker
 from ps_server.core.checking_rows import RowChecker
 from ps_server.core.commands import (
     AddWorker,
-    Assign,
-    AssignRows,
-    BeginRows,
     Close,
     Command,
     Commit,
-    Draft,
-    Initialise,
+    PushCommand,
     R,
     RemoveWorker,
     RestoreSnapshot,
-    Stage,
     Staged,
-    StageRows,
+    UnitCommand,
 )
-from ps_server.core.consistency import Add, Admission, Live, Step, UpdateRule
-from ps_server.core.data_commits import Committed, DataCommits
-from ps_server.core.dense import Assignment
+from ps_server.core.consistency import Add, Live, Step, UpdateRule, update_rule
+from ps_server.core.data_commits import DataCommits
+from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.figures import TableFigures, told
 from ps_server.core.membership import Counted, check_incarnation, check_key
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import VersionRange, union
-from ps_server.core.tables import Tables
+from ps_server.core.sums import Scratch
+from ps_server.core.tables import ShardTable
+from ps_server.core.unit import Unit
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states
 
@@ -63,7 +61,11 @@ def check_buckets(layout: Layout, indices: Sequence[int]) -> None:
 
 
 class JobPartition:
-    """The buckets of one job that this shard holds, and its part of the job's tables."""
+    """The buckets of one job that this shard holds, and its part of the job's tables.
+
+    units: both, by index
+    rules: of those that an optimizer steps
+    """
 
     def __init__(
         self,
@@ -79,27 +81,37 @@ class JobPartition:
         norm_limit: the L2 norm that the gradient in one push may have.
         principals: what each principal may have staged, over all jobs; None: anything.
         place: of this shard among those that have the job's tables; None: it is the only one."""
-        layout = bucket_layout(spec.parameters, spec.bucket_bytes)
+        layout, place = bucket_layout(spec.parameters, spec.bucket_bytes), place or Place()
         indices = list(indices)
         check_buckets(layout, indices)
-        self.spec = spec
-        self.layout = layout
+        self.spec, self.layout = spec, layout
         self.roster: dict[int, Live] = {}
         here = {index: layout.buckets[index] for index in indices}
-        self.buckets = Buckets(spec, here.values(), self.roster)
-        self.checker = PushChecker(spec, here, norm_limit)
+        self.parameter_bytes = sum(bucket.nbytes for bucket in here.values())  # once: it is asked for at each push
         self._removed: dict[int, int] = {}  # by rank, the highest incarnation that was removed
         self._fenced = 0  # no incarnation up to this one may come back
         self._closed: PSError | None = None
         self._staged_limit = staged_limit
-        principals = principals or PrincipalBudget()
-        self._room = StagingRoom(*(StagingBudget(principals) for _ in range(3)))
-        checker = RowChecker(spec, place or Place(), len(layout.buckets), norm_limit)
-        self.tables = Tables(spec, checker, self.roster, self._room, lambda: self.staged_limit)
-        trained = {index: bucket.rule for index, bucket in self.buckets.items() if not bucket.spec.frozen}
-        self.rules: dict[int, UpdateRule[Any]] = trained | {index: table.rule for index, table in self.tables.items()}
+        self._room = StagingRoom(principals or PrincipalBudget(), lambda: self.staged_limit, self._assigned_limit)
+        self.checker = PushChecker(spec, here, norm_limit)
+        self.row_checker = RowChecker(spec, place, len(layout.buckets), norm_limit)
+        tables = dict(enumerate(spec.tables, self.row_checker.first))
+        self.data = DataCommits([*(index for index, bucket in here.items() if not bucket.frozen), *tables])
+        scratch, shared = Scratch(), (self._room, self.data)
+        self.buckets: dict[int, Bucket] = {}
+        for index, bucket in here.items():
+            rule: UpdateRule[Gradient] = update_rule(spec.consistency, self.roster)
+            weights = DenseBucket(spec, bucket, scratch, rule.mixes_clocks)
+            self.buckets[index] = Bucket(bucket, rule, weights, *shared, self.checker)
+        self.tables: dict[int, ShardTable] = {
+            index: ShardTable(index, table, update_rule(spec.consistency, self.roster), place, *shared)
+            for index, table in tables.items()
+        }
+        self.units: dict[int, Unit[Any, Any, Any]] = {**self.buckets, **self.tables}
+        self.rules: dict[int, UpdateRule[Any]] = {
+            index: unit.rule for index, unit in self.units.items() if unit.is_trained
+        }
         self.reached = Reached(self.rules, self.roster)
-        self.data = DataCommits(self.rules)
 
     def bucket(self, index: int) -> Bucket:
         """Returns the bucket with this index. Raises NotFound when this shard does not hold it."""
@@ -110,8 +122,9 @@ class JobPartition:
         if self._closed is not None:
             raise anew(self._closed)
         live = self.roster.get(rank)
-        check_incarnation(rank, incarnation, live.incarnation if live else None)
-        if live is not None and key is not None:
+        if live is None or live.incarnation != incarnation:
+            check_incarnation(rank, incarnation, live.incarnation if live else None)
+        elif key is not None:
             check_key(rank, key, live.key)
 
     def highest_incarnation(self) -> int:
@@ -125,19 +138,8 @@ class JobPartition:
         """Carries out a command. Changes nothing if it raises what the command says it may."""
         result: Any = None
         match command:
-            case Stage() | Draft() | Assign() | Commit():
-                result = self._push(command)
-            case StageRows():
-                self._check_pusher(command)
-                result = self.tables.stage(command, self.data)
-            case AssignRows():
-                self._check_pusher(command)
-                result = self.tables.assign(command)
-            case BeginRows():
-                self.check_worker(command.rank, command.incarnation, command.key)
-                result = self.tables.begin(command)
-            case Initialise():
-                result = self._initialise(command)
+            case UnitCommand():
+                result = self._of_unit(command)
             case AddWorker():
                 result = self._add_worker(command)
             case RemoveWorker():
@@ -150,11 +152,19 @@ class JobPartition:
                 raise TypeError(f"expected a command of a partition, got {type(command).__name__}")
         return result  # type: ignore[no-any-return]
 
+    def _of_unit(self, command: UnitCommand) -> Staged:
+        self.check_worker(command.rank, command.incarnation, command.key)
+        if isinstance(command, PushCommand):
+            start = self.roster[command.rank].start
+            if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
+                pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
+                raise OutOfOrder(f"worker {command.rank} joined at clock {start}, and {pushed} {command.clock} came")
+        unit = self.units.get(command.unit)
+        return (self.bucket(command.unit) if unit is None else unit).execute(command)
+
     def done(self, index: int, work: Add[Any] | Step) -> None:
-        """Records that what a bucket's or a table's rule said comes next has been done to its weights."""
-        self.rules[index].done(work)
-        if isinstance(work, Add):
-            self._room.staged.release(index, work.rank)
+        """Records that what a unit's rule said comes next has been done to its weights."""
+        self.units[index].done(work)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -184,13 +194,8 @@ class JobPartition:
             self._let_go(rank)
 
     def _let_go(self, rank: int) -> None:
-        """Drops what is pending of a worker, and copies what is staged out of its memory."""
-        self.tables.drop_pending(rank)
-        for bucket in self.buckets.values():
-            self._drop_pending(bucket, rank)
-            waiting = bucket.rule.waiting.get(rank)
-            if waiting is not None:
-                bucket.rule.waiting[rank] = replace(waiting, contribution=waiting.contribution.owned())
+        for unit in self.units.values():
+            unit.let_go(rank)
 
     def _restore(self, command: RestoreSnapshot) -> None:
         snapshots = command.snapshots
@@ -203,138 +208,12 @@ class JobPartition:
         self.roster.clear()
         for index, bucket in self.buckets.items():
             bucket.restore(snapshots[index], command.owned)
-            if bucket.weights.stage.number:
-                self.checker.begin(index, bucket.weights.stage)
         committed = {index: snapshots[index].committed for index in self.buckets}
         self.data.restore(committed | {index: command.tables[index].committed for index in self.tables})
 
     def _close(self, command: Close) -> None:
         self._closed = command.reason
-        for budget in self._room:
-            budget.release_all()
-
-    # -- what workers push -------------------------------------------------------------------------------------------
-
-    def _push(self, command: Stage | Draft | Assign | Commit) -> Staged:
-        """Takes what a worker pushes for a clock; a repeat of what was staged for it changes nothing."""
-        rank, clock = command.rank, command.clock
-        self._check_pusher(command)
-        bucket = self.bucket(command.bucket)
-        if not (isinstance(command, Commit) or bucket.rule.initialised):
-            raise InvalidRequest(f"bucket {command.bucket} has no initial value yet: pull before the first push")
-        if bucket.rule.is_repeat(rank, clock):
-            return Staged(bucket.rule.version, duplicate=True)
-        self._drop_other_clock(bucket, rank, clock)  # before anything is reserved for this one
-        match command:
-            case Stage():
-                return self._count(bucket, command)
-            case Draft():
-                return self._keep_draft(bucket, command)
-            case Assign():
-                return self._assign(bucket, command)
-            case Commit():
-                return self._commit(bucket, command)
-
-    def _check_pusher(self, command: Stage | Draft | Assign | Commit | StageRows | AssignRows) -> None:
-        """Raises as check_worker, and OutOfOrder for a clock at or before that at which the worker joined."""
-        self.check_worker(command.rank, command.incarnation, command.key)
-        start = self.roster[command.rank].start
-        if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
-            pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
-            raise OutOfOrder(f"worker {command.rank} joined at clock {start}, and {pushed} {command.clock} came")
-
-    def _keep_draft(self, bucket: Bucket, command: Draft) -> Staged:
-        pending = bucket.pending_at(command.rank, command.clock)
-        if pending is not None and pending.commit is not None:
-            return self._count(bucket, _committed_draft(command, pending.commit))
-        self._reserve_draft(bucket, command)
-        bucket.make_pending(command.rank, command.clock).draft = command
-        return Staged(bucket.rule.version, duplicate=False, kept=True)
-
-    def _commit(self, bucket: Bucket, command: Commit) -> Staged:
-        pending = bucket.make_pending(command.rank, command.clock)
-        if pending.draft is None:
-            pending.commit = command
-            return Staged(bucket.rule.version, duplicate=False, kept=True)
-        return self._count(bucket, _committed_draft(pending.draft, command), is_committed=True)
-
-    def _assign(self, bucket: Bucket, command: Assign) -> Staged:
-        rank, clock = command.rank, command.clock
-        if command.assignment.next is not None:
-            self.checker.begin(command.bucket, command.assignment.next)
-        pending = bucket.pending_at(rank, clock)
-        before = pending.assignment if pending is not None else None
-        assignment = command.assignment if before is None else before.union(command.assignment)
-        # One worker's always fit; where others' are here too, they go with their steps.
-        limit = ASSIGNED_WEIGHTS * max(self.buckets.parameter_bytes, self.spec.bucket_bytes)
-        if not self._room.assigned.reserve(
-            command.bucket,
-            rank,
-            assignment.nbytes,
-            limit,
-            always=lambda: bucket.rule.is_awaited(rank, clock) or self._room.assigned.is_all_of(rank),
-        ):
-            raise Backlogged(f"{self._room.assigned.bytes} bytes are assigned here and wait for their workers' steps")
-        bucket.make_pending(rank, clock).assignment = assignment
-        return Staged(bucket.rule.version, duplicate=False, kept=True)
-
-    def _initialise(self, command: Initialise) -> Staged:
-        self.check_worker(command.rank, command.incarnation, command.key)
-        bucket = self.bucket(command.bucket)
-        if command.rank != 0:
-            raise InvalidRequest(f"initial values are rank 0's to send, got them from rank {command.rank}")
-        if bucket.rule.initialised:
-            return Staged(bucket.rule.version, duplicate=True)
-        self._drop_other_clock(bucket, 0, 0)
-        pending = bucket.make_pending(0, 0)
-        if isinstance(command.value, Assignment):
-            before = pending.assignment
-            pending.assignment = command.value if before is None else before.union(command.value)
-            return Staged(bucket.rule.version, duplicate=False, kept=True)
-        if pending.assignment is not None:
-            self.checker.check_assigned(bucket.spec, pending.assignment)
-            bucket.weights.assign(pending.assignment)
-        self._drop_pending(bucket, 0)
-        bucket.weights.load(command.value)
-        bucket.rule.initialised = True
-        return Staged(bucket.rule.version, duplicate=False)
-
-    def _count(self, bucket: Bucket, command: Stage, is_committed: bool = False) -> Staged:
-        """Stages a contribution, with what was assigned for its clock, in place of what is pending of its worker.
-
-        is_committed: it is here already, as a draft: it is never refused
-        """
-        index, rank, gradient = command.bucket, command.rank, command.gradient
-        pending = bucket.pending_at(rank, command.clock)
-        if pending is not None and pending.assignment is not None:
-            self.checker.check_assigned(bucket.spec, pending.assignment)
-            gradient = replace(gradient, assignment=pending.assignment)
-        if self.spec.consistency.quorum is not None:
-            gradient = replace(gradient, clock=command.clock)
-        if gradient.values is not None:
-            self._reserve(bucket, command, is_committed)
-        try:
-            use = self.data.use(index, command.ranges)
-        except LimitExceeded:
-            self._room.staged.release(index, rank)
-            raise
-        self._drop_pending(bucket, rank)
-        if use.spent:
-            self._room.staged.release(index, rank)
-            gradient = replace(gradient, values=None, absent=frozenset(), borrowed=False, own=False)
-        bucket.rule.stage(rank, command.clock, gradient, command.ranges)
-        return Staged(bucket.rule.version, duplicate=False, skipped=gradient.values is None, use=use)
-
-    # -- what is pending ---------------------------------------------------------------------------------------------
-
-    def _drop_other_clock(self, bucket: Bucket, rank: int, clock: int) -> None:
-        if bucket.pending_at(rank, clock) is None:
-            self._drop_pending(bucket, rank)
-
-    def _drop_pending(self, bucket: Bucket, rank: int) -> None:
-        if bucket.pending.pop(rank, None) is not None:
-            self._room.drafts.release(bucket.spec.index, rank)
-            self._room.assigned.release(bucket.spec.index, rank)
+        self._room.release_all()
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -342,87 +221,51 @@ class JobPartition:
     def staged_limit(self) -> int:
         """Bytes that may be staged here, but for what an update waits for."""
         return self._staged_limit or derived_limit(
-            self.buckets.parameter_bytes, self.spec.bucket_bytes, len(self.roster), len(self.spec.tables)
+            self.parameter_bytes, self.spec.bucket_bytes, len(self.roster), len(self.spec.tables)
         )
 
-    def _reserve(self, bucket: Bucket, command: Stage, is_committed: bool) -> None:
-        """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
-
-        What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
-        others (ssp, async), what is staged is applied without others' help, and there is room again. With a quorum
-        it is added to the open update without their help, but for what a worker brings that is in that one already.
-        Drafts of the same clock take room, too. What lies in the worker's own memory takes none here, but counts for
-        its principal.
-        """
-        index, rank, gradient = command.bucket, command.rank, command.gradient
-        assert gradient.values is not None
-        charge = gradient.values.nbytes
-        drafts = self._room.drafts.bytes_besides(index, rank) if self.spec.consistency.one_clock else 0
-        if not self._room.staged.reserve(
-            index,
-            rank,
-            0 if gradient.borrowed else charge,
-            math.inf if gradient.borrowed else max(0, self.staged_limit - drafts),
-            principal=command.principal,
-            charge=charge,
-            always=lambda: is_committed or bucket.rule.is_awaited(command.rank, command.clock),
-        ):
-            raise self._room.staged.full(self.staged_limit, drafts)
-
-    def _reserve_draft(self, bucket: Bucket, command: Draft) -> None:
-        """Reserves the bytes of a draft. Raises Backlogged if there is no room for them beside what is staged.
-
-        What the next update waits for is always taken, and takes no room: once it counts it is the open sum, which is
-        no part of the budget. With a quorum none is awaited more than another: each is added when its step has ended.
-        """
-        one_clock = self.spec.consistency.one_clock
-        awaited = one_clock and bucket.rule.is_awaited(command.rank, command.clock)
-        charge = command.gradient.values.nbytes if command.gradient.values is not None else 0
-        staged = self._room.staged.bytes if one_clock else 0
-        if not self._room.drafts.reserve(
-            command.bucket,
-            command.rank,
-            0 if awaited else charge,
-            max(0, self.staged_limit - staged),
-            principal=command.principal,
-            charge=charge,
-            always=lambda: awaited,
-        ):
-            raise Backlogged(
-                f"{self._room.drafts.bytes} bytes are here before their step, and there is no room for more"
-            )
+    def _assigned_limit(self) -> int:
+        """Returns the bytes that may be assigned here and wait for steps."""
+        weights = ASSIGNED_WEIGHTS * max(self.parameter_bytes, self.spec.bucket_bytes)
+        return self._staged_limit or max(weights, self.staged_limit)
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
-    def admit_all(self, index: int, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        """Returns for pulls of one bucket or table, each a rank and a clock, whether it may be answered. What no
-        optimizer steps only waits for rank 0."""
-        rule = self.rules.get(index)
-        if rule is not None:
-            return rule.admit_all(pulls)
-        return self.bucket(index).rule.admit_all([(rank, 0) for rank, _ in pulls])
-
     def owed(self, index: int) -> Mapping[int, int]:
-        """Returns what a pull of a bucket or table that wants all that is staged has to wait for; see UpdateRule.owed.
-        With a quorum it has that applied: schedule the bucket."""
+        """Returns what a pull of a unit that wants all that is staged has to wait for; see UpdateRule.owed. There may
+        be something to apply then: schedule the unit."""
         return self.rules[index].owed() if index in self.rules else {}
 
-    def has(self, index: int, owed: Mapping[int, int]) -> bool:
-        """Whether this is in the weights of a bucket or table."""
-        return not owed or self.rules[index].has(owed)
+    # -- figures -----------------------------------------------------------------------------------------------------
 
-    # -- leased data -------------------------------------------------------------------------------------------------
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer state of buckets on this shard."""
+        return sum(bucket.weights.optimizer_bytes for bucket in self.buckets.values())
 
-    def committed(self, index: int) -> Committed:
-        """Returns the leased data that is in the weights of a bucket, for a snapshot: without what is only staged."""
-        return self.data.of(index, self.rules[index].unapplied() if index in self.rules else ())
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged and not yet part of an update."""
+        return sum(unit.staged_bytes for unit in self.units.values())
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of this process that are staged: without what lies in workers' memory."""
+        return self._room.staged.bytes
 
-def _committed_draft(draft: Draft, commit: Commit) -> Stage:
-    """Returns a draft as the contribution that it is with its commit."""
-    gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
-    worker = draft.rank, draft.incarnation, draft.key
-    return Stage(*worker, draft.bucket, draft.clock, gradient, commit.ranges, draft.principal)
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that tables come to take for the rows that their job has announced, and have not taken yet."""
+        return sum(table.promised_bytes for table in self.tables.values())
+
+    def agreement(self) -> Agreement | None:
+        """Returns how alike workers have moved, over the last rounds of all buckets; None: none is known."""
+        known = [bucket.weights.agreement for bucket in self.buckets.values()]
+        return sum((each for each in known if each is not None), Agreement()) if any(known) else None
+
+    def table_figures(self) -> tuple[TableFigures, ...]:
+        """Returns what each table has, and what became of its rows; see `told`. Tables may be stepped meanwhile."""
+        return told([table.figures() for table in self.tables.values()])
 
 
 class Reached:

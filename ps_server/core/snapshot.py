@@ -8,14 +8,17 @@ A table's rows are divided anew where the number of shards is another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.row_ids import shards_of
 from ps_protocol.stages import StageSpec
-from ps_server.core.data_commits import Committed
+from ps_server.core.data_commits import Committed, in_all
+from ps_server.core.placement import Place
+from ps_tables.increments import merged
 
 # By the slice's position in its bucket, the optimizer's state of that slice: name -> tensor.
 OptimizerState = Mapping[int, Mapping[str, torch.Tensor]]
@@ -157,3 +160,48 @@ def union(ranges: Iterable[VersionRange]) -> VersionRange:
     for other in others:
         total = total.union(other)
     return total
+
+
+def chained(parts: list[TableSnapshot]) -> TableSnapshot:
+    """Returns the last of some snapshots of one shard with all its rows: the first has all, the others what changed
+    after the one before. Raises ValueError or KeyError where they do not fit together.
+
+    Takes the parts out of the list, and gives back the memory of each as soon as it can.
+    """
+    last = replace(parts[-1], tensors={})
+    chain = [dict(part.tensors) for part in parts]
+    parts.clear()
+    return replace(last, tensors=merged(chain))
+
+
+def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
+    """Returns the rows of some shards that belong to this one, of which there may be another number now.
+
+    Where the parts are of different versions (ssp, async), rows keep the time since they were trained last. What no
+    part has had of leased data is not committed. A step that one part has had counts as pushed: its rows are not to
+    come twice.
+    """
+    newest = max(int(part.tensors["version"]) for part in parts)
+    kept: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        age = newest - int(part.tensors["version"])
+        for prefix in ("", "waiting."):
+            ids = part.tensors.get(f"{prefix}ids")
+            here = None if ids is None else torch.from_numpy(shards_of(ids.numpy(), place.shards) == place.shard)
+            for name, tensor in part.tensors.items():
+                if here is not None and name != "version" and name.startswith("waiting.") == bool(prefix):
+                    rows = tensor if bool(here.all()) else tensor[here]
+                    kept.setdefault(name, []).append(rows + age if name == f"{prefix}last" and age else rows)
+    tensors = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in kept.items()}
+    tensors["version"] = torch.tensor([newest])
+    ranks = sorted({rank for part in parts for rank in part.clocks})
+    return TableSnapshot(
+        parts[0].index,
+        max(part.version for part in parts),
+        {rank: min(part.clocks.get(rank, 0) for part in parts) for rank in ranks},
+        tensors,
+        parts[0].values,
+        in_all([part.committed for part in parts]),
+        parts[0].seed,
+        {rank: max(part.pushed.get(rank, part.clocks.get(rank, 0)) for part in parts) for rank in ranks},
+    )

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
+from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import LoaderProgress
 from ps_server.core.figures import ShardFigures, ShardJobFigures, TableFigures
 from ps_server.core.membership import Member
-from ps_server.core.sums import Agreement
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class ShardStatistics:
     jobs: Mapping[str, ShardJobStatistics]
     figures: ShardFigures | None = None
 
-    def progress(self, job: str, one_clock: bool) -> int:
-        """Returns how far a job is here: its highest version with `one_clock` (sync), otherwise its highest clock."""
+    def progress(self, job: str, by_version: bool) -> int:
+        """Returns how far a job is here: its highest clock, or where all workers share a clock its highest version."""
         hosted = self.jobs.get(job)
         if hosted is None:
             return 0
-        return hosted.version_max if one_clock else max(hosted.clocks.values(), default=0)
+        return hosted.version_max if by_version else max(hosted.clocks.values(), default=0)
 
     def clocks(self, job: str) -> Mapping[int, int]:
         """Returns the steps of a job's workers that are applied here, by rank, also of those that are gone."""

@@ -11,7 +11,7 @@ from ps_protocol.modes import Consistency
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, ranks_text, size_text
 from ps_runtime.retry import Peer
-from ps_server.core.sums import Agreement
+from ps_server.core.agreement import Agreement
 from ps_server.ops.columns import folded, lines_of
 from ps_server.ops.text import printable
 from ps_server.rpc.coordinator_client import CoordinatorClient

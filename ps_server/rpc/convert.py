@@ -21,11 +21,11 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import cluster_pb2, leases_pb2, membership_pb2, rounds_pb2, shard_pb2, types_pb2
 from ps_server.coordinator.rounds import GatherRequest, Standing
 from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.agreement import Agreement
 from ps_server.core.data_commits import Committed
 from ps_server.core.membership import Arrival, Counted, JoinRequest, JoinResult, Member, WorkerProcess
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, StoredPart, VersionRange
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
-from ps_server.core.sums import Agreement
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import figure_messages
 

@@ -11,7 +11,6 @@ pulls.py      Pulls: sent as soon as they are admitted; the others wait without 
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on
 segments.py   Mapping a worker's segment, without trusting what it says
-row_memory.py Workers' segments for rows, and what messages name in them
 shard.py      A shard: the jobs that it has, and what is asked of it
 snapshots.py  Taking a checkpoint of a job on one shard, beside training; copying tables for it in pieces
 stage_room.py Room for what optimizers keep in a later stage of a script

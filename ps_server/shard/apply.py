@@ -1,9 +1,9 @@
 """Applies what is staged: adds contributions and steps optimizers, one bucket in order, several buckets in parallel.
 
 The update rule (core/consistency.py) names a bucket's next operation: to add a contribution, or to step. A bucket is
-`busy` while a thread works on it; that thread continues until the rule names no operation. A table is one more bucket.
+`busy` while a thread works on it; that thread continues until the rule names no operation. So is a table.
 
-Where an update has its quorum and is held back for others, the time is kept here: the rule knows none.
+Where an update has all that it needs and is held back for others, the time is kept here: the rule knows none.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ps_protocol.errors import PSError
 from ps_runtime.background import note_error
 from ps_server.core.consistency import Add, Step
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import Hosted, HostedJob
+from ps_server.shard.job import HostedJob, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Task, Threads
@@ -27,7 +28,7 @@ log = logging.getLogger("ps_server")
 
 @dataclass(frozen=True)
 class Grace:
-    """An open update that waits for more than its quorum: that after `version`, until a time."""
+    """An open update that waits for more workers than it needs: that after `version`, until a time."""
 
     job: HostedJob
     version: int
@@ -43,87 +44,86 @@ class Updates:
         self._metrics = metrics
         self._clock = clock
         self._stopping = False
-        self._graces: dict[Hosted, Grace] = {}
+        self._graces: dict[HostedUnit[Any], Grace] = {}
 
     def stop(self) -> None:
         """Begins nothing more. What is begun is ended by the threads."""
         self._stopping = True
 
-    def schedule(self, job: HostedJob, buckets: Iterable[int]) -> None:
-        """Has the pending operations of these buckets done by apply threads."""
-        for index in buckets:
+    def schedule(self, job: HostedJob, units: Iterable[int]) -> None:
+        """Has the pending operations of these units done by apply threads."""
+        for index in units:
             task = self._due(job, index)
             if task is not None:
                 self._threads.submit(task)
 
-    def lend(self, job: HostedJob, buckets: Iterable[int]) -> None:
+    def lend(self, job: HostedJob, units: Iterable[int]) -> None:
         """As `schedule`, but the calling thread applies what there is, unless enough threads are at it already."""
-        self._threads.lend([task for index in buckets if (task := self._due(job, index)) is not None])
+        self._threads.lend([task for index in units if (task := self._due(job, index)) is not None])
 
     def _due(self, job: HostedJob, index: int) -> Task | None:
-        """Returns the task for a bucket; None if it has no operation to do, or a thread works on it already."""
-        bucket = job.parts[index]
+        """Returns the task for a unit; None if it has no operation to do, or a thread works on it already."""
+        hosted = job.units[index]
         with job.lock:
-            if bucket.busy or self._stopping:
+            if hosted.busy or self._stopping:
                 return None
-            if bucket.rule.next() is None:
-                self._note_grace(job, bucket)
+            if hosted.rule.next() is None:
+                self._note_grace(job, hosted)
                 return None
-            bucket.busy = True
-        return partial(self._apply, job, bucket)
+            hosted.busy = True
+        return partial(self._apply, job, hosted)
 
-    def _note_grace(self, job: HostedJob, bucket: Hosted) -> None:
-        """Begins the grace of a bucket's open update, if it has its quorum now. The caller holds the job's lock."""
-        rule = bucket.rule
-        if bucket.grace_of < rule.version and rule.waits_for_grace():
-            bucket.grace_of = rule.version
-            until = self._clock() + rule.consistency.quorum_grace
-            self._graces[bucket] = Grace(job, rule.version, until)
+    def _note_grace(self, job: HostedJob, hosted: HostedUnit[Any]) -> None:
+        """Begins the grace of a unit's open update, if it has all that it needs. The caller holds the job's lock."""
+        rule = hosted.rule
+        if hosted.grace_of < rule.version and (seconds := rule.grace()) is not None:
+            hosted.grace_of = rule.version
+            self._graces[hosted] = Grace(job, rule.version, self._clock() + seconds)
 
     def end_graces(self, now: float) -> None:
         """Has the updates made whose grace is over."""
-        for bucket, grace in list(self._graces.items()):
+        for hosted, grace in list(self._graces.items()):
             if grace.until <= now:
                 with grace.job.lock:
-                    if self._graces.get(bucket) is grace:
-                        del self._graces[bucket]
-                    bucket.rule.end_grace(grace.version)
-                self.schedule(grace.job, [bucket.index])
+                    if self._graces.get(hosted) is grace:
+                        del self._graces[hosted]
+                    hosted.rule.end_grace(grace.version)
+                self.schedule(grace.job, [hosted.index])
 
-    def _apply(self, job: HostedJob, bucket: Hosted) -> None:
-        """Does the operations of one bucket, one after the other, until the update rule names none."""
+    def _apply(self, job: HostedJob, hosted: HostedUnit[Any]) -> None:
+        """Does the operations of one unit, one after the other, until the update rule names none."""
         try:
             while True:
                 with job.lock:
-                    work = bucket.rule.next()
+                    work = hosted.rule.next()
                     if work is None:
-                        self._note_grace(job, bucket)
-                        bucket.busy = False
+                        self._note_grace(job, hosted)
+                        hosted.busy = False
                         return
-                    is_last = isinstance(work, Add) and bucket.completes(work)
-                with bucket.tensors:
+                    is_last = isinstance(work, Add) and hosted.unit.completes(work)
+                with hosted.tensors:
                     started = self._clock()
                     if isinstance(work, Add):
-                        bucket.add(work.contribution, is_last)
+                        hosted.unit.weights.add(work.contribution, is_last)
                         failpoint("contribution-added")
                     else:
-                        bucket.loans.recall()
-                        bucket.weights.step()
+                        hosted.recall()
+                        hosted.unit.weights.step()
                         failpoint("update-stepped")
                     self._metrics.applied(job.name, work, self._clock() - started)
                     with job.lock:
-                        job.state.done(bucket.index, work)
-                        releases = bucket.rule.releases(work)
+                        job.state.done(hosted.index, work)
+                        releases = hosted.rule.releases(work)
                         if isinstance(work, Step) and job.times.follows_any(work.ranks):
                             job.times.applied(
-                                zip(work.ranks, work.clocks, strict=True), bucket.index, self._pulls.now()
+                                zip(work.ranks, work.clocks, strict=True), hosted.index, self._pulls.now()
                             )
                     if job.snapshot_task is not None and isinstance(work, Step):
-                        job.look(bucket)
+                        job.look(hosted)
                 if releases:
-                    self._pulls.release(job, bucket)
+                    self._pulls.release(job, hosted)
         except Exception:
-            log.error("job %s: bucket %d cannot be applied", job.name, bucket.index)
+            log.error("job %s: bucket %d cannot be applied", job.name, hosted.index)
             note_error("apply")
             job.failure = PSError(f"job {job.name!r} failed on this shard; its log says why")
             self._pulls.fail(job, job.failure)

@@ -40,12 +40,11 @@ from ps_runtime.background import note_error
 from ps_runtime.memory import free_bytes
 from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
-from ps_server.core.budget import PrincipalBudget, Room, room_for
+from ps_server.core.budget import JobRoom, PrincipalBudget, room_for
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.placement import Place
-from ps_server.core.snapshot import RestoreProgress, StoredPart, TableSnapshot, VersionRange
-from ps_server.core.tables import joined
+from ps_server.core.snapshot import RestoreProgress, StoredPart, TableSnapshot, VersionRange, joined
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -322,10 +321,10 @@ class HostedJobs:
             failpoint("restore-half-read")
 
         try:
-            weights = {index: bucket.weights.flat for index, bucket in job.buckets.items()}
+            weights = {index: bucket.unit.weights.flat for index, bucket in job.buckets.items()}
             parts: dict[int, list[TableSnapshot]] = {index: [] for index in job.state.tables}
             snapshots = store.read_files(spec.name, files, read, weights, parts)
-            tables = {index: joined(each, job.state.tables.checker.place) for index, each in parts.items() if each}
+            tables = {index: joined(each, job.state.row_checker.place) for index, each in parts.items() if each}
             try:
                 job.state.execute(RestoreSnapshot(snapshots, request.last_incarnation, owned=True, tables=tables))
             except InvalidRequest as error:
@@ -422,7 +421,7 @@ class HostedJobs:
 def _warn_of_evicted(job: HostedJob) -> None:
     """Says in the log which tables of a restored job have room for fewer rows than were saved."""
     for table in job.state.tables.values():
-        rows = table.rows
+        rows = table.weights
         if rows.counts.evicted:
             log.warning(
                 "job %s: table %s has room for %d rows here, and %d were saved: those trained longest ago are "
@@ -432,7 +431,7 @@ def _warn_of_evicted(job: HostedJob) -> None:
 
 
 @contextlib.contextmanager
-def _making_room(name: str, room: Room, promised: int) -> Iterator[None]:
+def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
     """Raises LimitExceeded where a job comes to take more memory than is free.
 
     promised: bytes of what is free that jobs here are still to take

@@ -12,27 +12,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from ps_protocol.codecs import Cast
-from ps_protocol.errors import NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
+from ps_protocol.errors import InvalidRequest, NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import BucketSpec
-from ps_protocol.row_memory import RowMemory
-from ps_protocol.segment_layout import SegmentMap, segment_plan
-from ps_server.core.budget import Room
+from ps_protocol.row_ids import ID_BYTES
+from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pushed_bytes
+from ps_protocol.segment_layout import PAGE_BYTES, SegmentMap, segment_plan
+from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
-from ps_server.core.consistency import Add, UpdateRule
-from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.partition import JobPartition
+from ps_server.core.requests import RowsPull, RowsPush
 from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
-from ps_server.core.tables import RowsContribution, TableRows
-from ps_server.shard.loans import Loans
+from ps_server.core.tables import ShardTable
+from ps_server.core.unit import Unit
+from ps_server.shard.loans import Loan, Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter
@@ -88,66 +89,48 @@ class Feed(Protocol):
         """Ends the feed with an error."""
 
 
-class Trained(Protocol):
-    """Weights, as those need them that apply updates."""
-
-    def add(self, contribution: Any) -> None:
-        """Adds one contribution to the open update."""
-
-    def step(self) -> None:
-        """Makes an update with what was added."""
+U = TypeVar("U", bound=Unit[Any, Any, Any])
 
 
-@dataclass(eq=False)
-class Hosted:
-    """A bucket or a table, by its index, with the lock of its weights, its waiting pulls, and whether a thread is
-    applying its updates.
+class HostedUnit(Generic[U]):
+    """A unit of a job, a bucket or a table, with what it has while the shard runs.
 
-    loans: of its weights, to those that send them
-    grace_of: the version after which an update was held back last for more than its quorum
+    tensors:  guards its weights
+    loans:    of its weights, to those that send them; None: none was made yet
+    waiters:  its waiting pulls, by the number of the pull
+    busy:     a thread is applying its updates
+    grace_of: the version after which an update was held back last for more workers than it needs
     """
 
-    index: int
-    rule: UpdateRule[Any]
-    weights: Trained
-    tensors: AbstractContextManager[object]
-    loans: Loans = field(default_factory=Loans)
-    waiters: dict[int, Waiter] = field(default_factory=dict)  # by the number of the pull
-    busy: bool = False
-    grace_of: int = -1
+    def __init__(self, unit: U, tensors: AbstractContextManager[object]) -> None:
+        self.unit, self.tensors = unit, tensors
+        self.index, self.rule = unit.index, unit.rule
+        self.loans: Loans | None = None
+        self.waiters: dict[int, Waiter] = {}
+        self.busy, self.grace_of = False, -1
 
-    def completes(self, work: Add[Any]) -> bool:
-        """Whether the open update is complete with this, where that matters. The caller holds the job's lock."""
-        return False
+    def lend(self) -> AbstractContextManager[Loan]:
+        """Lends the weights to the calling thread, which holds `tensors`."""
+        if self.loans is None:
+            self.loans = Loans()
+        return self.loans.lend()
 
-    def add(self, contribution: Any, is_last: bool) -> None:
-        """Adds one contribution to the open update. is_last: what `completes` said of it"""
-        self.weights.add(contribution)
+    def recall(self) -> None:
+        """Returns when the weights may be changed. The caller holds `tensors`."""
+        if self.loans is not None:
+            self.loans.recall()
 
+    def begin_copy(self, lock: AbstractContextManager[object], now: Callable[[], float]) -> Snapshot | TableCopying:
+        """Returns a copy of it for a checkpoint, with the leased data in it. The caller holds `tensors`.
 
-@dataclass(eq=False)
-class HostedBucket(Hosted):
-    """A bucket."""
-
-    rule: UpdateRule[Gradient]
-    weights: DenseBucket
-
-    def completes(self, work: Add[Gradient]) -> bool:
-        """Whether the open update is complete with this, where that matters. The caller holds the job's lock."""
-        return self.weights.steps_in_pieces and self.rule.completes(work)
-
-    def add(self, contribution: Gradient, is_last: bool) -> None:
-        """Adds one contribution to the open update. is_last: what `completes` said of it"""
-        self.weights.add(contribution, is_last)
-
-    @property
-    def spec(self) -> BucketSpec:
-        """Its place in the layout."""
-        return self.weights.bucket
+        lock: of the job; now: the time, in seconds from anywhere
+        """
+        with lock:
+            committed = self.unit.committed()
+        return self.unit.snapshot(committed)
 
 
-@dataclass(eq=False)
-class HostedTable(Hosted):
+class HostedTable(HostedUnit[ShardTable]):
     """A table's rows on this shard.
 
     history: of its updates: see RowCursor in row_feeds.py
@@ -155,11 +138,18 @@ class HostedTable(Hosted):
     saved:   what parts of checkpoints have of it
     """
 
-    rule: UpdateRule[RowsContribution]
-    weights: TableRows
-    history: int = field(default_factory=_HISTORIES.__next__)
-    feeds: set[Feed] = field(default_factory=set)
-    saved: SavedParts = field(default_factory=SavedParts)
+    def __init__(self, unit: ShardTable) -> None:
+        # Without threads, what takes the lock for the rest of a copy is the thread that has begun it.
+        super().__init__(unit, threading.RLock())
+        self.history = next(_HISTORIES)
+        self.feeds: set[Feed] = set()
+        self.saved = SavedParts()
+
+    def begin_copy(self, lock: AbstractContextManager[object], now: Callable[[], float]) -> TableCopying:
+        """Begins a copy, which is completed in pieces between updates."""
+        with lock:
+            snapshot = self.unit.without_rows(self.unit.committed())
+        return begin_copy(self.unit.weights, self.tensors, snapshot, self.saved.base, now)
 
 
 @dataclass(eq=False)
@@ -213,20 +203,13 @@ class Narrowed:
 class HostedJob:
     """A run of a job on this shard."""
 
-    def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: Room) -> None:
+    def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: JobRoom) -> None:
         self.name, self.run = spec.name, run
         self.state = state
         self.lock = threading.Lock()
-        self.buckets = {
-            index: HostedBucket(index, bucket.rule, bucket.weights, threading.Lock())
-            for index, bucket in state.buckets.items()
-        }
-        tables = {
-            # Without threads, what takes the lock for the rest of a copy is the thread that has begun it.
-            index: HostedTable(index, table.rule, table.rows, threading.RLock())
-            for index, table in state.tables.items()
-        }
-        self.parts: dict[int, Hosted] = {**self.buckets, **tables}
+        self.buckets = {index: HostedUnit(bucket, threading.Lock()) for index, bucket in state.buckets.items()}
+        self.tables = {index: HostedTable(table) for index, table in state.tables.items()}
+        self.units: dict[int, HostedUnit[Any]] = {**self.buckets, **self.tables}
         self.of_workers = OfWorkers()
         self.plan = segment_plan(state.layout)
         self.narrowed = Narrowed()
@@ -241,12 +224,6 @@ class HostedJob:
     def mode(self) -> str:
         """The job's mode, for metrics."""
         return self.state.spec.mode
-
-    @property
-    def tables(self) -> dict[int, HostedTable]:
-        """The tables, by index."""
-        found = ((index, self.parts[index]) for index in self.state.tables)
-        return {index: table for index, table in found if isinstance(table, HostedTable)}
 
     def check_run(self, run: str) -> None:
         """Raises RunEnded for an earlier run of the job, NotFound for a later one; an empty run is any."""
@@ -263,6 +240,49 @@ class HostedJob:
         if attached is None or attached.incarnation != incarnation:
             raise NotShared(f"worker {rank} has attached no segment here")
         return attached.segment
+
+    def segment_bytes(self, row_bytes: int) -> int:
+        """Returns the size of a segment for so many bytes of rows; 0: for buckets.
+
+        Raises InvalidRequest for too many, or where there is no table.
+        """
+        if not row_bytes:
+            return self.plan.size
+        tables = len(self.state.spec.tables)
+        if not tables or row_bytes > MAX_ROW_BYTES:
+            raise InvalidRequest(
+                f"expected a segment for rows of at most {MAX_ROW_BYTES} bytes, in a job with tables; got one of "
+                f"{row_bytes}, and the job has {tables} tables"
+            )
+        return PAGE_BYTES + row_bytes
+
+    # What a worker has written in a segment for rows is copied before it is checked: it may write again at any time.
+
+    def with_payload(self, push: RowsPush) -> RowsPush:
+        """Returns a push with a copy of what it has in the worker's segment for rows."""
+        if push.place is None:
+            return push
+        dim = self.state.row_checker.table(push.table).rows.dim
+        memory = self._row_memory(push)
+        return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
+
+    def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
+        """Returns a pull with a copy of the ids that it has in the segment, and where its rows go: [n, dim]."""
+        if pull.places is None:
+            return pull, None
+        memory, (ids, count, rows) = self._row_memory(pull), pull.places
+        dim = self.state.row_checker.table(pull.table).rows.dim
+        payload = memory.array(ids, ID_BYTES * count, np.uint8).copy().data
+        return replace(pull, payload=payload), memory.rows(rows, count, dim)
+
+    def _row_memory(self, call: RowsPush | RowsPull) -> RowMemory:
+        """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
+        with self.lock:
+            self.state.check_worker(call.rank, call.incarnation, call.key)
+            attached = self.of_workers.row_memory.get(call.rank)
+        if attached is None or attached.incarnation != call.incarnation:
+            raise NotShared(f"worker {call.rank} has attached no segment for rows here")
+        return attached.memory
 
     def connect(self, rank: int, connected: Connected, key: bytes) -> Callable[[], None]:
         """Notes a worker's data connection, in place of an earlier one, which ends; returns what forgets it.
@@ -303,19 +323,7 @@ class HostedJob:
             del self.of_workers.segments[rank]
         for bucket in self.buckets.values():
             with bucket.tensors:
-                bucket.weights.own()
-
-    def snapshot(self, index: int, now: Callable[[], float]) -> Snapshot | TableCopying:
-        """Returns a copy of a bucket, or begins that of a table, with the leased data in it. The caller holds its
-        `tensors` lock."""
-        table = self.state.tables.get(index)
-        with self.lock:
-            committed = self.state.committed(index)
-            snapshot = None if table is None else table.without_rows(committed)
-        if table is None or snapshot is None:
-            return self.state.buckets[index].snapshot(committed)
-        part = self.tables[index]
-        return begin_copy(table.rows, part.tensors, snapshot, part.saved.base, now)
+                bucket.unit.weights.own()
 
     def begin_snapshot(self, task: SnapshotTask, refusal: Refusal | None = None, built_on: str = "") -> None:
         """Begins a snapshot in place of the last, unless that one is the same already. Raises as SnapshotTask.check.
@@ -326,30 +334,30 @@ class HostedJob:
         with self.lock:
             if self.snapshot_task is not None and self.snapshot_task.is_at_least(task):
                 return
-            for part in self.parts.values():
-                task.check(part.index, part.rule)
+            for unit in self.units.values():
+                task.check(unit.index, unit.rule)
             for table in self.tables.values():  # before a thread looks whether the task wants one
                 table.saved.build_on(built_on)
             before, self.snapshot_task, self.refusals.current = self.snapshot_task, task, refusal
             if refusal is not None and refusal.clock is None:
-                for part in self.parts.values():
-                    part.rule.close()
+                for unit in self.units.values():
+                    unit.rule.close()
         if before is not None:
             before.abandon()
         task.begin()
-        for part in self.parts.values():
-            with part.tensors:
-                self.look(part)
+        for unit in self.units.values():
+            with unit.tensors:
+                self.look(unit)
 
-    def look(self, bucket: Hosted) -> None:
-        """Has a bucket copied for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
+    def look(self, unit: HostedUnit[Any]) -> None:
+        """Copies a unit for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
         with self.lock:
-            task, refusal, rule = self.snapshot_task, self.refusals.current, bucket.rule
+            task, refusal, rule = self.snapshot_task, self.refusals.current, unit.rule
             settles = refusal is not None and refusal.clock is None
-            if task is None or not task.is_due(bucket.index, rule) or (settles and rule.next() is not None):
+            if task is None or not task.is_due(unit.index, rule) or (settles and rule.next() is not None):
                 return
             reached = rule.extent()
-        task.copy(bucket.index, reached)
+        task.copy(unit.index, reached)
 
     def look_at_tables(self) -> None:
         """Looks at all tables: with a worker that is gone, one may have all rows of a snapshot's clock."""
@@ -363,10 +371,10 @@ class HostedJob:
         task = self.snapshot_task
         return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)
 
-    def check_taken(self, rank: int, bucket: int, clock: int) -> None:
+    def check_taken(self, rank: int, unit: int, clock: int) -> None:
         """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
         refusal = self.refusals.current
-        if refusal is not None and refusal.covers(clock) and clock > self.parts[bucket].rule.staged.get(rank, 0):
+        if refusal is not None and refusal.covers(clock) and clock > self.units[unit].rule.staged.get(rank, 0):
             later = TryLater(f"job {self.name!r}: the servers are stopping, and the last checkpoint is being made")
             later.retry_after = REFUSED_SECONDS
             raise later
@@ -387,23 +395,23 @@ class HostedJob:
 
     def promised(self) -> int:
         """Returns the bytes that the job was admitted with and that are not taken yet."""
-        buckets = self.state.buckets
+        state = self.state
         optimizer = self._room.optimizer + self.stage_room.more
-        left = (optimizer - buckets.optimizer_bytes, self._room.staged - buckets.staged_bytes)
-        return sum(max(0, size) for size in left) + self.state.tables.promised_bytes
+        left = (optimizer - state.optimizer_bytes, self._room.staged - state.reserved_bytes)
+        return sum(max(0, size) for size in left) + state.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:
         """Returns how the job is on this shard."""
         with self.lock:
-            waiters = [waiter for part in self.parts.values() for waiter in part.waiters.values()]
+            waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
             sharing, connected = tuple(sorted(self.of_workers.segments)), tuple(sorted(self.of_workers.connected))
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
-            parameter_bytes=self.state.buckets.parameter_bytes,
-            optimizer_bytes=self.state.buckets.optimizer_bytes,
-            staged_bytes=self.state.buckets.staged_bytes + self.state.tables.staged_bytes,
+            parameter_bytes=self.state.parameter_bytes,
+            optimizer_bytes=self.state.optimizer_bytes,
+            staged_bytes=self.state.staged_bytes,
             version_min=low,
             version_max=high,
             clocks=clocks,
@@ -413,8 +421,8 @@ class HostedJob:
             departed_clocks=departed,
             sharing=sharing,
             connected=connected,
-            tables=self.state.tables.figures(),
-            agreement=self.state.buckets.agreement(),
+            tables=self.state.table_figures(),
+            agreement=self.state.agreement(),
         )
 
     def highest_incarnation(self) -> int:

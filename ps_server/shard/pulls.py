@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +22,14 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
+from ps_server.core.buckets import Bucket
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.requests import PullCall, RowsPull, TablePull
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.budgets import PulledBuckets
-from ps_server.shard.job import Hosted, HostedBucket, HostedJob, HostedTable
+from ps_server.shard.job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
-from ps_server.shard.row_memory import with_ids
 from ps_server.shard.segments import copy_out
 from ps_server.shard.waiting import (
     READER,
@@ -89,8 +90,9 @@ class Pulls:
         if stray:
             raise InvalidRequest(f"a pull wants bucket {min(stray)} whole, and does not ask for it")
         if incarnation != READER:
-            with job.lock:
-                job.state.check_worker(rank, incarnation, call.key)
+            if not shared:  # its segment was found only because it is live
+                with job.lock:
+                    job.state.check_worker(rank, incarnation, call.key)
         elif call.clock or shared:
             raise InvalidRequest(f"a caller that has not joined may only Pull at clock 0, got clock {call.clock}")
         return Pull(
@@ -112,11 +114,11 @@ class Pulls:
         self, job: HostedJob, call: RowsPull | TablePull, outbox: Outbox, principal: str
     ) -> tuple[Pull, int]:
         """Returns a pull of rows to `ask` for, and the index of its table. Raises what is wrong with it."""
-        checker = job.state.tables.checker
+        checker = job.state.row_checker
         checker.table(call.table)
         rows = None
         if isinstance(call, RowsPull):
-            call, rows = with_ids(job, call)
+            call, rows = job.with_ids(call)
         wanted = call if isinstance(call, TablePull) else checker.wanted(call)
         if call.incarnation != READER or isinstance(call, TablePull):
             with job.lock:
@@ -140,7 +142,7 @@ class Pulls:
         if not isinstance(wanted, TablePull):
             pull.id_bytes = wanted.nbytes
         elif not wanted.count_only:
-            weights = job.state.tables[index].rows
+            weights = job.state.tables[index].weights
             pull.copy_bytes = weights.nbytes + weights.in_file.nbytes
         return pull, index
 
@@ -157,15 +159,16 @@ class Pulls:
                 job.state.check_worker(pull.rank, pull.incarnation)
                 job.times.follow(pull.rank, pull.times_wanted)
             owed = {index: job.state.owed(index) for index in indices if pull.all_staged}
+            units, asked = job.units, [(pull.rank, pull.clock)]
             admissions = {
-                index: _with_owed(job, index, job.state.admit_all(index, [(pull.rank, pull.clock)])[0], owed.get(index))
+                index: _with_owed(units[index], units[index].unit.admit_all(asked)[0], owed.get(index))
                 for index in indices
             }
             waiting = [(index, admission) for index, admission in admissions.items() if not admission.admitted]
             times = {index: self._times(job, index, pull) for index in indices if pull.times_wanted}
             over = self._under_way.take(pull.principal, len(indices), bool(waiting), pull.id_bytes, pull.copy_bytes)
             for index, admission in waiting:
-                job.parts[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
+                units[index].waiters[pull.number] = Waiter(pull, admission, now, owed=owed.get(index, {}))
         if pull.with_pushes:
             self._with_pushes.append((job, pull))
 
@@ -181,20 +184,22 @@ class Pulls:
                 outbox.finish()
         for index, admission in admissions.items():
             if admission.admitted:
-                self._send(job, job.parts[index], pull, 0.0, times.get(index))
+                self._send(job, index, pull, 0.0, times.get(index))
 
     def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
         """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
         return job.times.of(pull.rank, index, pull.clock, self.now()) if pull.times_wanted else None
 
-    def _send(self, job: HostedJob, bucket: Hosted, pull: Pull, waited: float, times: BucketTimes | None) -> None:
+    def _send(self, job: HostedJob, index: int, pull: Pull, waited: float, times: BucketTimes | None) -> None:
+        if pull.wanted is None:
+            self._send_bucket(job, job.buckets[index], pull, waited, times)
+        else:
+            self._send_rows(job, job.tables[index], pull, waited)
+
+    def _send_bucket(
+        self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, waited: float, times: BucketTimes | None
+    ) -> None:
         buckets: tuple[PulledBucket, ...] = ()
-        if isinstance(bucket, HostedTable):
-            with job.lock:
-                pull.with_pushes = False  # rows say it
-            self._send_rows(job, bucket, pull, waited)
-            return
-        assert isinstance(bucket, HostedBucket)
         if pull.segment is None:
             pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times))
             with job.lock:
@@ -205,7 +210,7 @@ class Pulls:
             with job.lock:
                 pull.left -= 1
                 last = pull.left == 0
-                buckets = pull.landed(landed, bucket.spec.nbytes)
+                buckets = pull.landed(landed, bucket.unit.spec.nbytes)
                 seconds = pull.staged_seconds(self._clock()) if buckets else None
             if buckets:
                 (pull.outbox.tell_last if last else pull.outbox.tell)(Notice(buckets, seconds))
@@ -214,15 +219,15 @@ class Pulls:
             pull.outbox.finish()
 
     def _copy_out(
-        self, job: HostedJob, bucket: HostedBucket, pull: Pull, segment: SegmentMap, waited: float
+        self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, segment: SegmentMap, waited: float
     ) -> PulledBucket:
         """Writes one bucket into a segment: here and now, by the thread that stepped it, in whose cache it still is."""
-        spec = bucket.spec
+        spec = bucket.unit.spec
         target = segment.weight(spec)
         with bucket.tensors:
             version = bucket.rule.version
             _note_sent(job, bucket, pull)
-            copy_out(target, bucket.weights.flat)
+            copy_out(target, bucket.unit.weights.flat)
         failpoint("pull-half-sent")
         self._metrics.pulled(job.name, target.nbytes)
         return PulledBucket(
@@ -234,23 +239,23 @@ class Pulls:
 
     @contextlib.contextmanager
     def _lend(
-        self, job: HostedJob, bucket: HostedBucket, pull: Pull, waited: float, times: BucketTimes | None
+        self, job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull, waited: float, times: BucketTimes | None
     ) -> Iterator[Lent]:
         """Lends a bucket in the wire format of the job's weights, as it is now."""
-        spec = bucket.spec
+        spec = bucket.unit.spec
         codec: Codec = weight_codec(job.state.spec, spec)
         with contextlib.ExitStack() as until_sent:
             loan = None
             with bucket.tensors:
-                values, version = bucket.weights.flat, bucket.rule.version
+                values, version = bucket.unit.weights.flat, bucket.rule.version
                 _note_sent(job, bucket, pull)
-                sent = bucket.weights.sent
+                sent = bucket.unit.weights.sent
                 if sent is not None:
                     # The codes lead to this version from the one before, which a worker has that has come to it.
                     codes = sent.codes if version == pull.clock and spec.index not in pull.whole else None
                     codec, values = (plain_codec(spec), sent.flat.clone()) if codes is None else (codec, codes)
                 elif codec.keeps(spec):
-                    loan = until_sent.enter_context(bucket.loans.lend())
+                    loan = until_sent.enter_context(bucket.lend())
                 else:
                     assert isinstance(codec, Cast)  # blocks are those of `sent`
                     narrowed = job.narrowed.take(spec.index, version, values, codec)
@@ -273,6 +278,8 @@ class Pulls:
 
     def _send_rows(self, job: HostedJob, table: HostedTable, pull: Pull, waited: float) -> None:
         """Sends what a pull wants of a table on its outbox, then ends the stream."""
+        with job.lock:
+            pull.with_pushes = False  # rows say it
         if isinstance(pull.wanted, TablePull):
             self._send_table(job, table, pull, pull.wanted.count_only)
             pull.outbox.finish()
@@ -285,7 +292,7 @@ class Pulls:
                 PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
             )
         elif pull.wanted is not None:
-            rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.weights.dim))
+            rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim))
             for first in range(0, len(pull.wanted), rows):
                 some = pull.wanted[first : first + rows]
                 pull.outbox.lend(partial(self._lend_rows, job, table, pull, first, some, waited))
@@ -295,7 +302,7 @@ class Pulls:
         """Writes all rows into the worker's segment: here and now, by the thread that stepped them."""
         assert isinstance(pull.wanted, np.ndarray)
         with table.tensors:
-            trained, version = table.weights.pull(pull.wanted, rows), table.rule.version
+            trained, version = table.unit.weights.pull(pull.wanted, rows), table.rule.version
         self._metrics.pulled(job.name, rows.nbytes)
         save_state = job.saves_state(pull, version)
         count = len(pull.wanted)
@@ -305,9 +312,9 @@ class Pulls:
     def _lend_rows(
         self, job: HostedJob, table: HostedTable, pull: Pull, first: int, ids: Ids, waited: float
     ) -> Iterator[Lent]:
-        rows = torch.empty(len(ids), table.weights.dim, dtype=torch.float32, device="cpu")
+        rows = torch.empty(len(ids), table.unit.weights.dim, dtype=torch.float32, device="cpu")
         with table.tensors:
-            trained, version = table.weights.pull(ids, rows), table.rule.version
+            trained, version = table.unit.weights.pull(ids, rows), table.rule.version
             save_state = job.saves_state(pull, version)
         codec = row_codec(job.state.spec.weight_wire)
         payload = bytes_of(codec.encode(rows.view(-1)))
@@ -320,9 +327,9 @@ class Pulls:
 
     def _send_table(self, job: HostedJob, table: HostedTable, pull: Pull, count_only: bool) -> None:
         with table.tensors:
-            version, rows = table.rule.version, len(table.weights)
-            tensors = {} if count_only else table.weights.snapshot()
-        seed = table.weights.spec.initializer.seed
+            version, rows = table.rule.version, len(table.unit.weights)
+            tensors = {} if count_only else table.unit.weights.snapshot()
+        seed = table.unit.weights.spec.initializer.seed
         answer = PulledTable(table.index, version, rows, seed)
         if count_only:
             pull.outbox.tell(answer)
@@ -346,21 +353,21 @@ class Pulls:
         outbox.on_close(self._under_way.take(principal, len(buckets), waits=False))
         for bucket in buckets:
             with bucket.tensors:
-                names = bucket.weights.state_names()
+                names = bucket.unit.weights.state_names()
             for name in names:
                 outbox.lend(partial(_lend_state, bucket, name))
         outbox.finish()
 
-    def release(self, job: HostedJob, bucket: Hosted) -> None:
-        """Sends the bucket to every waiting pull that is admitted now, and ends those whose worker lost its place."""
-        if not bucket.waiters:
+    def release(self, job: HostedJob, unit: HostedUnit[Any]) -> None:
+        """Sends the unit to every waiting pull that is admitted now, and ends those whose worker lost its place."""
+        if not unit.waiters:
             return  # one that is added meanwhile looks for itself, under the lock that a change takes too
         lost: list[tuple[Pull, PSError]] = []
-        index = bucket.index
+        index = unit.index
         with job.lock:
             now = self._clock()  # not before: a pull that came meanwhile would have begun to wait later
             there: dict[int, Waiter] = {}
-            for number, waiter in bucket.waiters.items():
+            for number, waiter in unit.waiters.items():
                 pull = waiter.pull
                 try:
                     if pull.incarnation != READER:
@@ -370,15 +377,15 @@ class Pulls:
                 else:
                     there[number] = waiter
             pulls = [(waiter.pull.rank, waiter.pull.clock) for waiter in there.values()]
-            by_mode = zip(there.values(), job.state.admit_all(index, pulls), strict=True)
-            found = [(waiter, _with_owed(job, index, admission, waiter.owed)) for waiter, admission in by_mode]
+            by_mode = zip(there.values(), unit.unit.admit_all(pulls), strict=True)
+            found = [(waiter, _with_owed(unit, admission, waiter.owed)) for waiter, admission in by_mode]
             self._account(job, found, now)
             admitted = [
                 (waiter, self._times(job, index, waiter.pull)) for waiter in there.values() if waiter.admission.admitted
             ]
-            bucket.waiters = {number: waiter for number, waiter in there.items() if not waiter.admission.admitted}
+            unit.waiters = {number: waiter for number, waiter in there.items() if not waiter.admission.admitted}
         for waiter, times in admitted:
-            self._send(job, bucket, waiter.pull, waiter.waited, times)
+            self._send(job, index, waiter.pull, waiter.waited, times)
         for pull, reason in lost:
             pull.outbox.fail(reason)
 
@@ -402,15 +409,15 @@ class Pulls:
         """Lets go of a pull that is over: looks at its own buckets only, of which most are sent."""
         with job.lock:
             for index in indices:
-                job.parts[index].waiters.pop(pull.number, None)
+                job.units[index].waiters.pop(pull.number, None)
 
     def fail(self, job: HostedJob, error: PSError) -> None:
         """Ends every waiting pull of a job, and every feed, with an error."""
         job.end_feeds(error)
         with job.lock:
-            pulls = {number: waiter.pull for part in job.parts.values() for number, waiter in part.waiters.items()}
-            for part in job.parts.values():
-                part.waiters = {}
+            pulls = {number: waiter.pull for unit in job.units.values() for number, waiter in unit.waiters.items()}
+            for unit in job.units.values():
+                unit.waiters = {}
         for pull in pulls.values():
             pull.outbox.fail(error)
 
@@ -418,9 +425,9 @@ class Pulls:
         """Tells pulls that wait long which workers they wait for."""
         with job.lock:
             due = {
-                number: (waiter, part.index)
-                for part in job.parts.values()
-                for number, waiter in part.waiters.items()
+                number: (waiter, unit.index)
+                for unit in job.units.values()
+                for number, waiter in unit.waiters.items()
                 if now - waiter.pull.since >= NOTICE_AFTER_SECONDS
                 and now - waiter.pull.notified >= NOTICE_EVERY_SECONDS
             }
@@ -430,14 +437,14 @@ class Pulls:
             waiter.pull.outbox.tell(waiter.notice(index))
 
 
-def _with_owed(job: HostedJob, index: int, by_mode: Admission, owed: Mapping[int, int] | None) -> Admission:
-    """Returns the admission of a pull, given that of its mode. owed: what the bucket must have besides"""
-    return ALL_STAGED_APPLIED if owed and by_mode.admitted and not job.state.has(index, owed) else by_mode
+def _with_owed(unit: HostedUnit[Any], by_mode: Admission, owed: Mapping[int, int] | None) -> Admission:
+    """Returns the admission of a pull, given that of its mode. owed: what the unit must have besides"""
+    return ALL_STAGED_APPLIED if owed and by_mode.admitted and not unit.rule.has(owed) else by_mode
 
 
-def _note_sent(job: HostedJob, bucket: HostedBucket, pull: Pull) -> None:
-    """Notes, with a quorum, which version a worker gets. The caller holds the bucket's `tensors` lock."""
-    if job.state.spec.consistency.quorum is None:
+def _note_sent(job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull) -> None:
+    """Notes which version a worker gets, where the rule asks for it. The caller holds the bucket's `tensors` lock."""
+    if not bucket.rule.mixes_clocks:
         return
     with job.lock:
         live = job.state.roster.get(pull.rank)
@@ -446,12 +453,12 @@ def _note_sent(job: HostedJob, bucket: HostedBucket, pull: Pull) -> None:
 
 
 @contextlib.contextmanager
-def _lend_state(bucket: HostedBucket, name: str) -> Iterator[Lent]:
+def _lend_state(bucket: HostedUnit[Bucket], name: str) -> Iterator[Lent]:
     """Lends one kind of a bucket's optimizer state: a copy, so that training goes on while it is sent."""
     with bucket.tensors:
-        values, absent = bucket.weights.read_state(name)
-        version, stage = bucket.rule.version, bucket.weights.stage.number
-    yield Lent(PulledState(bucket.spec.index, version, name, absent, bytes_of(values), stage), loan=None)
+        values, absent = bucket.unit.weights.read_state(name)
+        version, stage = bucket.rule.version, bucket.unit.weights.stage.number
+    yield Lent(PulledState(bucket.index, version, name, absent, bytes_of(values), stage), loan=None)
 
 
 def wire_format_of(codec: Cast) -> str:

@@ -17,20 +17,9 @@ from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import (
-    Assign,
-    AssignRows,
-    BeginRows,
-    BucketCommand,
-    Commit,
-    Draft,
-    Stage,
-    Staged,
-    StageRows,
-)
+from ps_server.core.commands import Assign, PushCommand, Staged, UnitCommand
 from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush, TablePush
 from ps_server.failpoints import failpoint
-from ps_server.shard import row_memory
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -62,47 +51,65 @@ class Pushes:
 
         Where rows are in a segment, the calling thread applies what can be applied.
         """
-        staged, table = self._stage_rows(job, push, principal)
-        if staged.fresh:
-            in_segment = isinstance(push, RowsPush) and push.place is not None
-            (self._updates.lend if in_segment else self._updates.schedule)(job, [table])
-        return staged
+        fresh: list[int] = []
+        try:
+            return self._stage_rows(job, push, principal, fresh)
+        finally:
+            if isinstance(push, RowsPush) and push.place is not None:
+                self._updates.lend(job, fresh)
+            else:
+                self._updates.schedule(job, fresh)
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
         """Stages rows, then pulls rows of the same table; the calling thread applies what can be applied."""
         pull, table = self._pulls.check_rows(job, wanted, outbox, principal)
         pull.with_pushes = True
-        staged, _ = self._stage_rows(job, push, principal)
+        fresh: list[int] = []
         try:
+            self._stage_rows(job, push, principal, fresh)
             self._pulls.ask(job, pull, [table])
         finally:
-            if staged.fresh:
-                self._updates.lend(job, [table])
+            self._updates.lend(job, fresh)
 
-    def _stage_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str) -> tuple[Staged, int]:
-        """Stages rows; returns the index of their table, too."""
+    def _stage_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int]) -> Staged:
+        """Checks rows, and stages them. fresh: takes their table if something may be applied now"""
         try:
             with job.lock:
                 job.state.check_worker(push.rank, push.incarnation, push.key)
-            command: StageRows | AssignRows | BeginRows
+            command: UnitCommand
             if isinstance(push, TablePush):
-                command = job.state.tables.checker.beginning(push)
+                command = job.state.row_checker.beginning(push)
             else:
-                push = row_memory.with_payload(job, push)
-                command = job.state.tables.checker.push(push, principal)
-            failpoint("push-checked")
-            with job.lock:
-                if isinstance(command, StageRows | AssignRows):
-                    job.check_taken(command.rank, command.table, command.clock)
-                staged = job.state.execute(command)
+                push = job.with_payload(push)
+                command = job.state.row_checker.push(push, principal)
+            return self._stage(job, command, len(push.payload), fresh)
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise
-        failpoint("push-staged")
-        self._metrics.pushed(job.name, len(push.payload), staged)
+
+    def _stage(self, job: HostedJob, command: UnitCommand, size: int, fresh: list[int]) -> Staged:
+        """Stages what was checked, and sends what it admits.
+
+        size:  bytes of its payload
+        fresh: takes its unit if something may be applied now, whatever fails then: sent again, it is a repeat, and
+               nothing else would schedule it
+        """
+        failpoint("push-checked")
+        with job.lock:
+            if isinstance(command, PushCommand):
+                job.check_taken(command.rank, command.unit, command.clock)
+                if isinstance(command, Assign) and command.assignment.next is not None:
+                    job.stage_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
+            staged = job.state.execute(command)
+            if staged.fresh and isinstance(command, PushCommand) and job.times.follows_any((command.rank,)):
+                job.times.staged(command.rank, command.unit, command.clock, self._pulls.now())
         if staged.fresh:
-            self._pulls.release(job, job.parts[command.table])
-        return staged, command.table
+            fresh.append(command.unit)
+        failpoint("push-staged")
+        self._metrics.pushed(job.name, size, staged)
+        if staged.fresh:
+            self._pulls.release(job, job.units[command.unit])  # or they learn what they wait for now
+        return staged
 
     def exchange(self, job: HostedJob, call: PushCall, principal: str, wanted: PullCall, outbox: Outbox) -> None:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
@@ -114,7 +121,7 @@ class Pushes:
             return
         fresh: list[int] = []
         try:
-            self._stage_all(job, call, principal, fresh)
+            self._stage_all(job, call, principal, fresh, is_live=True)
             self._pulls.ask(job, pull, wanted.buckets)
         finally:
             self._updates.lend(job, fresh)
@@ -133,8 +140,7 @@ class Pushes:
                 raise TryLater(f"worker {rank} is handing over a segment already")
             job.of_workers.attaching.add(rank)
         try:
-            size = row_memory.segment_bytes(job, offer.row_bytes) if offer.row_bytes else job.plan.size
-            memory = attach(offer, size, self._shared_directory)
+            memory = attach(offer, job.segment_bytes(offer.row_bytes), self._shared_directory)
             with job.lock:
                 job.state.check_worker(rank, incarnation, key)
                 if offer.row_bytes:
@@ -145,40 +151,27 @@ class Pushes:
             with job.lock:
                 job.of_workers.attaching.discard(rank)
 
-    def _stage_all(self, job: HostedJob, call: PushCall, principal: str, fresh: list[int]) -> list[Staged]:
+    def _stage_all(
+        self, job: HostedJob, call: PushCall, principal: str, fresh: list[int], is_live: bool = False
+    ) -> list[Staged]:
         """Checks all, then stages each: one that is refused for what it holds leaves none behind.
 
-        fresh: takes the buckets that are staged, also those before another that was refused: when that one is sent
-               again, these are repeats, and nothing else would schedule them
+        fresh:   takes the buckets that are staged, also those before another that was refused
+        is_live: the worker was found to be live just now. If it is not any more, its commands are refused
         """
         answers: list[Staged] = []
         try:
-            with job.lock:
-                job.state.check_worker(call.rank, call.incarnation, call.key)
-            for command, size in _check(job, call, principal):
-                failpoint("push-checked")
+            if not is_live:
                 with job.lock:
-                    if isinstance(command, Stage | Draft | Assign | Commit):
-                        job.check_taken(command.rank, command.bucket, command.clock)
-                    if isinstance(command, Assign) and command.assignment.next is not None:
-                        job.stage_room.make(job.buckets[command.bucket].spec, command.assignment.next)
-                    staged = job.state.execute(command)
-                    if staged.fresh and job.times.follows_any((call.rank,)):
-                        job.times.staged(call.rank, command.bucket, call.clock, self._pulls.now())
-                answers.append(staged)
-                if staged.fresh:
-                    fresh.append(command.bucket)
-                failpoint("push-staged")
-                self._metrics.pushed(job.name, size, staged)
-                if staged.fresh:
-                    self._pulls.release(job, job.buckets[command.bucket])  # or they learn what they wait for now
+                    job.state.check_worker(call.rank, call.incarnation, call.key)
+            answers.extend(self._stage(job, *checked, fresh) for checked in _check(job, call, principal))
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise
         return answers
 
 
-def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[BucketCommand, int]]:
+def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[UnitCommand, int]]:
     """Returns the commands that stage a call, each with the bytes of its payload."""
     payloads = _payloads(job, call)
     return [

@@ -141,7 +141,7 @@ class RowFeed:
         codec = row_codec(job.state.spec.weight_wire)
         removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
         pieces: list[list[Buffer]] = [[], []]
-        rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.weights.dim))
+        rows, room = 0, (MESSAGE_BYTES - removed.nbytes) // (ID_BYTES + codec.size(table.unit.weights.dim))
         if not len(removed):
             room = max(1, room)
         while room > rows and not walk.is_over:
@@ -164,11 +164,11 @@ class RowFeed:
         now = self._clock()
         self._due, self._sign_due = now + self._period, now + max(self._period, SIGN_OF_LIFE_SECONDS)
         with table.tensors:
-            walk = table.weights.changes(self._since)
+            walk = table.unit.weights.changes(self._since)
             self._told = table.rule.version
         self._removed = walk.removed  # what may take long to put together, updates do not wait for
         self._walk = walk
-        return RoundBegin(walk.full, self._told, job.state.tables.checker.place.shards, table.weights.spec)
+        return RoundBegin(walk.full, self._told, job.state.row_checker.place.shards, table.unit.weights.spec)
 
 
 class RowFeeds:
@@ -232,7 +232,7 @@ class RowFeeds:
 
 
 def _table(job: HostedJob, name: str) -> HostedTable:
-    names = {job.state.tables[index].spec.rows.name: table for index, table in job.tables.items()}
+    names = {table.unit.spec.rows.name: table for table in job.tables.values()}
     if name not in names:
         known = ", ".join(repr(each) for each in sorted(names)) or "none"
         raise NotFound(f"job {job.name!r} has no table {name!r}; its tables: {known}")
@@ -240,7 +240,7 @@ def _table(job: HostedJob, name: str) -> HostedTable:
 
 
 def _number(job: HostedJob, table: HostedTable) -> int:
-    return table.index - job.state.tables.checker.first
+    return table.index - job.state.row_checker.first
 
 
 def _since(job: HostedJob, table: HostedTable, cursor: RowCursor | None) -> int | None:
@@ -250,9 +250,10 @@ def _since(job: HostedJob, table: HostedTable, cursor: RowCursor | None) -> int 
     """
     if cursor is None or cursor.history != table.history:
         return None
-    if cursor.table != _number(job, table) or cursor.version > table.weights.version:
+    version = table.unit.weights.version
+    if cursor.table != _number(job, table) or cursor.version > version:
         raise InvalidRequest(
-            f"expected a cursor of table {_number(job, table)} up to version {table.weights.version}, got one of table "
+            f"expected a cursor of table {_number(job, table)} up to version {version}, got one of table "
             f"{cursor.table} and version {cursor.version}"
         )
     return cursor.version

@@ -237,9 +237,9 @@ class Shard:
 
     def _roster_changed(self, job: HostedJob) -> None:
         job.look_at_tables()  # one may have all rows of a clock now
-        for part in job.parts.values():
-            self._pulls.release(job, part)
-        self._updates.schedule(job, job.parts)
+        for unit in job.units.values():
+            self._pulls.release(job, unit)
+        self._updates.schedule(job, job.units)
 
     # -- pushes and pulls --------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Shard:
         else:
             pull, indices = self._pulls.check(job, call, outbox, principal), call.buckets
         self._pulls.ask(job, pull, indices)
-        if pull.all_staged:  # with a quorum, an open update waits for no more now
+        if pull.all_staged:  # an open update may wait for no more now: see UpdateRule.owed
             self._updates.schedule(job, [index for index in indices if index in job.state.rules])
 
     def push_rows(self, push: RowsPush | TablePush, principal: str = "") -> Staged:
@@ -325,18 +325,20 @@ class Shard:
             return part
 
         def copy(index: int) -> Snapshot | TableCopying:
-            snapshot = hosted.snapshot(index, self._clock)
+            snapshot = hosted.units[index].begin_copy(hosted.lock, self._clock)
             if isinstance(snapshot, TableCopying):
                 saved[index] = snapshot.saved
             return snapshot
 
-        trained = {index: index in hosted.state.rules for index in hosted.parts}
+        trained = {index: unit.unit.is_trained for index, unit in hosted.units.items()}
         task = SnapshotTask(checkpoint, clock, trained, copy, write, self._threads, self._clock)
         seconds = max(refusal, hosted.refusals.seconds)
         newest = None if hosted.refusals.seconds else last_incarnation
         until = self._clock() + seconds
         hosted.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
-        self._updates.schedule(hosted, hosted.parts)  # with a quorum, what waited for more pushes
+        self._updates.schedule(
+            hosted, hosted.units
+        )  # what waited for more pushes may be made without: see UpdateRule.close
 
     def await_snapshot(self, job: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

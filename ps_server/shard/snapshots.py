@@ -23,7 +23,7 @@ from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater, anew
 from ps_runtime.background import note_error
 from ps_server.core.consistency import UpdateRule
 from ps_server.core.snapshot import Part, ShardSnapshot, Snapshot, TableSnapshot, VersionRange, union
-from ps_server.core.tables import TableRows
+from ps_server.core.table_rows import TableRows
 from ps_server.failpoints import failpoint
 from ps_server.shard.threads import Threads
 from ps_tables.copies import TableCopy

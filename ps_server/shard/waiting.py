@@ -43,8 +43,8 @@ class _Push:
 class PushTimes:
     """The last push of each bucket, of the workers of one job that record. The caller holds the job's lock.
 
-    A worker's next push of a bucket is staged only after its last one was applied: one of each is enough. With a quorum
-    the last one may be applied later; of that nothing is told.
+    A worker's next push of a bucket is mostly staged after its last one was applied: one of each is enough. Where the
+    last one is applied later, nothing is said of that.
     """
 
     def __init__(self) -> None:

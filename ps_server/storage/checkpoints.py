@@ -37,8 +37,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.framing import Buffer
 from ps_protocol.layout import BucketSpec
-from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, TableSnapshot
-from ps_server.core.tables import chained
+from ps_server.core.snapshot import BucketSnapshot, Part, Snapshot, StoredPart, TableSnapshot, chained
 from ps_server.failpoints import failpoint
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.disk import MAX_READ_BYTES, check_readable, pieces

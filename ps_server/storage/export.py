@@ -28,8 +28,7 @@ from ps_protocol.stages import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
 from ps_server.core.placement import Place
-from ps_server.core.snapshot import BucketSnapshot, TableSnapshot
-from ps_server.core.tables import joined
+from ps_server.core.snapshot import BucketSnapshot, TableSnapshot, joined
 from ps_server.storage.any_type import load_any, save_any
 from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_whole
 from ps_server.storage.files import check_directory

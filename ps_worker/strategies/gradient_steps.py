@@ -71,8 +71,6 @@ class GradientSteps:
         loop.assignments.find_weights()
         step = self._maker.end_empty() if index is None else self._maker.end(index)
         loop.gather_assignments(loop.participation.came_late and not loop.stepped, at_pass_begin)
-        if at_pass_begin and self._maker.tables.assigned():
-            loop.assignments.note_between_passes(loop.clock + 1)
         return Unfinished(step, loop.clock)
 
     def empty_step(self) -> None:

@@ -28,11 +28,10 @@ from ps_server.config import parse_every
 from ps_server.coordinator.timing import Timing
 from ps_server.core.buckets import Bucket
 from ps_server.core.commands import RestoreSnapshot
-from ps_server.core.consistency import Live, UpdateRule
-from ps_server.core.dense import DenseBucket, Gradient
+from ps_server.core.consistency import Live
+from ps_server.core.dense import Gradient
 from ps_server.core.partition import JobPartition
 from ps_server.core.snapshot import BucketSnapshot, Part, VersionRange, union
-from ps_server.core.sums import Scratch
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, optimizer_state_dict
 from ps_server.storage.manifest import Manifest
@@ -60,12 +59,10 @@ def spec_of(optimizer: str = "AdamW", values: HyperParameters | None = None) -> 
 
 
 def buckets_of(spec: JobSpec) -> list[Bucket]:
-    scratch = Scratch()
     layout = bucket_layout(spec.parameters, spec.bucket_bytes)
-    return [
-        Bucket(bucket, UpdateRule(spec.consistency, ROSTER), DenseBucket(spec, bucket, scratch))
-        for bucket in layout.buckets
-    ]
+    job = JobPartition(spec, range(len(layout.buckets)))
+    job.roster.update(ROSTER)
+    return list(job.buckets.values())
 
 
 def train(buckets: list[Bucket], steps: int, seed: int = 0) -> None:

@@ -186,7 +186,7 @@ def test_one_worker_trains_as_plain_torch_to_the_bit(shared: Cluster, job: str, 
 def staged_everywhere(cluster: Cluster, job: str, rank: int, clock: int) -> bool:
     """Whether every shard has taken all that a worker pushes up to a clock."""
     return all(
-        bucket.spec.frozen or bucket.rule.staged.get(rank, 0) >= clock
+        bucket.unit.spec.frozen or bucket.rule.staged.get(rank, 0) >= clock
         for shard in cluster.shards
         for bucket in shard.jobs()[job].buckets.values()
     )

@@ -112,8 +112,8 @@ def test_a_finished_job_gives_its_memory_back(cluster: Cluster) -> None:
             for job in shard.jobs().values()
             for thing in (
                 *(job, job.state),
-                *(bucket.weights for bucket in job.buckets.values()),
-                *(bucket.weights.flat for bucket in job.buckets.values()),
+                *(bucket.unit.weights for bucket in job.buckets.values()),
+                *(bucket.unit.weights.flat for bucket in job.buckets.values()),
             )
         ]
         assert len(held) > 100

@@ -108,14 +108,14 @@ def test_global_weights_wait_for_what_is_staged_and_for_no_worker(
         model, _ = counting(first)
         assert begun.wait(60)
         hosted = [(shard, shard._hosted.get(job, "")) for shard in shared.shards]
-        parts = [part for _, each in hosted for part in each.parts.values()]
+        parts = [part for _, each in hosted for part in each.units.values()]
         until(lambda: all(part.rule.staged.get(1) == 2 for part in parts), "rank 1's second push")
         saving.start()
         until(lambda: all(any(w.owed for w in part.waiters.values()) for part in parts), "rank 0's wait")
         assert not found
         holding.clear()
         for shard, each in hosted:
-            shard._updates.schedule(each, each.parts)
+            shard._updates.schedule(each, each.units)
         saving.join(60)
         thread.join(60)
         assert holds(found[0], 2), "rank 0 has made no step, and nobody waits for it"

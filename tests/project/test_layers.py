@@ -97,7 +97,18 @@ ONLY_IN = {
 }
 # All that the rules may import from outside: values, and the tensors they are about.
 _ARRAYS = {"numpy", "torch"}
-CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "hmac", "math", "typing", *_ARRAYS}
+CORE_MAY_IMPORT = {
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "hmac",
+    "math",
+    "typing",
+    *_ARRAYS,
+}
 MAY_READ_THE_ENVIRONMENT = {"ps_runtime", "ps_launch", "ps_server.failpoints"}
 
 

@@ -7,7 +7,7 @@ from ps_server.core.snapshot import VersionRange
 
 
 def account(**fields: object) -> StepAccounting:
-    return StepAccounting(aggregate=False, **fields)  # type: ignore[arg-type]
+    return StepAccounting(goes_back_together=False, **fields)  # type: ignore[arg-type]
 
 
 def test_a_new_process_does_not_make_what_its_rank_had_done_uncounted() -> None:
@@ -69,7 +69,7 @@ def test_steps_of_a_worker_that_was_gone_before_the_shard_count_once_and_in_sync
     assert steps.lost_steps == 44 - 38 + 5
     steps.joined(1, 50, 46)  # it was alive, and had done more
     assert steps.lost_steps == 46 - 38 + 5
-    together = StepAccounting(aggregate=True)  # the others make that step again, and nothing of it is missing
+    together = StepAccounting(goes_back_together=True)  # the others make that step again, and nothing of it is missing
     together.gone(1, 41)
     together.rolled_back(reached, heard={}, gone={1: 44})
     assert (together.lost_steps, together.redone_steps) == (0, 0)

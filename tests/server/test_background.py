@@ -86,7 +86,7 @@ def test_errors_in_a_shards_own_threads_are_counted(tmp_path: Path, monkeypatch:
     shard.begin_snapshot("job", "000001", None, "1")
     with pytest.raises(PSError, match="failed on this shard; its log says why"):
         shard.await_snapshot("job", "000001", SECONDS, "1")
-    bucket = shard.jobs()["job"].buckets[0].weights
+    bucket = shard.jobs()["job"].buckets[0].unit.weights
     monkeypatch.setattr(bucket, "add", fails)
     shard.push(PushCall("job", 0, 1, 1, (PushedBucket(0, PushKind.GRADIENT),), bytes(64), run="1"))
     until(lambda: background.errors()["apply"] > before["apply"])

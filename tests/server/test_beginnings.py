@@ -70,7 +70,7 @@ MESSAGES = (ask(), rows(0, 1), rows(1, 4), waiting())
 
 
 def send(job: JobPartition, message: TablePush) -> Staged:
-    staged = job.execute(job.tables.checker.beginning(message))
+    staged = job.execute(job.row_checker.beginning(message))
     apply(job)
     return staged
 
@@ -79,9 +79,9 @@ def apply(job: JobPartition) -> None:
     """Does what there is to do."""
     while (work := job.rules[0].next()) is not None:
         if isinstance(work, Add):
-            job.tables[0].rows.add(work.contribution)
+            job.tables[0].weights.add(work.contribution)
         else:
-            job.tables[0].rows.step()
+            job.tables[0].weights.step()
         job.done(0, work)
 
 
@@ -90,36 +90,36 @@ def push(job: JobPartition, rank: int = 1, count: int = 1) -> None:
     ids, counts = IDS[:1].numpy(), np.full(1, count, np.uint32)
     payload = ids.tobytes() + counts.tobytes() + np.ones((1, DIM), np.float32).tobytes()
     message = RowsPush("job", rank, rank + 1, 0, 1, RowPushKind.GRADIENT, payload, 0, 1, 1, {})
-    job.execute(job.tables.checker.push(message))
+    job.execute(job.row_checker.push(message))
     apply(job)
 
 
 def image(job: JobPartition) -> list[object]:
     """All that a message could change."""
     table = job.tables[0]
-    saved = {name: tensor.tolist() for name, tensor in table.rows.snapshot().items()}
+    saved = {name: tensor.tolist() for name, tensor in table.weights.snapshot().items()}
     coming = table.coming.incarnation, table.coming.beginning, table.coming.came
-    return [saved, coming, table.rule.initialised, table.rows.spec, table.rule.version]
+    return [saved, coming, table.rule.initialised, table.weights.spec, table.rule.version]
 
 
 def begun(job: JobPartition) -> dict[str, torch.Tensor]:
     for message in MESSAGES:
         send(job, message)
-    return job.tables[0].rows.snapshot()
+    return job.tables[0].weights.snapshot()
 
 
 def test_a_table_begins_with_all_that_came() -> None:
     job = running()
     answers = [send(job, message) for message in MESSAGES]
     assert [answer.fresh for answer in answers] == [False, False, False, True]
-    found = job.tables[0].rows.snapshot()
+    found = job.tables[0].weights.snapshot()
     for prefix in ("", "waiting."):
         here, there = found[f"{prefix}ids"].argsort(), WHOLE[f"{prefix}ids"].argsort()
         for name in (name for name in WHOLE if name.startswith("waiting.") == bool(prefix)):
             assert torch.equal(found[name][here], WHOLE[name][there]), name
     assert int(found["version"]) == 9
     out, unseen = torch.empty(1, DIM), np.array([12345])
-    job.tables[0].rows.pull(unseen, out)
+    job.tables[0].weights.pull(unseen, out)
     assert torch.equal(out, initial_rows(Initializer("uniform", 0.1, SEED), unseen, DIM)), "the seed came with them"
 
 
@@ -129,18 +129,18 @@ def test_pulls_and_pushes_wait_until_all_rows_are_here(mode: str) -> None:
     push(job)
     for message in MESSAGES[:-1]:
         send(job, message)
-        [admission] = job.admit_all(0, [(1, 0)])
+        [admission] = job.units[0].admit_all([(1, 0)])
         assert not admission.admitted
         assert admission.waiting_for == (0,)
         assert admission.reason == "rank 0 has not sent all rows yet that the table begins with"
         assert job.rules[0].version == 0, "what was pushed waits"
     send(job, MESSAGES[-1])
-    assert job.admit_all(0, [(1, 0)])[0].admitted
+    assert job.units[0].admit_all([(1, 0)])[0].admitted
     if mode == "sync":
         push(job, rank=0)
     assert job.rules[0].version == 1
     out = torch.empty(1, DIM)
-    job.tables[0].rows.pull(IDS[:1].numpy(), out)
+    job.tables[0].weights.pull(IDS[:1].numpy(), out)
     assert torch.equal(out, -1 / torch.sqrt(torch.tensor([[11.0, 12.0]])) + WHOLE["weights"][:1]), "with its state"
 
 
@@ -154,7 +154,7 @@ def test_messages_that_come_again_change_nothing() -> None:
         assert send(job, message).duplicate
         assert image(job) == before
     send(job, MESSAGES[3])
-    assert all(torch.equal(job.tables[0].rows.snapshot()[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(job.tables[0].weights.snapshot()[name], tensor) for name, tensor in expected.items())
     push(job)
     before = image(job)
     for message in (*MESSAGES, ask(beginning=Beginning(0, 1))):
@@ -170,14 +170,14 @@ def test_what_a_rank_0_has_sent_that_is_gone_is_dropped(is_told: bool) -> None:
     if is_told:
         job.execute(RemoveWorker(0, 1))
     job.execute(AddWorker(0, 9, 0))
-    assert len(job.tables[0].rows) == 0
+    assert len(job.tables[0].weights) == 0
     with pytest.raises(Fenced):
         send(job, rows(3, 4))
     with pytest.raises(OutOfOrder, match="row 3 came where row 0 comes next"):
         send(job, rows(3, 4, incarnation=9))
     for message in MESSAGES[1:]:
         send(job, replace(message, incarnation=9))
-    assert all(torch.equal(job.tables[0].rows.snapshot()[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(job.tables[0].weights.snapshot()[name], tensor) for name, tensor in expected.items())
 
 
 def broken() -> dict[str, tuple[TablePush, type[PSError], str]]:
@@ -249,7 +249,7 @@ def test_what_is_refused_changes_nothing(name: str) -> None:
     assert image(job) == before
     for message in MESSAGES[2:]:
         send(job, message)
-    assert len(job.tables[0].rows) == 4, "those that are right are taken after it"
+    assert len(job.tables[0].weights) == 4, "those that are right are taken after it"
 
 
 def test_more_rows_than_there_is_room_for_are_refused_before_any_is_taken() -> None:
@@ -281,16 +281,16 @@ def test_ids_that_wait_come_where_the_table_has_admission_and_no_more_than_fit()
     for first, count in ((0, 3), (3, 6)):
         part = {name: tensor[first : first + count] for name, tensor in many.items()}
         send(job, waiting(beginning=begins, first=4 + first, waiting=count, payload=encoded(part, {}), last=first == 3))
-    assert sorted(job.tables[0].rows.snapshot()["waiting.ids"].tolist())[:3] == [0, 1, 2]
-    assert len(job.tables[0].rows.snapshot()["waiting.ids"]) == 4
+    assert sorted(job.tables[0].weights.snapshot()["waiting.ids"].tolist())[:3] == [0, 1, 2]
+    assert len(job.tables[0].weights.snapshot()["waiting.ids"]) == 4
 
 
 def test_a_table_that_begins_with_nothing_has_the_updates_and_the_seed_that_came() -> None:
     job = running()
     send(job, ask(beginning=Beginning(9, SEED), last=True))
     assert job.rules[0].initialised
-    assert job.tables[0].rows.version == 9, "bias correction and expiry count on"
-    assert job.tables[0].rows.spec.initializer.seed == SEED
+    assert job.tables[0].weights.version == 9, "bias correction and expiry count on"
+    assert job.tables[0].weights.spec.initializer.seed == SEED
 
 
 def test_a_snapshot_has_the_seed_and_a_job_that_is_restored_takes_no_rows() -> None:
@@ -301,7 +301,7 @@ def test_a_snapshot_has_the_seed_and_a_job_that_is_restored_takes_no_rows() -> N
     other.execute(RestoreSnapshot({}, 9, tables={0: snapshot}))
     other.execute(AddWorker(0, 10, 0))
     assert image(other)[0] == image(job)[0]
-    assert other.tables[0].rows.spec.initializer.seed == SEED
+    assert other.tables[0].weights.spec.initializer.seed == SEED
     before = image(other)
     assert send(other, ask(incarnation=10)).duplicate
     assert image(other) == before

@@ -82,14 +82,16 @@ def test_with_any_budget_all_get_on_in_every_mode(
             if left[rank] and push(shard, rank, clock[rank], left[rank][0]):
                 left[rank].pop(0)
                 moved = True
-            if not left[rank] and all(shard.admit_all(i, [(rank, clock[rank])])[0].admitted for i in range(BUCKETS)):
+            if not left[rank] and all(
+                shard.units[i].admit_all([(rank, clock[rank])])[0].admitted for i in range(BUCKETS)
+            ):
                 clock[rank] += 1
                 left[rank] = pick.sample(range(BUCKETS), BUCKETS)
                 moved = True
                 if clock[rank] > last:
                     shard.execute(RemoveWorker(rank, rank + 1))
         # Beyond the limit there is at most what comes next, one a bucket; and what has shown that updates were empty.
-        assert shard.buckets.staged_bytes <= shard.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
+        assert shard.staged_bytes <= shard.staged_limit + (1 + (start > 0)) * BUCKETS * SIZE
         for index in pick.sample(range(BUCKETS), BUCKETS):
             while pick.random() < 0.7 and work_once(shard, index):
                 moved = True

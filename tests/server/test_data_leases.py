@@ -77,9 +77,9 @@ def test_a_snapshot_has_no_sample_that_is_not_in_the_weights_yet() -> None:
     work(job, 0)
     stage(job, push(0, 2, ranges=(one(4, 8),)))
     for _ in ("add", "step"):
-        assert job.committed(0) == {0: (0, [(0, 4)])}
+        assert job.units[0].committed() == {0: (0, [(0, 4)])}
         assert work_once(job, 0)
-    assert job.committed(0) == {0: (0, [(0, 8)])}
+    assert job.units[0].committed() == {0: (0, [(0, 8)])}
 
 
 def test_a_repeat_or_a_fenced_worker_commits_nothing() -> None:

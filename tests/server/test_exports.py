@@ -84,7 +84,7 @@ def test_an_export_takes_what_a_restore_takes_and_says_why(
     cluster.start_coordinator(CheckpointPolicy(damaged, restore=True))
     DirectWorker(cluster, SPEC, 0)
     buckets = cluster.shards[0].jobs()["job"].buckets.values()
-    restored = {float(each) for bucket in buckets for each in bucket.weights.flat}
+    restored = {float(each) for bucket in buckets for each in bucket.unit.weights.flat}
     for job in cluster.coordinator.jobs().values():
         job.end()
     cluster.stop()

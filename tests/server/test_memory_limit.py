@@ -26,9 +26,9 @@ from ps_server.core.dense import Gradient
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import PullCall
-from ps_server.core.tables import RowsContribution
+from ps_server.core.table_rows import RowsContribution
 from ps_server.core.validation import check_job_spec
-from ps_server.shard.job import Hosted
+from ps_server.shard.job import HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -159,7 +159,7 @@ def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pyt
         return JobSpec(name, (), "SGD", ({"lr": 0.1},), Consistency(0, aggregate=True), 4096, 2, tables=tables)
 
     def promised(name: str) -> int:
-        return shard.jobs()[name].state.tables.promised_bytes
+        return shard.jobs()[name].state.promised_bytes
 
     monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: 2**34)
     shard.create_job(with_table("announced", 100_000), [], "1", shards=2)
@@ -175,7 +175,7 @@ def test_rows_that_a_job_has_announced_are_kept_from_later_jobs(monkeypatch: pyt
     monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: room + others - 1)
     with pytest.raises(LimitExceeded, match=f"of which other jobs here still take {others}$"):
         shard.create_job(dense, [0], "1")
-    table = shard.jobs()["announced"].state.tables[0].rows
+    table = shard.jobs()["announced"].state.tables[0].weights
     ids = np.arange(10_000)
     table.add(RowsContribution((RowGradients(ids, np.ones(10_000, np.int64), torch.ones(10_000, 14)),)))
     table.step()
@@ -212,12 +212,12 @@ class Recording:
         return lambda *_: None
 
 
-class Watched(dict[int, Hosted]):
+class Watched(dict[int, HostedUnit[Any]]):
     """Counts what is looked at."""
 
     looks = 0
 
-    def __getitem__(self, index: int) -> Hosted:
+    def __getitem__(self, index: int) -> HostedUnit[Any]:
         self.looks += 1
         return super().__getitem__(index)
 
@@ -236,7 +236,7 @@ def test_a_pull_that_is_over_looks_at_its_own_buckets_only() -> None:
     for outbox in outboxes:
         shard.pull(PullCall("job", 0, 1, 5, (7, 8), run="1"), outbox)
     assert [len(job.buckets[index].waiters) for index in (6, 7, 8)] == [0, 3, 3]
-    job.parts = watched = Watched(job.parts)
+    job.units = watched = Watched(job.units)
     outboxes[1].close()
     assert watched.looks == 2
     assert [len(bucket.waiters) for index, bucket in watched.items() if index in (7, 8)] == [2, 2]

@@ -15,7 +15,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.dense import DenseBucket, Gradient
 from ps_server.core.sums import Scratch
-from ps_server.core.tables import RowsContribution, TableRows
+from ps_server.core.table_rows import RowsContribution, TableRows
 from ps_tables.contributions import RowGradients
 from tests.tools.raw_worker import vector_job
 
@@ -28,7 +28,8 @@ FIRST = 1.0  # the rate that the job begins with
 def rates_of_bucket(updates: list[Update]) -> list[object]:
     """The rate of each update of a bucket."""
     spec = replace(vector_job("job", "sync", 16, 0), consistency=Consistency(0, aggregate=True, quorum=2))
-    bucket = DenseBucket(spec, bucket_layout((ParameterSpec("w", (16,), "float32", 0),), 64).buckets[0], Scratch())
+    described = bucket_layout((ParameterSpec("w", (16,), "float32", 0),), 64).buckets[0]
+    bucket = DenseBucket(spec, described, Scratch(), mixes_clocks=True)
     rates = []
     for update in updates:
         for clock, rate in update:

@@ -269,18 +269,18 @@ def test_a_clock_that_a_worker_joined_at_is_no_push_of_its_in_a_checkpoint_eithe
 def test_a_buffer_is_sent_at_any_clock_once_it_is_there() -> None:
     job = JobPartition(job_spec("sync"), [0, FROZEN])
     job.execute(AddWorker(0, 1, 0))
-    assert not job.admit_all(FROZEN, [(0, 4)])[0].admitted
+    assert not job.units[FROZEN].admit_all([(0, 4)])[0].admitted
     stage(job, initial(FROZEN))
-    assert job.admit_all(FROZEN, [(0, 4)])[0].admitted
+    assert job.units[FROZEN].admit_all([(0, 4)])[0].admitted
     assert job.reached.versions() == (0, 0)
 
 
 def test_sizes_are_counted_in_bytes() -> None:
     job = running("sync", workers=2)
     stage(job, push(0, rank=1, incarnation=2))
-    assert job.buckets.parameter_bytes == 2 * 128 + 64
-    assert job.buckets.staged_bytes == 128, "held back for worker 0"
-    assert job.buckets.optimizer_bytes == 0
+    assert job.parameter_bytes == 2 * 128 + 64
+    assert job.staged_bytes == 128, "held back for worker 0"
+    assert job.optimizer_bytes == 0
 
 
 # -- simulated clusters ----------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_a_restored_bucket_goes_on_in_pieces(runs: list[int]) -> None:
 @pytest.mark.parametrize(("optimizer", "dtype"), [("AdamW", "float32"), ("SGD", "bfloat16"), ("SGD", "float64")])
 def test_others_step_as_a_whole(optimizer: str, dtype: str, runs: list[int]) -> None:
     buckets = both({"lr": 0.1}, optimizer=optimizer, dtype=dtype)
-    assert not buckets[0].steps_in_pieces
+    assert not buckets[0].wants_last
     for number in range(2):
         update(buckets, 2, number)
         assert alike(buckets)
@@ -246,6 +246,6 @@ def test_others_step_as_a_whole(optimizer: str, dtype: str, runs: list[int]) -> 
 
 def test_a_bucket_of_one_piece_steps_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     large = bucket({"lr": 0.1})
-    assert large.steps_in_pieces
+    assert large.wants_last
     monkeypatch.setattr(dense, "PIECE", large.flat.numel())
-    assert not bucket({"lr": 0.1}).steps_in_pieces
+    assert not bucket({"lr": 0.1}).wants_last

@@ -40,7 +40,7 @@ def test_a_gradient_beyond_the_norm_is_refused_by_name_and_changes_nothing_and_o
                 optimizer.step()
             finally:
                 assert torch.equal(shard.bucket(0).weights.flat[:4], model.weight.detach().flatten())
-                assert (shard.reached.versions(), shard.buckets.staged_bytes) == ((0, 0) if value > 1.0 else (1, 1), 0)
+                assert (shard.reached.versions(), shard.staged_bytes) == ((0, 0) if value > 1.0 else (1, 1), 0)
             return model.weight.detach()
 
     with pytest.raises(LimitExceeded, match=r"worker 0: .* bucket 0 has norm 3, and max-push-norm is 2"):

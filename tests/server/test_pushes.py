@@ -64,11 +64,11 @@ def test_a_push_that_is_refused_half_way_is_applied_so_far_and_whole_when_it_is_
     with pytest.raises(Backlogged, match="max-caller-bytes"):
         call(shard)
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 0], "what completed an update is not left lying"
-    assert buckets[0].weights.flat.tolist() == [-2.0] * 32
+    assert buckets[0].unit.weights.flat.tolist() == [-2.0] * 32
     told = call(shard)  # bucket 0 is a repeat, and there is room for bucket 1 now
     shard.push(call_of(push(1)))
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 1]
-    assert buckets[1].weights.flat.tolist() == [-2.0] * 32
+    assert buckets[1].unit.weights.flat.tolist() == [-2.0] * 32
     if call is push_and_pull:
         [notice] = told
         assert isinstance(notice, Notice)
@@ -98,7 +98,7 @@ def test_buckets_in_one_payload_are_each_stepped_by_their_own_part_and_skips_hav
     shard.push(several(payload(1.0), PushedBucket(0, PushKind.SKIP, frozenset({0})), gradient(1), rank=1))
     buckets = shard.jobs()["sums"].buckets
     assert versions_of(shard) == [1, 1]
-    assert [set(buckets[index].weights.flat.tolist()) for index in (0, 1)] == [{-0.5}, {-2.0}]
+    assert [set(buckets[index].unit.weights.flat.tolist()) for index in (0, 1)] == [{-0.5}, {-2.0}]
 
 
 @pytest.mark.parametrize("surplus", [-4, 4])

@@ -71,7 +71,7 @@ def restore(shard: Shard, name: str, last_incarnation: int, seconds: float = 30.
 
 def weights(shard: Shard) -> float:
     """The value of all weights."""
-    [value] = {float(each) for bucket in shard.jobs()["job"].buckets.values() for each in bucket.weights.flat}
+    [value] = {float(each) for bucket in shard.jobs()["job"].buckets.values() for each in bucket.unit.weights.flat}
     return value
 
 

@@ -58,8 +58,8 @@ def step(ids: np.ndarray = HERE[:0], clock: int = 1, rank: int = 0, skip: bool =
 
 def send(job: JobPartition, one: RowsPush) -> Staged:
     """Checks and stages, and does what there is to do then."""
-    staged = job.execute(job.tables.checker.push(one))
-    rule, rows = job.rules[0], job.tables[0].rows
+    staged = job.execute(job.row_checker.push(one))
+    rule, rows = job.rules[0], job.tables[0].weights
     while (work := rule.next()) is not None:
         if isinstance(work, Add):
             rows.add(work.contribution)
@@ -71,16 +71,19 @@ def send(job: JobPartition, one: RowsPush) -> Staged:
 
 def weights(job: JobPartition, ids: np.ndarray = HERE[:3]) -> list[float]:
     out = torch.empty(len(ids), DIM)
-    job.tables[0].rows.pull(ids, out)
+    job.tables[0].weights.pull(ids, out)
     return out[:, 0].tolist()
 
 
 def image(job: JobPartition) -> list[object]:
     """All that a message could change."""
     table = job.tables[0]
-    coming = {rank: (each.clock, each.total, sorted(each.parts)) for rank, each in table.assigned.items()}
-    room = [budget.bytes for budget in job._room]
-    return [coming, dict(table.pending), room, table.rule.version, dict(table.rule.staged), weights(job, HERE)]
+    coming = {
+        rank: (each.clock, each.step, each.assigned and (each.assigned.total, sorted(each.assigned.parts)))
+        for rank, each in table.pending.items()
+    }
+    room = job._room.bytes
+    return [coming, room, table.rule.version, dict(table.rule.staged), weights(job, HERE)]
 
 
 def test_an_update_begins_from_rows_that_are_set() -> None:
@@ -89,8 +92,8 @@ def test_an_update_begins_from_rows_that_are_set() -> None:
     assert weights(job) == [1.0] * 3, "they wait for their step"
     send(job, step(HERE[2:4]))
     assert weights(job, HERE[:4]) == [5.0, 5.0, 5.0 - RATE, 1.0], "an id gets a row, whatever admit_after says"
-    assert (len(job.tables[0].rows), job.tables[0].rows.version) == (3, 1)
-    assert [budget.bytes for budget in job._room] == [0, 0, 0]
+    assert (len(job.tables[0].weights), job.tables[0].weights.version) == (3, 1)
+    assert job._room.bytes == (0, 0, 0)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -163,7 +166,7 @@ def test_a_step_that_names_none_drops_what_has_come() -> None:
     send(job, assign())
     send(job, step(number=0))
     assert weights(job) == [1.0] * 3
-    assert (job.tables[0].assigned, [budget.bytes for budget in job._room]) == ({}, [0, 0, 0])
+    assert (job.tables[0].pending, job._room.bytes) == ({}, (0, 0, 0))
 
 
 @pytest.mark.parametrize("command", [RemoveWorker(0, 1), AddWorker(0, 2, 0)])
@@ -171,8 +174,8 @@ def test_what_is_set_goes_with_the_place_of_its_worker(command: AddWorker | Remo
     job = running("async")
     send(job, assign())
     job.execute(command)
-    assert job.tables[0].assigned == {}
-    assert [budget.bytes for budget in job._room] == [0, 0, 0]
+    assert job.tables[0].pending == {}
+    assert job._room.bytes == (0, 0, 0)
 
 
 def test_rows_that_make_room_are_those_trained_longest_ago() -> None:
@@ -182,7 +185,7 @@ def test_rows_that_make_room_are_those_trained_longest_ago() -> None:
     send(job, assign(HERE[4:6], clock=3))
     send(job, step(clock=3))
     assert weights(job, HERE[:6]) == [1.0, 1.0, 1.0 - RATE, 1.0 - RATE, 5.0, 5.0]
-    assert job.tables[0].rows.counts.evicted == 2
+    assert job.tables[0].weights.counts.evicted == 2
 
 
 REFUSED: dict[str, tuple[Callable[[], RowsPush], type[Exception], str]] = {

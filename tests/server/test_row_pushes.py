@@ -32,7 +32,7 @@ from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
-from ps_server.core.tables import table_size
+from ps_server.core.table_rows import table_size
 from ps_server.core.validation import check_job_spec
 from ps_tables.sizes import index_bytes
 
@@ -78,10 +78,10 @@ def skip(clock: int = 1, rank: int = 0, kind: RowPushKind = RowPushKind.SKIP) ->
 
 def send(job: JobPartition, one: RowsPush) -> Staged:
     """Checks and stages, and does what there is to do then."""
-    staged = job.execute(job.tables.checker.push(one))
+    staged = job.execute(job.row_checker.push(one))
     for index, rule in job.rules.items():
         while (work := rule.next()) is not None:
-            rows = job.tables[index].rows
+            rows = job.tables[index].weights
             if isinstance(work, Add):
                 rows.add(work.contribution)
             else:
@@ -92,17 +92,20 @@ def send(job: JobPartition, one: RowsPush) -> Staged:
 
 def weights(job: JobPartition, ids: np.ndarray = HERE[:3], table: int = 0) -> list[float]:
     out = torch.empty(len(ids), DIM)
-    job.tables[table].rows.pull(ids, out)
+    job.tables[table].weights.pull(ids, out)
     return out[:, 0].tolist()
 
 
 def image(job: JobPartition) -> list[object]:
     """All that a push could change."""
-    found: list[object] = [dict(job.roster), job.tables.staged_bytes, job._room.staged.bytes]
+    found: list[object] = [dict(job.roster), job.staged_bytes, job._room.staged.bytes]
     for table in job.tables.values():
         rule = table.rule
         found += [rule.version, dict(rule.staged), dict(rule.applied), list(rule.waiting), list(rule.added)]
-        found += [len(table.rows), {rank: dict(each.counts) for rank, each in table.pending.items()}]
+        found += [
+            len(table.weights),
+            {rank: sorted(each.step.parts) for rank, each in table.pending.items() if each.step},
+        ]
     return [*found, weights(job, HERE), weights(job, HERE, 1)]
 
 
@@ -112,7 +115,7 @@ def test_rows_are_stepped_with_the_mean_of_all_who_take_part() -> None:
     assert weights(job) == [1.0] * 3, "rank 0 is awaited"
     send(job, push(HERE[1:4], 4.0))
     assert weights(job, HERE[:5]) == [0.0, -2.0, -2.0, -1.0, 1.0]
-    assert len(job.tables[0].rows) == 4
+    assert len(job.tables[0].weights) == 4
 
 
 def test_a_worker_without_a_gradient_is_a_term_of_zeros_and_one_that_skips_is_none() -> None:
@@ -128,9 +131,9 @@ def test_an_update_without_any_gradient_is_none_of_the_table() -> None:
     send(job, skip(kind=RowPushKind.NO_GRADIENT))
     send(job, push(clock=2))
     assert job.rules[0].version == 2
-    assert int(job.tables[0].rows.snapshot()["version"]) == 1, "the expiry of rows counts those with a gradient"
+    assert int(job.tables[0].weights.snapshot()["version"]) == 1, "the expiry of rows counts those with a gradient"
     send(job, push(HERE[:0], clock=3))
-    assert int(job.tables[0].rows.snapshot()["version"]) == 2, "other shards have rows of this one"
+    assert int(job.tables[0].weights.snapshot()["version"]) == 2, "other shards have rows of this one"
 
 
 def parts(clock: int = 1, rank: int = 0) -> list[RowsPush]:
@@ -287,7 +290,7 @@ def test_hyper_parameters_hold_from_their_push_on() -> None:
 def test_pulls_that_make_no_sense_are_refused(change: dict[str, Any], said: str) -> None:
     job = running()
     with pytest.raises((InvalidRequest, NotFound), match=said):
-        job.tables.checker.wanted(replace(RowsPull("job", 0, 1, 0, 0, b""), **change))
+        job.row_checker.wanted(replace(RowsPull("job", 0, 1, 0, 0, b""), **change))
 
 
 def test_how_far_a_job_is_counts_its_tables() -> None:

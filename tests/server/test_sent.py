@@ -9,13 +9,12 @@ import torch
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.job import JobSpec
-from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_server.core.buckets import Bucket
 from ps_server.core.budget import room_for
-from ps_server.core.consistency import UpdateRule
-from ps_server.core.dense import Assignment, DenseBucket, Gradient
-from ps_server.core.sums import Scratch
+from ps_server.core.dense import Assignment, Gradient
+from ps_server.core.partition import JobPartition
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.checkpoint_files import read_buckets, write_checkpoint
 
@@ -30,8 +29,7 @@ def spec(wire: str) -> JobSpec:
 
 def bucket(wire: str) -> Bucket:
     job = spec(wire)
-    [described] = bucket_layout(job.parameters, job.bucket_bytes).buckets
-    return Bucket(described, UpdateRule(SYNC, {}), DenseBucket(job, described, Scratch()))
+    return JobPartition(job, [0]).buckets[0]
 
 
 def stepped(made: Bucket, number: int, assignment: Assignment | None = None) -> torch.Tensor | None:

@@ -288,10 +288,10 @@ def test_after_its_quorum_an_update_waits_for_the_others_until_the_grace_is_over
     bucket, _ = protocol("sync quorum 2 grace 1", 3)
     stage(bucket, 0, 1)
     drain(bucket)
-    assert not bucket.waits_for_grace()
+    assert bucket.grace() is None
     stage(bucket, 1, 1)
     assert drain(bucket)[-1] != "|"
-    assert bucket.waits_for_grace()
+    assert bucket.grace() is not None
     assert "grace" in admits(bucket, 0, 1).reason
     bucket.end_grace(bucket.version)
     assert drain(bucket) == ["|"]

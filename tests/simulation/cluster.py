@@ -436,11 +436,13 @@ class Cluster:
         for process in self.servers.shards:
             job = process.hosted().get(run.name)
             for bucket in job.buckets.values() if job is not None else ():
-                flat = bucket.weights.flat
+                flat = bucket.unit.weights.flat
                 if run.rules.late:
                     staged = [add.contribution.values for add in bucket.rule.waiting.values()]
-                    flat = flat - sum(each for each in [bucket.weights._open.sum.total, *staged] if each is not None)
-                view[bucket.spec.index] = flat[: view[0].numel()].view(view[0].shape)
+                    flat = flat - sum(
+                        each for each in [bucket.unit.weights._open.sum.total, *staged] if each is not None
+                    )
+                view[bucket.unit.spec.index] = flat[: view[0].numel()].view(view[0].shape)
         return view
 
 

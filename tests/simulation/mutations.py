@@ -27,17 +27,16 @@ from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.beginnings import Beginnable, ComingRows
-from ps_server.core.commands import BeginRows, Staged, StageRows
+from ps_server.core.commands import BeginRows, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import ADMITTED, Add, Admission, QuorumRule, Step, UpdateRule
-from ps_server.core.data_commits import DataCommits
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.dense import OpenUpdate, SentWeights
 from ps_server.core.membership import Counted, Membership, Rivals
 from ps_server.core.partition import JobPartition
-from ps_server.core.tables import TableRows, Tables
+from ps_server.core.table_rows import TableRows
+from ps_server.core.tables import ComingRows, ShardTable
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.job import HostedBucket, HostedJob
+from ps_server.shard.job import HostedJob, HostedUnit
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.terms import Terms
@@ -154,9 +153,9 @@ def answers_no_pull_that_waits(patch: pytest.MonkeyPatch) -> None:
     """A few updates on, none wakes the pulls that wait for it: a job stands still with which nothing is wrong."""
     release = Pulls.release
 
-    def forgetful(self: Pulls, job: HostedJob, bucket: HostedBucket) -> None:
-        if bucket.rule.version <= 5:
-            release(self, job, bucket)
+    def forgetful(self: Pulls, job: HostedJob, unit: HostedUnit[Any]) -> None:
+        if unit.rule.version <= 5:
+            release(self, job, unit)
 
     patch.setattr(Pulls, "release", forgetful)
 
@@ -372,41 +371,42 @@ REPAIRS = (
 
 def adds_a_message_twice(patch: pytest.MonkeyPatch) -> None:
     """A message of rows that comes again, while others of its step are missing, is added once more."""
-    stage = Tables.stage
+    stage = ShardTable.stage
 
-    def adding(self: Tables, command: StageRows, data: DataCommits) -> Staged:
-        pending = self[command.table].pending.get(command.rank)
-        if pending is not None and pending.clock == command.clock and command.first in pending.parts:
-            known = pending.parts[command.first]
-            pending.parts[command.first] = RowGradients(
-                known.ids, known.counts, known.gradients + command.rows.gradients
-            )
-        return stage(self, command, data)
+    def adding(self: ShardTable, command: StageRows) -> Staged:
+        pending = self.pending.get(command.rank)
+        if pending is not None and pending.step is not None and command.first in pending.step.parts:
+            known = pending.step.parts[command.first]
+            gradients = known.rows.gradients + command.rows.gradients
+            twice = RowGradients(known.rows.ids, known.rows.counts, gradients)
+            pending.step.parts[command.first] = replace(known, rows=twice)
+        return stage(self, command)
 
-    patch.setattr(Tables, "stage", adding)
+    patch.setattr(ShardTable, "stage", adding)
 
 
 def counts_a_repeated_push_twice(patch: pytest.MonkeyPatch) -> None:
     """A push of rows that comes again, when all of it is here, counts twice."""
-    stage = Tables.stage
+    execute = ShardTable.execute
 
-    def again(self: Tables, command: StageRows, data: DataCommits) -> Staged:
-        rule = self[command.table].rule
-        if rule.staged.get(command.rank) == command.clock == rule.applied.get(command.rank):
+    def again(self: ShardTable, command: UnitCommand) -> Staged:
+        rule = self.rule
+        is_repeat = isinstance(command, StageRows) and rule.staged.get(command.rank) == command.clock
+        if is_repeat and rule.applied.get(command.rank) == rule.staged[command.rank]:
             rule.staged[command.rank] -= 1
-        return stage(self, command, data)
+        return execute(self, command)
 
-    patch.setattr(Tables, "stage", again)
+    patch.setattr(ShardTable, "execute", again)
 
 
 def stages_the_first_message(patch: pytest.MonkeyPatch) -> None:
     """A push of rows is staged although messages of it are missing."""
-    stage = Tables.stage
+    stage = ShardTable.stage
 
-    def hasty(self: Tables, command: StageRows, data: DataCommits) -> Staged:
-        return stage(self, replace(command, first=0, total=command.count), data)
+    def hasty(self: ShardTable, command: StageRows) -> Staged:
+        return stage(self, replace(command, first=0, total=command.count))
 
-    patch.setattr(Tables, "stage", hasty)
+    patch.setattr(ShardTable, "stage", hasty)
 
 
 def leaves_rows_out_of_checkpoints(patch: pytest.MonkeyPatch) -> None:
@@ -433,12 +433,11 @@ def copies_tables_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def sends_rows_before_the_bound(patch: pytest.MonkeyPatch) -> None:
     """Rows are sent whatever their worker must not miss."""
-    admit_all = JobPartition.admit_all
 
-    def hasty(self: JobPartition, index: int, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
-        return [ADMITTED for _ in pulls] if index in self.tables else admit_all(self, index, pulls)
+    def hasty(self: ShardTable, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        return [ADMITTED for _ in pulls]
 
-    patch.setattr(JobPartition, "admit_all", hasty)
+    patch.setattr(ShardTable, "admit_all", hasty)
 
 
 def shifts_gradients_behind_refused_ids(patch: pytest.MonkeyPatch) -> None:
@@ -458,7 +457,7 @@ def begins_with_some_rows(patch: pytest.MonkeyPatch) -> None:
     """A table begins when the first of its rows are there, and not all."""
     take = ComingRows.take
 
-    def hasty(self: ComingRows, command: BeginRows, rows: Beginnable) -> bool:
+    def hasty(self: ComingRows, command: BeginRows, rows: TableRows) -> bool:
         is_new = take(self, command, rows)
         self.is_complete |= self.came > 0
         return is_new

@@ -42,13 +42,13 @@ def stage_any(shard: JobPartition, one: Push | RowsPush) -> bool:
     """Checks and stages; True if it was a repeat."""
     if isinstance(one, Push):
         return stage(shard, one)
-    return shard.execute(shard.tables.checker.push(one)).duplicate
+    return shard.execute(shard.row_checker.push(one)).duplicate
 
 
 def rows_on(shard: JobPartition, part: int) -> torch.Tensor:
     """The table's rows on a shard: [2, CELLS]"""
     rows = torch.empty(2, CELLS)
-    shard.tables[TABLE].rows.pull(IDS[part], rows)
+    shard.tables[TABLE].weights.pull(IDS[part], rows)
     return rows
 
 
@@ -191,13 +191,15 @@ class Simulation:
         if not shard.tables:
             return image(shard)
         table = shard.tables[TABLE]
-        pending = {rank: (each.clock, dict(each.counts)) for rank, each in table.pending.items()}
+        pending = {
+            rank: (each.clock, sorted(each.step.parts) if each.step else []) for rank, each in table.pending.items()
+        }
         rows = rows_on(shard, ON_SHARDS[self.shards.index(shard)])
         return [*image(shard), pending, dict(table.rule.staged), rows.tolist()]
 
     def pull(self, worker: Worker, index: int) -> bool:
         shard = self.home[index]
-        if not shard.admit_all(min(index, TABLE), [(worker.rank, worker.clock)])[0].admitted:
+        if not shard.units[min(index, TABLE)].admit_all([(worker.rank, worker.clock)])[0].admitted:
             return False
         self.check_pulled(worker, index, shard)
         worker.to_pull.discard(index)
@@ -236,7 +238,7 @@ class Simulation:
 
     def apply(self, index: int) -> bool:
         shard, item = self.home[index], self.rule(index).next()
-        weights: Any = shard.buckets[index].weights if index in TRAINED else shard.tables[TABLE].rows
+        weights = shard.units[min(index, TABLE)].weights
         if isinstance(item, Add):
             weights.add(item.contribution)
             values = item.contribution.values if index in TRAINED else item.contribution.rows[0].gradients

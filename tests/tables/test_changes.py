@@ -12,7 +12,7 @@ import torch
 from ps_protocol.modes import Consistency
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import JobTable
-from ps_server.core.tables import TableRows
+from ps_server.core.table_rows import TableRows
 from ps_tables.changes import Changes
 from ps_tables.entries import Entries
 from ps_tables.removed import LEAST_KEPT, RemovedIds
@@ -164,7 +164,7 @@ def test_a_table_that_was_restored_begins_anew() -> None:
     for _ in trained([first], 0, range(1, 30)):
         pass
     then.restore([first.partition.tables[0].snapshot()])
-    copy = Copy(since=then.partition.tables[0].rows.changes(None).version - 1)
+    copy = Copy(since=then.partition.tables[0].weights.changes(None).version - 1)
     copy.round(then.table)
     assert copy.rows == rows_of(then.table)
 

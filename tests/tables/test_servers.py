@@ -85,7 +85,7 @@ class Run:
 
 def rows_on(cluster: Cluster, job: str) -> list[int]:
     """How many rows each shard has."""
-    return [sum(len(table.rows) for table in shard.jobs()[job].state.tables.values()) for shard in cluster.shards]
+    return [sum(len(table.weights) for table in shard.jobs()[job].state.tables.values()) for shard in cluster.shards]
 
 
 def is_applied(cluster: Cluster, job: str = "default") -> bool:

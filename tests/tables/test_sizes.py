@@ -13,7 +13,7 @@ from ps_protocol.modes import Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.tables import table_size
+from ps_server.core.table_rows import table_size
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import index_bytes, record_bytes, rows_within
 from ps_tables.table import Table
@@ -60,7 +60,7 @@ def test_a_job_promises_memory_for_as_many_ids_that_wait_as_rows(max_rows: int) 
     if max_rows:
         assert with_them.rows == without.rows == 100_000
         job = JobSpec("job", (), "SGD", ({"lr": 1.0},), Consistency(None), 64, 1, tables=(waits,))
-        promised = JobPartition(job, [], place=place).tables.promised_bytes
+        promised = JobPartition(job, [], place=place).promised_bytes
         assert with_them.nbytes - 20_000 <= promised <= with_them.nbytes
     else:
         assert 0.4 * without.rows < with_them.rows < 0.7 * without.rows

@@ -84,7 +84,7 @@ class Cluster:
             with running.lock:
                 found[f"roster on {index}"] = dict(running.state.roster)
                 for number, bucket in running.buckets.items():
-                    rule, weights = bucket.rule, bucket.weights
+                    rule, weights = bucket.rule, bucket.unit.weights
                     found[f"bucket {number} on {index}"] = (
                         (rule.initialised, rule.version, dict(rule.staged), dict(rule.applied)),
                         (sorted(rule.waiting), list(rule.added), len(bucket.waiters)),

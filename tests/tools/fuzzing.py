@@ -189,11 +189,16 @@ class Target:
                 rule = bucket.rule
                 numbers = rule.initialised, rule.version, rule.staged, rule.applied, rule.added
                 remembered.update(repr((index, numbers, sorted(rule.waiting), bucket.busy)).encode())
-                remembered.update(bytes_of(bucket.weights.flat))
+                remembered.update(bytes_of(bucket.unit.weights.flat))
             for table in state.tables.values():
-                rule, pending = table.rule, sorted((rank, each.counts) for rank, each in table.pending.items())
+                rule, pending = (
+                    table.rule,
+                    sorted(
+                        (rank, sorted(each.step.parts if each.step else ())) for rank, each in table.pending.items()
+                    ),
+                )
                 coming = table.coming.incarnation, table.coming.beginning, table.coming.came, rule.initialised
-                numbers = rule.version, rule.staged, rule.applied, len(rule.added), len(table.rows), coming
+                numbers = rule.version, rule.staged, rule.applied, len(rule.added), len(table.weights), coming
                 remembered.update(repr((table.index, numbers, sorted(rule.waiting), pending)).encode())
         return remembered.digest()
 

@@ -74,7 +74,7 @@ def stage(job: JobPartition, one: Push) -> bool:
 
 def image(job: JobPartition) -> list[object]:
     """Everything a push could change."""
-    found: list[object] = [dict(job.roster), job.buckets.staged_bytes, job.buckets.optimizer_bytes]
+    found: list[object] = [dict(job.roster), job.staged_bytes, job.optimizer_bytes]
     for bucket in job.buckets.values():
         p = bucket.rule
         found += [p.version, p.initialised, dict(p.staged), dict(p.applied), list(p.waiting), list(p.added)]

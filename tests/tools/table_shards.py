@@ -14,8 +14,7 @@ from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPush
-from ps_server.core.snapshot import TableSnapshot
-from ps_server.core.tables import joined
+from ps_server.core.snapshot import TableSnapshot, joined
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import index_bytes, record_bytes
 
@@ -37,12 +36,12 @@ class TableShard:
         self.first = 1  # incarnation
         for rank in range(WORKERS):
             self.partition.execute(AddWorker(rank, rank + self.first, 0))
-        self.table = self.partition.tables[0].rows
+        self.table = self.partition.tables[0].weights
 
     def restore(self, parts: list[TableSnapshot]) -> None:
         """Goes on from what all shards had."""
         self.first += WORKERS
-        rows = joined(parts, self.partition.tables.checker.place)
+        rows = joined(parts, self.partition.row_checker.place)
         self.partition.execute(RestoreSnapshot({}, WORKERS, tables={0: rows}))
         for rank in range(WORKERS):
             self.partition.execute(AddWorker(rank, rank + self.first, None))
@@ -50,7 +49,7 @@ class TableShard:
     def push(self, rank: int, clock: int, contribution: RowGradients, parts: int = 1) -> None:
         """One worker's step, in messages of which the last one comes first."""
         for message in reversed(list(messages(rank, rank + self.first, clock, contribution, parts))):
-            self.partition.execute(self.partition.tables.checker.push(message))
+            self.partition.execute(self.partition.row_checker.push(message))
         rule = self.partition.rules[0]
         while (work := rule.next()) is not None:
             if isinstance(work, Add):

@@ -36,9 +36,9 @@ def cells(cluster: Cluster, job: str) -> torch.Tensor:
         until(lambda h=hosted: all(b.rule.next() is None for b in h.buckets.values()), "applying")  # type: ignore[misc]
         for bucket in hosted.buckets.values():
             with bucket.tensors:
-                for part in bucket.spec.slices:
+                for part in bucket.unit.spec.slices:
                     vector = found.setdefault(part.parameter, torch.zeros(hosted.state.spec.parameters[0].numel))
-                    values = bucket.weights.flat[part.offset : part.offset + part.length]
+                    values = bucket.unit.weights.flat[part.offset : part.offset + part.length]
                     vector[part.start : part.start + part.length] = values
     return torch.stack([vector for _, vector in sorted(found.items())])
 

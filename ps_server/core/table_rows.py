@@ -1,0 +1,239 @@
+"""A table's rows on one shard, what workers contribute to them, and how many of them there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.row_ids import Ids
+from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
+from ps_server.core.figures import RowCounts
+from ps_server.core.named_values import NamedValues, ValuesInUse
+from ps_server.core.placement import Place
+from ps_tables.changes import Changes
+from ps_tables.cold import PLACE_BYTES
+from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.copies import TableCopy
+from ps_tables.increments import newest
+from ps_tables.sizes import index_bytes, record_bytes, rows_within
+from ps_tables.table import Applied, Beyond, InFile, Table
+
+
+@dataclass(frozen=True)
+class RowsContribution:
+    """One worker's contribution to a table on this shard.
+
+    rows:     in the messages that they came in; empty where the step has none of this shard
+    assigned: rows that the script has set before the step, likewise: the update begins from them
+    present:  the step has a gradient for the table, here or on another shard
+    in_mean:  it is a term of the mean
+    values:   hyper-parameters to use from this update on
+    clock:    as in dense.Gradient
+    """
+
+    rows: tuple[RowGradients, ...] = ()
+    present: bool = True
+    in_mean: bool = True
+    values: HyperParameters | None = None
+    clock: int = 0
+    assigned: tuple[RowValues, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients, and of the rows that are set."""
+        return sum(rows.gradients.nbytes for rows in self.rows) + sum(rows.nbytes for rows in self.assigned)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step has no row of this shard."""
+        return not self.rows
+
+    def left_out(self) -> RowsContribution:
+        """Returns it without its gradient: as a step that no mean counts."""
+        return replace(self, rows=(), present=False, in_mean=False)
+
+    def owned(self) -> RowsContribution:
+        """Returns the same: what a worker has in a segment is copied before it is checked."""
+        return self
+
+
+class TableRows:
+    """The rows of one table on this shard, and the contributions to its open update. For one caller at a time.
+
+    An update in which no worker has a gradient makes none of the table: what expires is counted in those that do.
+
+    counts: of ids and rows; replaced as a whole: another thread reads them
+    """
+
+    def __init__(self, table: JobTable, capacity: int, salt: int, beyond: Beyond | None = None) -> None:
+        """capacity: rows; salt: of the index; beyond: where rows are that memory does not hold"""
+        self.dim = table.rows.dim
+
+        def made(spec: TableSpec) -> Table:
+            return Table(spec, table.optimizer, table.values, capacity, salt, beyond)
+
+        self._made, self._table = made, made(table.rows)
+        self._open: list[RowsContribution] = []
+        self._in_use = ValuesInUse()
+        self.counts = RowCounts()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def wants_last(self) -> bool:
+        """Whether `add` wants to know which contribution is the last: it never does."""
+        return False
+
+    def own(self) -> None:
+        """Does nothing: no contribution lies in a worker's memory."""
+
+    def add(self, contribution: RowsContribution, is_last: bool = False) -> None:
+        """Adds one contribution to the open update. The order of calls is the order of the sums."""
+        self._open.append(contribution)
+        self.counts += RowCounts(pushed=sum(len(rows) for rows in contribution.rows))
+
+    def step(self) -> None:
+        """Makes an update with the mean of what was added."""
+        added, self._open = self._open, []
+        if not any(each.present or each.assigned for each in added):
+            return
+        version = self._table.version + 1
+        for each in reversed(added):  # the first counts: in sync that is the lowest rank
+            for set_rows in each.assigned:
+                self._count(self._table.assign(set_rows, version))
+        parts = [rows for each in added for rows in each.rows]
+        update = RowGradients.union(parts) if parts else RowGradients.none(self.dim)
+        named = NamedValues()
+        for each in added:
+            if each.values is not None:
+                named.add(0, each.values, each.clock)
+        values = self._in_use.newer(named).get(0)
+        count = max(1, sum(each.in_mean for each in added))
+        self._count(self._table.apply(update, count, version, values))
+
+    def _count(self, done: Applied) -> None:
+        self.counts += RowCounts(
+            admitted=done.admitted,
+            expired=done.expired,
+            evicted=done.evicted,
+            waiting=done.waiting,
+            no_room=done.no_room,
+        )
+
+    def pull(self, ids: Ids, out: torch.Tensor) -> int:
+        """Reads rows; see Table.pull."""
+        before = self._table.in_file.read
+        found = self._table.pull(ids, out)
+        cold = self._table.in_file.read - before
+        self.counts += RowCounts(found=found, missing=len(ids) - found, cold=cold)
+        return found
+
+    @property
+    def spec(self) -> TableSpec:
+        """The table, with the seed that it has: that of the job, or the one that rank 0 or a snapshot brought."""
+        return self._table.spec
+
+    @property
+    def capacity(self) -> int:
+        """How many rows there may be now."""
+        return self._table.capacity
+
+    def begin(self, seed: int, version: int) -> None:
+        """Becomes empty, for rows that are to come. version: updates that have trained them"""
+        self._table = self._made(self.spec.seeded(seed))
+        self._table.version = version
+
+    def take(self, part: Mapping[str, torch.Tensor], more: int) -> None:
+        """Takes some of the rows that the table begins with; see Table.restore. more: how many come after these"""
+        self._table.restore(part, more=more)
+
+    @property
+    def in_file(self) -> InFile:
+        """What lies in a file; see Table.in_file."""
+        return self._table.in_file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; see Table.nbytes."""
+        return self._table.nbytes
+
+    @property
+    def version(self) -> int:
+        """Updates of the rows: those in which no worker had a gradient are not among them."""
+        return self._table.version
+
+    def changes(self, since: int | None) -> Changes:
+        """Returns a walk over what changed after a version; see Table.changes."""
+        return self._table.changes(since)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of all rows; see Table.snapshot."""
+        return self._table.snapshot()
+
+    def copy(self, since: int | None) -> TableCopy:
+        """Begins a copy that is taken in pieces; see Table.copy."""
+        return self._table.copy(since)
+
+    @property
+    def values(self) -> HyperParameters:
+        """The hyper-parameters of the last update."""
+        return self._table.values
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], values: HyperParameters, seed: int | None) -> None:
+        """Takes the rows of a snapshot, hyper-parameters, and the seed; see Table.restore.
+
+        Where there is room for fewer rows than when they were saved, those trained longest ago are evicted.
+        """
+        if seed is not None and seed != self.spec.initializer.seed:
+            self._table = self._made(self.spec.seeded(seed))
+        self._in_use = ValuesInUse()
+        fitting = newest(tensors, self._table.capacity)
+        self._table.restore(fitting, values)
+        self.counts += RowCounts(evicted=len(tensors["ids"]) - len(fitting["ids"]))
+
+
+@dataclass(frozen=True)
+class TableSize:
+    """How large a table may become on one shard.
+
+    rows:      all of them; in_memory: how many memory holds; in_file: for how many there is a file
+    nbytes:    of memory
+    """
+
+    rows: int
+    in_memory: int
+    nbytes: int
+    in_file: int = 0
+
+
+def table_size(table: JobTable, place: Place) -> TableSize:
+    """Returns how large a table may become: its share of max_rows, as far as memory holds them, and a file.
+
+    Where ids wait for admission, memory is to hold as many of these as rows.
+    """
+    record = record_bytes(table.rows, table.optimizer, table.values)
+    waits, memory = table.rows.admit_after > 1, place.table_bytes
+    share = min(MAX_ROWS, -(-table.rows.max_rows // place.shards) if table.rows.max_rows else MAX_ROWS)
+    fit = max(1, min(share, rows_within(memory, record, waits)))
+    in_memory = TableSize(fit, fit, fit * record + index_bytes(fit, waits))
+    if fit == share or not place.file_bytes:
+        return in_memory
+    # Wherever a row is, memory has its place in the index, and that its weights have: three quarters at most.
+    known, both = rows_within(3 * memory // 4, PLACE_BYTES, waits), memory + place.file_bytes
+    rows = min(share, known, rows_within(both, record + PLACE_BYTES, waits))
+    if rows <= fit:
+        return in_memory
+    left = memory - rows * PLACE_BYTES - index_bytes(rows, waits)
+    return TableSize(rows, left // record, memory, min(rows, place.file_bytes // record))
+
+
+def beyond_memory(table: JobTable, size: TableSize, place: Place) -> Beyond | None:
+    """Returns where the rows are that memory does not hold; None: it holds all."""
+    if not size.in_file or place.open_file is None:
+        return None
+    elements = record_bytes(table.rows, table.optimizer, table.values) // 4
+    return Beyond(place.open_file(elements, size.in_file), size.in_memory)

@@ -1,0 +1,220 @@
+"""A unit of a job on one shard: a bucket or a table. What both have in common is written here, once.
+
+    execute    takes a worker's command. A repeat of what was staged changes nothing
+    pending    what has come of a worker's next clock, and does not count yet: drafts, assignments, messages of a step
+    count      stages a contribution, with the leased data of its step, in place of what is pending
+    done       records that what the rule said comes next was done to the weights
+
+A unit's subclass says what its commands are, what is pending, and how its weights are saved. What a mode asks for is
+the rule's to say (consistency.py), and how many bytes may wait the room's (budget.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from ps_protocol.data import DataRange
+from ps_protocol.errors import InvalidRequest
+from ps_server.core.budget import StagingRoom
+from ps_server.core.commands import PushCommand, Staged, UnitCommand
+from ps_server.core.consistency import Add, Admission, Step, UpdateRule
+from ps_server.core.data_commits import UNUSED, Committed, DataCommits
+from ps_server.core.snapshot import Snapshot
+
+C = TypeVar("C", bound="Contribution")
+P = TypeVar("P", bound="Pending")
+W = TypeVar("W", bound="Trained[Any]")
+Added = TypeVar("Added", contravariant=True)
+
+
+class Contribution(Protocol):
+    """What one worker brings to one update."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradients, and of what its script has set."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no gradient for this unit."""
+
+    def owned(self) -> Any:
+        """Returns the same contribution in memory of this process."""
+
+    def left_out(self) -> Any:
+        """Returns it without its gradient: as a step that no mean counts."""
+
+
+class Trained(Protocol[Added]):
+    """The weights of a unit, with what trains them. For one caller at a time."""
+
+    def add(self, contribution: Added, is_last: bool = False) -> None:
+        """Adds one contribution to the open update. is_last: the update is complete with it, as it seems now"""
+
+    def step(self) -> None:
+        """Makes an update with the mean of what was added."""
+
+    def own(self) -> None:
+        """Copies what the open update borrowed of a worker's memory."""
+
+    @property
+    def wants_last(self) -> bool:
+        """Whether `add` wants to know which contribution is the last."""
+
+
+@dataclass
+class Pending:
+    """What one worker has sent to one unit for its next clock, and that does not count yet."""
+
+    clock: int
+
+
+class Unit(ABC, Generic[C, W, P]):
+    """A bucket or a table of a job on this shard. Not thread-safe, but for its weights, which have a lock of their own.
+
+    index:   among the buckets of the job, and behind them its tables
+    rule:    of its updates
+    pending: by rank; of one clock each
+    first:   what rank 0 sends before any push, as an error calls it
+    """
+
+    first: ClassVar[str]
+
+    def __init__(self, index: int, rule: UpdateRule[C], weights: W, room: StagingRoom, data: DataCommits) -> None:
+        self.index, self.rule, self.weights = index, rule, weights
+        self.pending: dict[int, P] = {}
+        self._room, self._data = room, data
+
+    # -- what workers push -----------------------------------------------------------------------------------------
+
+    def execute(self, command: UnitCommand) -> Staged:
+        """Carries out a command of a worker that may give it. Changes nothing if it raises what the command says."""
+        if isinstance(command, PushCommand):
+            if self.rule.is_repeat(command.rank, command.clock):
+                return self._duplicate()
+            if self._pending_at(command.rank, command.clock) is None:
+                self.drop_pending(command.rank)  # of another clock; before anything is reserved for this one
+            return self._push(command)
+        if command.rank != 0:
+            raise InvalidRequest(f"{self.first} are rank 0's to send, got them from rank {command.rank}")
+        return self._begin(command)
+
+    @abstractmethod
+    def _push(self, command: PushCommand) -> Staged:
+        """Takes what a worker pushes for its next clock."""
+
+    @abstractmethod
+    def _begin(self, command: UnitCommand) -> Staged:
+        """Takes what rank 0 sends for the unit to begin with."""
+
+    def _duplicate(self) -> Staged:
+        return Staged(self.rule.version, duplicate=True)
+
+    def _kept(self) -> Staged:
+        return Staged(self.rule.version, duplicate=False, kept=True)
+
+    def _clock_of(self, command: PushCommand) -> int:
+        """Returns the clock of a contribution, where an update may have several; else 0."""
+        return command.clock if self.rule.mixes_clocks else 0
+
+    def _reserve(self, command: PushCommand, size: int, borrowed: bool = False, is_here: bool = False) -> None:
+        """Reserves the bytes of a contribution. Raises Backlogged if there is no room for them.
+
+        What an update waits for is always taken: all that is staged may be waiting behind it. Where no update waits for
+        others (ssp, async), what is staged is applied without others' help, and there is room again.
+
+        is_here: as a draft, whose commit is never refused
+        """
+        self._room.stage(
+            self.index,
+            command.rank,
+            size,
+            command.principal,
+            borrowed=borrowed,
+            beside_drafts=self.rule.drafts_take_room,
+            always=lambda: is_here or self.rule.is_awaited(command.rank, command.clock),
+        )
+
+    def _reserve_assigned(self, command: PushCommand, size: int) -> None:
+        """Reserves the bytes of what a script has set. Raises Backlogged if there is no room for them."""
+        self._room.assign(
+            self.index,
+            command.rank,
+            size,
+            command.principal,
+            always=lambda: self.rule.is_awaited(command.rank, command.clock),
+        )
+
+    def _count(self, command: PushCommand, contribution: C, ranges: Sequence[DataRange]) -> Staged:
+        """Stages a contribution for which there is room, in place of what is pending of its worker.
+
+        Raises LimitExceeded, and changes nothing, where the ranges of leased data are in too many pieces.
+        """
+        rank = command.rank
+        use = self._data.use(self.index, ranges) if ranges else UNUSED
+        if self.pending.pop(rank, None) is not None:
+            self._room.release_pending(self.index, rank)
+        if use.spent:
+            contribution = contribution.left_out()
+        is_empty = contribution.is_empty
+        if is_empty:
+            self._room.staged.release(self.index, rank)
+        self.rule.stage(rank, command.clock, contribution, tuple(ranges))
+        return Staged(self.rule.version, duplicate=False, skipped=is_empty, use=use)
+
+    # -- what is pending -------------------------------------------------------------------------------------------
+
+    def _pending_at(self, rank: int, clock: int) -> P | None:
+        pending = self.pending.get(rank)
+        return pending if pending is not None and pending.clock == clock else None
+
+    def drop_pending(self, rank: int) -> None:
+        """Forgets what is pending of a worker."""
+        if self.pending.pop(rank, None) is not None:
+            self._room.release_pending(self.index, rank)
+
+    def let_go(self, rank: int) -> None:
+        """Forgets what is pending of a worker that is gone, and copies what is staged out of its memory."""
+        self.drop_pending(rank)
+        waiting = self.rule.waiting.get(rank)
+        if waiting is not None:
+            self.rule.waiting[rank] = replace(waiting, contribution=waiting.contribution.owned())
+
+    # -- what is applied -------------------------------------------------------------------------------------------
+
+    def completes(self, work: Add[C]) -> bool:
+        """Whether the open update is complete with this contribution, where its weights want to know."""
+        return self.weights.wants_last and self.rule.completes(work)
+
+    def done(self, work: Add[C] | Step) -> None:
+        """Records that what the rule said comes next has been done to the weights."""
+        self.rule.done(work)
+        if isinstance(work, Add):
+            self._room.staged.release(self.index, work.rank)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes staged and not yet part of an update."""
+        return sum(add.contribution.nbytes for add in list(self.rule.waiting.values()))
+
+    # -- pulls and snapshots ---------------------------------------------------------------------------------------
+
+    def admit_all(self, pulls: Sequence[tuple[int, int]]) -> list[Admission]:
+        """Returns for pulls, each a rank and a clock, whether it may be answered."""
+        return self.rule.admit_all(pulls)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer steps it."""
+        return True
+
+    def committed(self) -> Committed:
+        """Returns the leased data that is in the weights: without what is only staged."""
+        return self._data.of(self.index, self.rule.unapplied() if self.is_trained else ())
+
+    @abstractmethod
+    def snapshot(self, committed: Committed | None = None) -> Snapshot:
+        """Returns a copy of the unit as it is, with the leased data in it. The caller keeps it from being stepped."""
