@@ -42,7 +42,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker \
-	test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
+	test-release test-pythons test-floors test-newest audit sbom bench simulate fuzz lint format lock proto proto-release alerts \
 	reference docs dist clean
 
 help: ## list the targets
@@ -147,6 +147,11 @@ dist: .venv/dev.stamp .venv/release.stamp ## build the wheel and the sdist in di
 	@rm -rf dist build/lib *.egg-info
 	@$(IN_VENV)/python -m build --no-isolation --outdir dist
 	@$(IN_VENV)/python -m twine check --strict dist/*
+
+sbom: .venv/dev.stamp .venv/release.stamp ## list what the image and `make` install, torch apart: build/sbom.cdx.json (CycloneDX)
+	@mkdir -p build
+	@$(IN_VENV)/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --output-file build/sbom.cdx.json requirements.lock
 
 clean: ## remove what make made, except runs/
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -170,4 +170,6 @@ def test_only_the_job_that_publishes_can_publish() -> None:
     assert [name for name, job in jobs.items() if "id-token" in job["permissions"]] == ["publish"]
     assert not [step for step in jobs["publish"]["steps"] if "run" in step], "it runs nothing of the repository"
     assert jobs["publish"]["needs"] == "build"
+    uses = [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]]
+    assert uses.index("actions/attest") < uses.index("pypa/gh-action-pypi-publish"), "signed before it is published"
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
