@@ -41,7 +41,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes test-docker \
+.PHONY: help demo test test-long test-frameworks test-ray test-slurm test-remote test-browser test-javascript test-kubernetes test-docker \
 	test-release test-pythons test-floors test-newest audit sbom bench simulate fuzz lint format lock proto proto-release alerts \
 	reference docs dist clean
 
@@ -72,6 +72,9 @@ test-remote: .venv/dev.stamp .venv/remote-tests.stamp ## keep checkpoints in an 
 
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed
 	@$(IN_VENV)/python -m pytest -q -m browser tests/browser $(ARGS)
+
+test-javascript: .venv/dev.stamp .venv/javascript/stamp ## install a gRPC library for Node.js, and call servers with it
+	@$(IN_VENV)/python -m pytest -q tests/protocol/test_other_languages.py $(ARGS)
 
 test-kubernetes: .venv/dev.stamp .venv/kubernetes.stamp ## render and check deploy/kubernetes, and run its pods
 	@$(IN_VENV)/python -m pytest -q -m kubernetes tests/kubernetes $(ARGS)
@@ -197,6 +200,12 @@ INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_
 .venv-newest/stamp: .venv/dev.stamp
 	@$(IN_VENV)/python -m venv --clear .venv-newest
 	@$(call INSTALL_RANGE,.venv-newest,--upgrade)
+
+# In no package.json: the versions stand here alone. Their install scripts only print.
+.venv/javascript/stamp: Makefile $(IN_VENV)/python
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv/javascript \
+		@grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1
+	@touch $@
 
 .venv-audit/stamp: Makefile
 	@$(PYTHON) -m venv --clear .venv-audit
