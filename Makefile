@@ -41,8 +41,9 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser test-kubernetes \
-	test-docker test-release test-pythons test-floors test-newest audit bench simulate fuzz lint format lock proto proto-release alerts \
+.PHONY: help demo test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser \
+\ttest-javascript test-kubernetes test-docker test-release test-pythons test-floors test-newest audit sbom bench \
+\tsimulate fuzz lint format lock proto proto-release alerts \
 	reference docs dist clean
 
 help: ## list the targets
@@ -75,6 +76,9 @@ test-remote: .venv/dev.stamp .venv/remote-tests.stamp ## keep checkpoints in an 
 
 test-browser: .venv/dev.stamp .venv/browser.stamp ## look at the page in Chromium, which has to be installed
 	@$(IN_VENV)/python -m pytest -q -m browser tests/browser $(ARGS)
+
+test-javascript: .venv/dev.stamp .venv/javascript/stamp ## install a gRPC library for Node.js, and call servers with it
+	@$(IN_VENV)/python -m pytest -q tests/protocol/test_other_languages.py $(ARGS)
 
 test-kubernetes: .venv/dev.stamp .venv/kubernetes.stamp ## render and check deploy/kubernetes, and run its pods
 	@$(IN_VENV)/python -m pytest -q -m kubernetes tests/kubernetes $(ARGS)
@@ -151,6 +155,11 @@ dist: .venv/dev.stamp .venv/release.stamp ## build the wheel and the sdist in di
 	@$(IN_VENV)/python -m build --no-isolation --outdir dist
 	@$(IN_VENV)/python -m twine check --strict dist/*
 
+sbom: .venv/dev.stamp .venv/release.stamp ## list what the image and `make` install, torch apart: build/sbom.cdx.json (CycloneDX)
+	@mkdir -p build
+	@$(IN_VENV)/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --output-file build/sbom.cdx.json requirements.lock
+
 clean: ## remove what make made, except runs/
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -195,6 +204,12 @@ INSTALL_RANGE = $(if $(RANGE_TORCH),$(1)/bin/python -m pip -qq install '$(RANGE_
 .venv-newest/stamp: .venv/dev.stamp
 	@$(IN_VENV)/python -m venv --clear .venv-newest
 	@$(call INSTALL_RANGE,.venv-newest,--upgrade)
+
+# In no package.json: the versions stand here alone. Their install scripts only print.
+.venv/javascript/stamp: Makefile $(IN_VENV)/python
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv/javascript \
+		@grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1
+	@touch $@
 
 .venv-audit/stamp: Makefile
 	@$(PYTHON) -m venv --clear .venv-audit

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
@@ -18,6 +18,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import caller_name, in_pool, may_see, what_the_caller_sees
+from ps_server.rpc.permissions import REFLECTION_V1
 from ps_server.rpc.streams import ResponseStream, Send
 from ps_server.rpc.views import Views, ViewStream
 
@@ -93,5 +94,21 @@ def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in ("", *services):
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    _add_reflection_v1(names, server)
     return servicer
+
+
+def _add_reflection_v1(names: tuple[str, ...], server: grpc.Server) -> None:
+    """Serves reflection by its newer name, which grpcio-reflection does not have yet.
+
+    It is not among the services that are listed: clients ask for the files of all those, and nobody here has its file.
+    """
+    answer = grpc.stream_stream_rpc_method_handler(
+        reflection.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": answer})
+    server.add_generic_rpc_handlers((handler,))

@@ -55,6 +55,9 @@ def _service(module: Any, name: str, roles: Roles, **exceptions: Roles) -> dict[
     return {f"/{service.full_name}/{method.name}": exceptions.get(method.name, roles) for method in service.methods}
 
 
+# The name that newer clients ask for first. Its messages are those of v1alpha, byte for byte.
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
 METHODS: dict[str, Roles] = {
     **_service(data_pb2, "DataService", _WORKERS, Pull=_WORKERS | {Role.READER}, PullRows=_WORKERS | {Role.READER}),
     **_service(feed_pb2, "FeedService", _WORKERS | _LOOKING),
@@ -66,6 +69,7 @@ METHODS: dict[str, Roles] = {
     **_service(shard_pb2, "ShardService", _CLUSTER, GetShardStatus=_LOOKING),
     **_service(health_pb2, "Health", _LOOKING, Check=EVERYONE),
     **_service(reflection_pb2, "ServerReflection", _LOOKING),
+    f"/{REFLECTION_V1}/ServerReflectionInfo": _LOOKING,
 }
 
 

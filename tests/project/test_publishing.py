@@ -59,10 +59,12 @@ def test_links_of_the_readme_lead_to_files_of_the_version() -> None:
 
 
 def test_every_dependency_says_what_it_is_for() -> None:
-    block = PYPROJECT[PYPROJECT.index("dependencies = [") : PYPROJECT.index("[project.scripts]")]
-    entries = re.findall(r'^  ".+$', block, re.MULTILINE)
+    block = PYPROJECT[PYPROJECT.index("dependencies = [") : PYPROJECT.index("[tool.setuptools")]
+    entries = re.findall(r'^  ["{].+$', block, re.MULTILINE)
     assert len(entries) > 30
-    assert [entry for entry in entries if not re.fullmatch(r'  ".+",\s+# .{5,}', entry)] == []
+    assert [
+        entry for entry in entries if not re.fullmatch(r'  (?:".+"|{include-group = ".+"}),\s+# .{5,}', entry)
+    ] == []
 
 
 def test_every_page_of_the_docs_is_in_the_menu() -> None:
@@ -170,4 +172,6 @@ def test_only_the_job_that_publishes_can_publish() -> None:
     assert [name for name, job in jobs.items() if "id-token" in job["permissions"]] == ["publish"]
     assert not [step for step in jobs["publish"]["steps"] if "run" in step], "it runs nothing of the repository"
     assert jobs["publish"]["needs"] == "build"
+    uses = [step["uses"].partition("@")[0] for step in jobs["publish"]["steps"]]
+    assert uses.index("actions/attest") < uses.index("pypa/gh-action-pypi-publish"), "signed before it is published"
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()

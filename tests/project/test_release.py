@@ -165,6 +165,18 @@ def test_strangers_can_run_the_tests_of_the_sdist(sdist: Path) -> None:
     assert re.search(r"\d\d passed", said)
 
 
+def test_the_list_of_parts_has_each_locked_version(tmp_path: Path) -> None:
+    """Made as `make sbom` makes it."""
+    recipe = re.findall(r"-m (cyclonedx_py .*?)--output-file", (ROOT / "Makefile").read_text().replace("\\\n", ""))[0]
+    file = tmp_path / "sbom.json"
+    call(sys.executable, "-W", "ignore", "-m", *recipe.split(), "--output-file", file, ROOT / "requirements.lock")
+    found = json.loads(file.read_text())
+    assert found["bomFormat"] == "CycloneDX"
+    assert found["metadata"]["component"]["name"] == "ps-torch"
+    locked = re.findall(r"^([a-z0-9-]+)==([^ ]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert {(part["name"], part["version"]) for part in found["components"]} == set(locked)
+
+
 # -- the site --------------------------------------------------------------------------------------------------------
 
 

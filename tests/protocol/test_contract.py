@@ -16,6 +16,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from ps_protocol.v1 import job_pb2, jobs_pb2, types_pb2
@@ -102,6 +103,24 @@ def test_health_and_reflection_know_every_service_of_a_server(
         for service in ("", *services):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_answers_by_its_newer_name_as_by_the_older_one(channels: dict[str, grpc.Channel]) -> None:
+    asked = reflection_pb2.ServerReflectionRequest
+    questions = [asked(list_services=""), asked(file_containing_symbol="ps_protocol.v1.DataService")]
+    for channel in channels.values():
+        answers = [
+            list(
+                channel.stream_stream(
+                    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                    asked.SerializeToString,
+                    reflection_pb2.ServerReflectionResponse.FromString,
+                )(iter(questions), timeout=20)
+            )
+            for version in ("v1alpha", "v1")
+        ]
+        assert answers[0] == answers[1]
+        assert answers[0][1].file_descriptor_response.file_descriptor_proto
 
 
 def test_a_client_made_from_reflection_alone_registers_a_job(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import nn
 
@@ -26,7 +27,7 @@ from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.calls_in_flight import HEARTBEAT
 from ps_server.rpc.health_client import is_serving
-from ps_server.rpc.permissions import EVERYONE, METHODS, Permission, Principal, Role
+from ps_server.rpc.permissions import EVERYONE, METHODS, REFLECTION_V1, Permission, Principal, Role
 from ps_server.rpc.receiving import KINDS
 from ps_worker.cluster.reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster
@@ -37,6 +38,7 @@ MakeCluster = Callable[..., Cluster]
 ROLES = ("worker:mine", "reader", "admin", "cluster")
 TOKENS = {name: f"{name}-token-of-some-length".replace(":", "-") for name in ROLES}
 SECONDS = 20.0
+REFLECTION = f"/{REFLECTION_V1}/ServerReflectionInfo"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,17 @@ def services(cluster: Cluster) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_method_of_every_service_is_in_the_table(guarded: Cluster) -> None:
-    assert {path for path, _ in services(guarded)} == set(METHODS)
+    assert {path for path, _ in services(guarded)} == set(METHODS) - {REFLECTION}
+
+
+def test_reflection_by_its_newer_name_needs_the_same_roles(guarded: Cluster) -> None:
+    service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    [method] = service.methods
+    assert METHODS[REFLECTION] == METHODS[f"/{service.full_name}/{method.name}"]
+    assert isinstance(_call(guarded, REFLECTION, method, Access()), Unauthenticated)
+    worker = next(name for name in TOKENS if name.startswith("worker"))
+    assert isinstance(_call(guarded, REFLECTION, method, carrying(worker)), Forbidden)
+    assert _call(guarded, REFLECTION, method, carrying("reader")) is None
 
 
 def test_methods_that_are_named_for_how_they_are_received_are_there() -> None:
