@@ -42,9 +42,8 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser \
-\ttest-javascript test-kubernetes test-docker test-release test-pythons test-floors test-newest audit sbom bench \
-\tsimulate fuzz lint format lock proto proto-release alerts \
-	reference docs dist clean
+	test-javascript test-kubernetes test-docker test-release test-pythons test-floors test-newest audit sbom bench \
+	simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,18 +51,18 @@ help: ## list the targets
 demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, in about two minutes
 	@$(IN_VENV)/python examples/demo.py $(ARGS)
 
-# Two at a time, because tests of clusters wait more than they compute. Each takes the next tests of one half, so that a
-# file's tests share what it has started, and the one that is done first takes over some of the other's.
+# Three at a time on 2 cores, because tests of clusters wait for a third of their time. Each takes the next tests of one
+# third, so that a file's tests share what it has started, and the one that is done first takes over some of another's.
 test: .venv/dev.stamp ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
-	  -n 2 --dist worksteal $(ARGS)
+	  -n 3 --dist worksteal $(ARGS)
 
 test-long: .venv/dev.stamp ## run the tests that start many processes one after the other, or wait for leases
-	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 3 --dist worksteal $(ARGS)
 
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
-	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 2 --dist worksteal $(ARGS)
+	@$(IN_VENV)/python -m pytest -q -m 'repeat and not (docker or kubernetes or remote)' -n 3 --dist worksteal $(ARGS)
 
 test-frameworks: .venv/dev.stamp .venv/frameworks.stamp ## install Lightning, Hugging Face's Trainer and trackers, and train with them
 	@$(IN_VENV)/python -m pytest -q -m frameworks $(FRAMEWORK_TESTS) $(ARGS)
@@ -93,13 +92,13 @@ test-release: .venv/dev.stamp .venv/release.stamp ## build wheel, sdist and site
 	@$(IN_VENV)/python -m pytest -q -m release tests/project $(ARGS)
 
 test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
-	@.venv-floors/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
+	@.venv-floors/bin/python -m pytest -q -m 'not (long or repeat)' $(RANGE_TESTS) $(ARGS)
 
 test-pythons: .venv/dev.stamp ## what needs no torch, on each Python from 3.10 to 3.13 that is here
 	@$(IN_VENV)/python -m tests.tools.pythons
 
 test-newest: .venv-newest/stamp ## the same part, with the newest versions that there are
-	@.venv-newest/bin/python -m pytest -q $(RANGE_TESTS) $(ARGS)
+	@.venv-newest/bin/python -m pytest -q -m 'not (long or repeat)' $(RANGE_TESTS) $(ARGS)
 
 audit: .venv-audit/stamp ## look for known vulnerabilities in what is locked
 	@.venv-audit/bin/python -m tests.tools.audit requirements.lock requirements-dev.lock

@@ -93,7 +93,7 @@ class Background:
         self._started = True
 
     def repeat(self, name: str, seconds: float, work: Callable[[], object]) -> None:
-        """Calls `work` every `seconds` seconds in its own thread. Raises TryLater if the system has no thread to give."""
+        """Calls `work` every `seconds` seconds in its own thread. Raises TryLater if no thread can be started."""
 
         def run() -> None:
             while not self._stopping.wait(seconds):
