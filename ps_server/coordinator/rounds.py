@@ -78,7 +78,7 @@ class JobRounds:
     """
 
     def __init__(self, members: JobMembers, cluster: Cluster, save: Callable[[], object], owner: Owner) -> None:
-        self._room = cluster.rounds_room.part(owner)
+        self._room = cluster.rounds_room.of_job(owner)
         self._rounds = Rounds(cluster.limits.round_bytes)
         self._members, self._save, self._timing, self._clock = members, save, cluster.timing, cluster.clock
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Memory that all jobs share: no principal's jobs have more than half of it, so that others find room."""
+"""Memory that all jobs share. The jobs of one principal get at most half of it, so that others find room."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from ps_server.core.limits import share
 
 @dataclass(eq=False)
 class Owner:
-    """The principal that began a job; empty: nobody knows, as after a coordinator's restart."""
+    """The principal that began a job. The name is empty if it is unknown, as after a restart of the coordinator."""
 
     name: str = ""
 
 
 class SharedRoom:
-    """Bytes of all jobs together. Thread-safe.
+    """A budget of bytes for all jobs together. Thread-safe.
 
-    limit: of these; None: none
-    flag:  by which it is set; what: the bytes are of
+    limit: the budget in bytes; None: no limit
+    flag: the flag that sets it, for error texts
+    what: the name of these bytes, for error texts
     """
 
     def __init__(self, limit: int | None, flag: str = "max-all-state-bytes", what: str = "workers' states") -> None:
         self._limit = math.inf if limit is None else limit
         self._flag, self._what = flag, what
-        self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        self._jobs: weakref.WeakSet[JobShare] = weakref.WeakSet()
         self._lock = threading.Lock()
 
-    def part(self, owner: Owner) -> Part:
-        """Returns the part of one job. owner: of the job"""
-        part = Part(self, owner)
+    def of_job(self, owner: Owner) -> JobShare:
+        """Returns the share of one job, which is empty at first."""
+        job = JobShare(self, owner)
         with self._lock:
-            self._parts.add(part)
-        return part
+            self._jobs.add(job)
+        return job
 
-    def hold(self, part: Part, more: int) -> None:
-        """Notes that a part has so many bytes more, or fewer. Raises LimitExceeded, and notes nothing, past a limit."""
-        owner = part.owner.name
+    def hold(self, job: JobShare, more: int) -> None:
+        """Adds `more` bytes to a job's share; a negative number frees some.
+
+        Raises LimitExceeded, and changes nothing, if the budget or the half of one principal is exceeded.
+        """
+        owner = job.owner.name
         with self._lock:
             if more > 0:
-                held = sum(other.held for other in self._parts)
+                held = sum(other.held for other in self._jobs)
                 if held + more > self._limit:
                     raise LimitExceeded(
                         f"{self._flag} is {self._limit}, the coordinator has {held} bytes of {self._what}, "
                         f"and got {more} more"
                     )
-                own = sum(other.held for other in self._parts if other.owner.name == owner)
+                own = sum(other.held for other in self._jobs if other.owner.name == owner)
                 if owner and own + more > share(self._limit):
                     raise LimitExceeded(
                         f"{owner} has {own} bytes of {self._what}, and sent {more} more: half of {self._flag}, "
                         f"{self._limit}, is for one principal's jobs"
                     )
-            part.held += more
+            job.held += more
 
 
-class Part:
-    """What one job has of a room. held: bytes; owner: whose it is"""
+class JobShare:
+    """The bytes that one job has of a SharedRoom. owner: the principal that they count for"""
 
     def __init__(self, room: SharedRoom, owner: Owner) -> None:
         self._room, self.owner, self.held = room, owner, 0
 
     def hold(self, more: int) -> None:
-        """Notes that it has so many bytes more, or fewer. Raises LimitExceeded, and notes nothing, past a limit."""
+        """Adds `more` bytes; a negative number frees some. Raises LimitExceeded, and changes nothing, past a limit."""
         self._room.hold(self, more)

@@ -45,7 +45,7 @@ class WorkerStates:
     """
 
     def __init__(self, room: SharedRoom, owner: Owner | None = None) -> None:
-        self._room = room.part(owner or Owner())
+        self._room = room.of_job(owner or Owner())
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
         self._left: dict[int, tuple[int, bytes] | None] = {}  # by rank that has left, its state then

@@ -172,8 +172,9 @@ def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
         return error.error
     if isinstance(error, PSError):
         return error
-    # grpcio's own health and reflection services raise this for methods that they do not implement.
-    if isinstance(error, NotImplementedError):
+    # Generated servicers raise this for methods that they do not implement, as grpcio's own health service does. torch
+    # raises the same class for an element type that it cannot compute with, and that is a fault of the handler.
+    if isinstance(error, NotImplementedError) and str(error) == "Method not implemented!":
         return Unsupported("this server does not have that method")
     return metrics.fault(error)
 
