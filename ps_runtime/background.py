@@ -127,9 +127,9 @@ class Background:
             self.run(name, work)
 
     def later(self, name: str, seconds: float, work: Callable[[], object]) -> bool:
-        """Calls `work` once, after so many seconds, in a thread of its own; not if `stop` comes first.
+        """Calls `work` once, after `seconds` seconds, in its own thread; not if `stop` comes first.
 
-        Returns False where it cannot: before `start`, or where no thread can be had.
+        Returns False before `start`, or if no thread can be started: then `work` is not called.
         """
         if not self._started:
             return False
@@ -139,8 +139,8 @@ class Background:
                 guarded(name, work)
 
         try:
-            threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:
+            start(threading.Thread(target=run, name=name, daemon=True))
+        except TryLater:
             note_error(name)
             return False
         return True

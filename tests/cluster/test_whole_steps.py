@@ -63,14 +63,14 @@ class CutInHalf:
             patch.setattr(Pushes, name, self._held(getattr(Pushes, name)))
 
     def _held(self, stage: Callable[..., Any]) -> Callable[..., Any]:
-        def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any) -> Any:
+        def staged(pushes: Pushes, job: HostedJob, call: Any, *rest: Any, **more: Any) -> Any:
             if pushes is self._second._pushes and self._is_of_step(call) and self.left:
                 rules = self._first.jobs()[job.name].state.rules.values()
                 until(lambda: all(rule.pushed.get(0, 0) >= self._clock for rule in rules), "the step on one shard")
                 if self.left and call.clock == self._clock:  # the first of several calls
                     self.left, self._clock = self.left - 1, self._clock + 1
                     take_off(self._cluster, job.name)
-            return stage(pushes, job, call, *rest)
+            return stage(pushes, job, call, *rest, **more)
 
         return staged
 

@@ -81,6 +81,13 @@ def run_later(_: Path) -> None:
     assert [name for name, _ in background._delayed] == ["done later"]
 
 
+def run_after_a_while(_: Path) -> None:
+    background, ran = Background(), threading.Event()
+    background.start()
+    assert not background.later("done after a while", 0.0, ran.set)  # the caller does it itself
+    assert not ran.is_set()
+
+
 def run_apart(_: Path) -> None:
     background, calls = Background(), list[int]()
     background.start()
@@ -198,6 +205,7 @@ def lifeline(_: Path) -> None:
 HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/background.py Background.repeat": repeated,
     "ps_runtime/background.py Background.run": run_later,
+    "ps_runtime/background.py Background.later": run_after_a_while,
     "ps_runtime/background.py Background.apart": run_apart,
     "ps_runtime/web.py serve": sites,
     "ps_server/rpc/registration.py Registration.__init__": registration,

@@ -181,6 +181,8 @@ _REQUESTS = [
     shard_pb2.CreateJobRequest(spec=_NEW, buckets=[0, 1], run="1" * 16),
     shard_pb2.DropJobRequest(job="new"),
     shard_pb2.AddWorkerRequest(worker=_NEWCOMER),
+    shard_pb2.AddWorkersRequest(workers=[shard_pb2.AddWorkerRequest(worker=_NEWCOMER)]),
+    shard_pb2.RemoveWorkersRequest(workers=[_NEWCOMER]),
     shard_pb2.RemoveWorkerRequest(worker=_NEWCOMER),
     shard_pb2.GetCommittedDataRequest(job=JOB),
     shard_pb2.BeginSnapshotRequest(job=JOB, checkpoint="000002", clock=1),
