@@ -43,7 +43,7 @@ class Arrivals:
         name, now = _network(host), self._clock()
         with self._lock:
             opened = self._of_late(name, now)
-            if self._here[name] >= self._limits.most or opened + 1 > AT_ONCE_SECONDS * self._limits.new:
+            if self._here[name] >= self._limits.most or opened + 1 > max(1.0, AT_ONCE_SECONDS * self._limits.new):
                 return False
             self._here[name] += 1
             self._opened[name] = opened + 1, now

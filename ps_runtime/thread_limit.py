@@ -39,9 +39,10 @@ def _free(root: Path) -> Iterator[tuple[int, str]]:
         with contextlib.suppress(OSError, ValueError):  # "max" where there is none
             most = int((group / "pids.max").read_text())
             yield most - int((group / "pids.current").read_text()), "pids.max of its control group"
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # an emulated /proc may lack some lines
         limits = (root / "proc/self/limits").read_text().splitlines()
-        most = next(int(line.split()[2]) for line in limits if line.startswith("Max processes"))  # or "unlimited"
+        processes = next((line for line in limits if line.startswith("Max processes")), "")
+        most = int(processes.split()[2])  # or "unlimited"
         status = _status(root / "proc/self/status")
         if status["Uid:"] != "0" and not int(status["CapEff:"], 16) & _UNLIMITED:
             yield most - _threads_of(root, status["Uid:"]), "RLIMIT_NPROC of its user"
@@ -60,7 +61,7 @@ def _threads_of(root: Path, user: str) -> int:
     """Counts the threads of all processes of a user: of its real id, as the kernel does."""
     count = 0
     for path in (root / "proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile
+        with contextlib.suppress(OSError, KeyError, ValueError):  # it has ended meanwhile, or its name is no UTF-8
             status = _status(path)
             count += int(status["Threads:"]) if status["Uid:"] == user else 0
     return count

@@ -77,7 +77,11 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
             if len(self._open) >= MAX_CONNECTIONS or not self.arrivals.comes(host):
                 self.shutdown_request(request)
                 return
-            handle = request.dup()
+            try:
+                handle = request.dup()
+            except OSError:  # too many files are open in this process
+                self.arrivals.goes(host)
+                raise
             self._open[handle] = host, time.monotonic() + CONNECTION_SECONDS
         try:
             super().process_request((request, handle), client_address)

@@ -333,12 +333,14 @@ class Server:
         listener = data.listen(self._calls, config.limits, where, connections)
         self._serving.append(listener.thread)
         self._data_port = listener.places.port
-        control = ShardService(shard, self._config.limits, self.process)
+        control_pool = Pool(pool, "shard")
+        control = ShardService(shard, self._config.limits, self.process, control_pool)
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
         self._registry.register(loops_gauge(is_native))
         self._stops += [shard.stop, data.stop, feeds.stop, release]
+        self._last_stops.append(control_pool.shutdown)
         return [data.NAME, feeds.NAME, control.NAME]
 
     def _row_files(self) -> RowFiles | None:

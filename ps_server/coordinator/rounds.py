@@ -16,7 +16,7 @@ from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker, anew
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shared_room import Owner
-from ps_server.core.rounds import Given, Round, Rounds
+from ps_server.core.rounds import Given, Round, Rounds, newest
 from ps_server.core.statistics import Wait
 
 
@@ -93,12 +93,19 @@ class JobRounds:
         with self._lock:
             self._rounds.completed, self._rounds.kept = completed, tuple(kept)
             self._rounds.behind = True
-            self._done = completed, self._rounds.kept
             self._count()
+            self._done = completed, self._rounds.kept
 
     def _count(self) -> None:
-        """Notes how many bytes of values there are."""
-        self._room.held = self._rounds.bytes
+        """Notes how many bytes of values there are.
+
+        Past rounds are kept for workers that start late, and the last one in any case. They take no room that others
+        need: what a job keeps of them is at most its equal part of the budget.
+        """
+        kept = newest(self._rounds.kept, int(min(self._rounds.limit, self._room.fair())))
+        self._rounds.kept = kept
+        given = sum(len(each.value) for each in self._rounds.given.values())
+        self._room.held = given + (kept[-1].bytes if kept else 0)
 
     def done(self) -> tuple[int, tuple[Round, ...]]:
         """Returns the number of the last complete round, and the rounds that are kept. Waits for nothing."""

@@ -39,6 +39,11 @@ class SharedRoom:
             self._jobs.add(job)
         return job
 
+    def fair(self) -> float:
+        """Returns the budget divided by the number of jobs: what each gets if all use as much as they may."""
+        with self._lock:
+            return self._limit / max(1, len(self._jobs))
+
     def hold(self, job: JobShare, more: int) -> None:
         """Adds `more` bytes to a job's share; a negative number frees some.
 
@@ -67,6 +72,10 @@ class JobShare:
 
     def __init__(self, room: SharedRoom, owner: Owner) -> None:
         self._room, self.owner, self.held = room, owner, 0
+
+    def fair(self) -> float:
+        """Returns an equal part of the room, in bytes."""
+        return self._room.fair()
 
     def hold(self, more: int) -> None:
         """Adds `more` bytes; a negative number frees some. Raises LimitExceeded, and changes nothing, past a limit."""

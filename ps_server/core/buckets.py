@@ -80,9 +80,12 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         self.rule.initialised = True
         return Staged(self.rule.version, duplicate=False)
 
-    def _push(self, command: PushCommand) -> Staged:
+    def _check_begun(self, command: PushCommand) -> None:
+        """Raises InvalidRequest for a push before the initial values. A commit has no gradient, and may come."""
         if not (isinstance(command, Commit) or self.rule.initialised):
             raise InvalidRequest(f"bucket {self.index} has no initial value yet: pull before the first push")
+
+    def _push(self, command: PushCommand) -> Staged:
         match command:
             case Stage():
                 return self._stage(command)

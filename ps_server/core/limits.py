@@ -24,7 +24,7 @@ def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int
 
 def share(limit: float) -> float:
     """Returns how much of what there is for all one principal may have, at most: half, so that others find some."""
-    return max(1, limit // 2)
+    return limit if math.isinf(limit) else max(1, limit // 2)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Unit(ABC, Generic[C, W, P]):
     def execute(self, command: UnitCommand) -> Staged:
         """Carries out a command of a worker that may give it. Changes nothing if it raises what the command says."""
         if isinstance(command, PushCommand):
+            self._check_begun(command)
             if self.rule.is_repeat(command.rank, command.clock):
                 return self._duplicate()
             if self._pending_at(command.rank, command.clock) is None:
@@ -101,6 +102,9 @@ class Unit(ABC, Generic[C, W, P]):
         if command.rank != 0:
             raise InvalidRequest(f"{self.first} are rank 0's to send, got them from rank {command.rank}")
         return self._begin(command)
+
+    def _check_begun(self, command: PushCommand) -> None:
+        """Raises InvalidRequest for a push that may not come before the unit has begun. To a table any may."""
 
     @abstractmethod
     def _push(self, command: PushCommand) -> Staged:

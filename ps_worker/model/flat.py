@@ -189,8 +189,7 @@ class FlatModel:
     def put_back(self, copies: Mapping[int, torch.Tensor]) -> None:
         """Has parameters what the script has set: their buckets are not what came."""
         for index, copy in copies.items():
-            view = self._buffers.weight_views[index]
-            view.copy_(copy.view(view.shape))
+            self._buffers.weight_views[index].copy_(copy)
         for bucket in self.layout.buckets if copies else ():
             if any(part.parameter in copies for part in bucket.slices):
                 self._versions.pop(bucket.index, None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ps_protocol.tensors import tensor_from
+from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
@@ -108,7 +108,8 @@ class Assignments:
                     numel = self._spec.parameters[part.parameter].numel
                     whole = found.setdefault(part.parameter, torch.empty(numel, dtype=values.dtype))
                     whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
-        return found
+        parameters = self._spec.parameters  # a complex one travels as its real parts
+        return {i: whole_of(flat.view(parameters[i].shape), parameters[i].element) for i, flat in found.items()}
 
     # -- optimizer state ---------------------------------------------------------------------------------------------
 

@@ -269,3 +269,34 @@ def test_what_a_script_has_set_counts_once_where_the_data_of_its_step_comes_agai
 
     expected = train("undisturbed", lambda _: None)
     assert train("lost", lose) == pytest.approx(expected, abs=0.5 if how else 0.0)
+
+
+class ComplexNet(nn.Module):
+    """Its gradient is 1 in every element's real part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 3, dtype=torch.complex64))
+
+    def forward(self) -> torch.Tensor:
+        return torch.view_as_real(self.weight)[..., 0].sum()
+
+
+def test_a_complex_weight_that_a_script_has_set_counts_once_where_the_data_of_its_step_comes_again(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster(shards=2)
+    data = TensorDataset(torch.zeros(6, 1))
+    with ps_worker.connect(cluster.address, "async", job="complex", elastic=True, transport="tcp") as session:
+        net = ComplexNet()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        model, optimizer, loader = session.prepare(net, optimizer, DataLoader(data, batch_size=1), bucket_bytes=64)
+        for number, _ in enumerate(loader, 1):
+            optimizer.zero_grad()
+            model().backward()
+            if number == 3:
+                with torch.no_grad():
+                    net.weight.fill_(100)
+                take_off(cluster, "complex")
+            optimizer.step()
+        assert torch.equal(net.weight.detach(), torch.full((5, 3), 96, dtype=torch.complex64))

@@ -99,7 +99,7 @@ def test_all_that_servers_write_to_stderr_is_json(start: Start) -> None:
     lines = json_lines(command.err)
     by = {(line["role"], line.get("index")): line["message"] for line in reversed(lines)}
     assert "PS_SHARDZ" in by["ps-server", None]
-    assert by["shard", 0].startswith("shard ")
+    assert by["shard", 0].startswith("threads: ")  # how many there may be, before all else
     registered = {line["shard"] for line in lines if line["role"] == "shard" and line["message"].startswith("shard ")}
     assert registered == {0, 1}
     assert any("is back (restart 1)" in line["message"] for line in lines if line["role"] == "ps-server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -148,6 +149,20 @@ def test_values_of_rounds(cluster: Cluster, stack: ExitStack) -> None:
     assert gather(again, 150), "what ends gives its room back"
 
 
+def test_past_rounds_take_no_room_of_new_ones(cluster: Cluster, stack: ExitStack) -> None:
+    """They are kept for workers that start late, in jobs that gather for days."""
+    workers = [
+        stack.enter_context(RawWorker(cluster.address, vector_job(name, "sync", 16, 1), 0, shown(ONE)))
+        for name in ("a", "b")
+    ]
+    for number in range(1, 8):
+        for worker in workers:
+            request = rounds_pb2.GatherValuesRequest(worker=worker.identity(), round=number, value=bytes(60))
+            assert opens(worker.rounds.GatherValues(request, timeout=SECONDS))
+    _, kept = cluster.coordinator.job("a").rounds.done()
+    assert [each.number for each in kept] == [5, 6, 7], "an equal part of 400 bytes"
+
+
 def test_what_workers_may_leave_with_a_coordinator_is_a_part_of_the_memory_that_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,4 +171,4 @@ def test_what_workers_may_leave_with_a_coordinator_is_a_part_of_the_memory_that_
     assert (alone.all_state_bytes, alone.all_round_bytes) == (400 * 2**20, 100 * 2**20)
     assert (with_shard.all_state_bytes, with_shard.all_round_bytes) == (100 * 2**20, 64 * 2**20), "a whole round"
     assert _with_memory(LIMITS, is_shard=True) == LIMITS, "what is given holds"
-    assert [share(limit) for limit in (1, 2, 3, 64)] == [1, 1, 1, 32]
+    assert [share(limit) for limit in (1, 2, 3, 64, math.inf)] == [1, 1, 1, 32, math.inf]

@@ -56,8 +56,25 @@ def test_the_silent_are_closed_and_a_host_opens_so_many_a_second(monkeypatch: py
         stop()
 
 
+def test_a_connection_for_which_there_is_no_file_left_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: socket.socket) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    port, stop = serve_metrics("127.0.0.1", 0, CollectorRegistry(), limits=HostLimits(most=2))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "dup", refuse)
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", port), 20.0) as refused:
+                    assert refused.recv(1) == b""
+        assert ask(f"127.0.0.1:{port}", "/metrics")[0] == 200
+    finally:
+        stop()
+
+
 def test_what_a_host_may_open_comes_back_with_time() -> None:
     now = 0.0
+    assert Arrivals(HostLimits(new=0.01)).comes("10.0.0.1"), "one at the least"
     arrivals = Arrivals(HostLimits(most=3, new=0.1), lambda: now)
     assert arrivals.comes("10.0.0.1")
     assert not arrivals.comes("10.0.0.1"), "ten seconds' worth is one"

@@ -75,8 +75,14 @@ def machine(root: Path, files: dict[str, str]) -> Path:
             4503,
             "",
         ),
+        ({"proc/self/limits": ""}, 4503, "kernel"),
+        (
+            {"proc/self/limits": "Max processes  9  9  processes\n", "proc/self/status": "Threads:\t3\n"},
+            4503,
+            "kernel",
+        ),
     ],
-    ids=["kernel", "no limit of a group", "group", "group of version 1", "user", "root"],
+    ids=["kernel", "no limit of a group", "group", "group of version 1", "user", "root", "no limits", "no user"],
 )
 def test_what_is_free_of_the_narrowest_limit_counts(
     tmp_path: Path, files: dict[str, str], most: int, name: str

@@ -9,11 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest, TryLater
-from ps_protocol.v1 import shard_pb2
+from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.together import Together
@@ -279,6 +280,24 @@ def test_that_training_begins_is_told_a_crowd_at_once_and_the_end_is_the_last_wo
 
 
 # -- the call to a shard -----------------------------------------------------------------------------------------------
+
+
+def test_a_shard_answers_the_coordinator_while_all_threads_of_their_server_wait() -> None:
+    """In a process that is both, joins hold these threads until the shard has answered."""
+    goes_on = threading.Event()
+    with ThreadPoolExecutor(1) as of_server, ThreadPoolExecutor(1) as of_shard:
+        server = grpc.server(of_server)
+        ShardService(Shard(ShardMetrics(CollectorRegistry()), NoThreads()), pool=of_shard).register(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        of_server.submit(goes_on.wait, SECONDS)
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                status = shard_pb2_grpc.ShardServiceStub(channel).GetShardStatus
+                assert status(shard_pb2.GetShardStatusRequest(), timeout=SECONDS) is not None
+        finally:
+            goes_on.set()
+            server.stop(None).wait()
 
 
 def test_a_shard_refuses_a_call_for_workers_of_several_jobs_or_for_too_many() -> None:

@@ -361,7 +361,7 @@ REPAIRS = (
     Mutation(
         rolls_back_what_ends,
         EVERY_MODE,
-        MIXED | {"round failed", "internal error"},
+        MIXED | {"round failed", "internal error", "saved"},
         faults=(SHARD_DIES, SHARD_HANGS, SHARD_HANGS),
         known=("async", 15),
         besides=keeps_the_job_of_an_earlier_run,
