@@ -221,4 +221,4 @@ def test_the_states_of_many_workers_had_no_bound_together(make_cluster: MakeClus
         checkpoints = cluster.coordinator.job("other").checkpoints
         assert checkpoints is not None
         room = checkpoints._states._room
-        assert sum(part.held for part in room._room._parts) == 100, "what ends gives its room back"
+        assert sum(part.held for part in room._room._jobs) == 100, "what ends gives its room back"

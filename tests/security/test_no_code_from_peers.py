@@ -98,6 +98,7 @@ def test_attributes_are_never_looked_up_by_a_name_that_came_over_the_wire() -> N
         "ps_server/rpc/plain.py",  # a message's fields, as its descriptor names them
         "ps_server/rpc/figure_messages.py",  # a message's durations, by the phases that a step has
         "ps_server/rpc/interceptor.py",  # two attributes of handlers
+        "ps_server/rpc/shard_service.py",  # the service's own methods, as its descriptor names them
         "ps_server/cli.py",  # a flag's value, by the names of two flags
         "ps_torch/__init__.py",  # the public names, of ps_worker
         "ps_worker/__init__.py",  # the public names, imported when they are first used

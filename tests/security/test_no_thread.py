@@ -50,6 +50,11 @@ MESSAGE = "can't start new thread"
 
 
 @pytest.fixture(autouse=True)
+def _no_surprises() -> None:
+    """Servers of other tests in this process lack threads meanwhile, too, and say so."""
+
+
+@pytest.fixture(autouse=True)
 def none(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """From now on no thread can be started, until this is undone."""
 
