@@ -13,7 +13,16 @@ from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.layout import BucketSpec
 from ps_server.core.budget import StagingRoom
 from ps_server.core.checking import PushChecker
-from ps_server.core.commands import Assign, Commit, Draft, Initialise, PushCommand, Stage, Staged, UnitCommand
+from ps_server.core.commands import (
+    Assign,
+    Commit,
+    DraftGradient,
+    Initialise,
+    PushCommand,
+    Staged,
+    StageGradient,
+    UnitCommand,
+)
 from ps_server.core.consistency import Admission, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
 from ps_server.core.dense import Assignment, DenseBucket, Gradient
@@ -29,7 +38,7 @@ class PendingGradient(Pending):
     commit: the worker has ended its step: the draft counts as soon as it is here
     """
 
-    draft: Draft | None = None
+    draft: DraftGradient | None = None
     commit: Commit | None = None
     assignment: Assignment | None = None
 
@@ -87,9 +96,9 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
 
     def _push(self, command: PushCommand) -> Staged:
         match command:
-            case Stage():
+            case StageGradient():
                 return self._stage(command)
-            case Draft():
+            case DraftGradient():
                 return self._draft(command)
             case Assign():
                 return self._assign(command)
@@ -97,7 +106,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
                 return self._commit(command)
         raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
 
-    def _draft(self, command: Draft) -> Staged:
+    def _draft(self, command: DraftGradient) -> Staged:
         pending = self._pending_at(command.rank, command.clock)
         if pending is not None and pending.commit is not None:
             return self._stage(_committed(command, pending.commit))
@@ -128,7 +137,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         self._make_pending(command.rank, command.clock).assignment = assignment
         return self._kept()
 
-    def _stage(self, command: Stage, is_here: bool = False) -> Staged:
+    def _stage(self, command: StageGradient, is_here: bool = False) -> Staged:
         """Stages a contribution, with what was assigned for its clock. is_here: as a draft: it is never refused"""
         gradient = command.gradient
         pending = self._pending_at(command.rank, command.clock)
@@ -180,8 +189,8 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
             self._checker.begin(self.index, self.weights.stage)
 
 
-def _committed(draft: Draft, commit: Commit) -> Stage:
+def _committed(draft: DraftGradient, commit: Commit) -> StageGradient:
     """Returns a draft as the contribution that it is with its commit."""
     gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
     worker = draft.rank, draft.incarnation, draft.key, draft.unit
-    return Stage(*worker, draft.clock, gradient, commit.ranges, principal=draft.principal)
+    return StageGradient(*worker, draft.clock, gradient, commit.ranges, principal=draft.principal)

@@ -20,7 +20,7 @@ from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
 from ps_protocol.tensors import is_finite
-from ps_server.core.commands import Assign, Commit, Draft, Initialise, Stage, UnitCommand
+from ps_server.core.commands import Assign, Commit, DraftGradient, Initialise, StageGradient, UnitCommand
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.named_values import GoodValues
@@ -132,8 +132,8 @@ class PushChecker:
             return Commit(*worker, push.clock, push.groups or {}, push.ranges, push.stage)
         gradient = self._gradient(push, bucket, values)
         if push.kind is PushKind.DRAFT:
-            return Draft(*worker, push.clock, gradient, principal=principal)
-        return Stage(*worker, push.clock, gradient, push.ranges, principal=principal)
+            return DraftGradient(*worker, push.clock, gradient, principal=principal)
+        return StageGradient(*worker, push.clock, gradient, push.ranges, principal=principal)
 
     def _next(self, push: Push, bucket: BucketSpec, principal: str) -> Assign:
         """Returns the command that has something else train a bucket."""

@@ -135,7 +135,7 @@ class Initialise(UnitCommand):
 
 
 @dataclass(frozen=True)
-class Stage(PushCommand):
+class StageGradient(PushCommand):
     """A worker's contribution to a bucket at its next clock."""
 
     gradient: Gradient
@@ -143,7 +143,7 @@ class Stage(PushCommand):
 
 
 @dataclass(frozen=True)
-class Draft(PushCommand):
+class DraftGradient(PushCommand):
     """A contribution that may still change: kept until the commit of its clock. Raises as PushCommand."""
 
     gradient: Gradient

@@ -62,8 +62,8 @@ class Limits:
     state_bytes: int = _limit(16 * 2**20, "bytes of a worker's own part of a checkpoint", _LARGEST_SIZE)
     all_state_bytes: int | None = _limit(
         None,
-        "bytes of such parts that the coordinator has in memory (by default half of what is free at its start, an "
-        "eighth where it is a shard too); of one caller's jobs half as many",
+        "bytes of all workers' own states that the coordinator keeps in memory (by default half of what is free at its "
+        "start, an eighth if it is a shard too); the jobs of one caller get half of it",
         _LARGEST_SIZE,
     )
     round_bytes: int = _limit(

@@ -100,7 +100,7 @@ import torch, ps_worker
 session = ps_worker.connect()
 model = torch.nn.Linear(1, 1)
 session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-while "joined" not in open(sys.argv[1]).read():
+while "joined" not in open(sys.argv[1]).read():  # what the launcher says is the condition
     time.sleep(0.05)
 """
     errors = tmp_path / "errors"

@@ -32,7 +32,7 @@ TOGETHER = """
 import glob, os, runpy, time
 import ps_worker, torch
 open(f"here-{os.getpid()}", "w").close()
-while len(glob.glob("here-*")) < 3:
+while len(glob.glob("here-*")) < 3:  # all three are there, is the condition
     time.sleep(0.01)
 runpy.run_path(TRAIN, run_name="__main__")
 """

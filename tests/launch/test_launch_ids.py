@@ -50,7 +50,7 @@ with ps_worker.connect() as session:
         model(torch.ones(1)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        time.sleep(0.02)  # so that it leaves the processor to the other launch; it steps until it is stopped
         with open(f"{name}.{session.rank}.clock", "w") as file:
             file.write(str(session.clock))
 """

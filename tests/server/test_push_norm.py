@@ -14,7 +14,7 @@ from torch import nn
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
 from ps_protocol.job import NonFinite
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
-from ps_server.core.commands import Initialise, Stage
+from ps_server.core.commands import Initialise, StageGradient
 from ps_server.core.dense import Gradient
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
@@ -59,7 +59,7 @@ def limited(norm: float, **other: Any) -> JobPartition:
 def checked(job: JobPartition, one: Push) -> Gradient:
     """What a push contributes."""
     command = job.checker.check(one)
-    assert isinstance(command, Stage)
+    assert isinstance(command, StageGradient)
     return command.gradient
 
 

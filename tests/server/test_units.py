@@ -14,7 +14,7 @@ from ps_protocol.errors import Backlogged, LimitExceeded
 from ps_protocol.tables import Initializer, JobTable, TableSpec, assigned_bytes
 from ps_server.core import data_commits
 from ps_server.core.budget import PrincipalBudget
-from ps_server.core.commands import AddWorker, Assign, AssignRows, Draft, PushCommand, Stage, StageRows
+from ps_server.core.commands import AddWorker, Assign, AssignRows, DraftGradient, PushCommand, StageGradient, StageRows
 from ps_server.core.consistency import Add
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.partition import JobPartition
@@ -43,7 +43,7 @@ def who(rank: int, unit: int) -> tuple[int, int, bytes, int]:
 
 
 def pushed(rank: int, clock: int, bucket: int = 0) -> PushCommand:
-    return Stage(*who(rank, bucket), clock, Gradient(torch.ones(ROWS * DIM)), principal=f"p{rank}")
+    return StageGradient(*who(rank, bucket), clock, Gradient(torch.ones(ROWS * DIM)), principal=f"p{rank}")
 
 
 def assigned(rank: int, clock: int, bucket: int = 0) -> PushCommand:
@@ -126,7 +126,7 @@ def test_of_workers_that_have_set_a_part_the_first_goes_on() -> None:
 def test_in_sync_contributions_that_none_awaits_have_the_room_that_drafts_leave(kind: Kind) -> None:
     job = running("sync", limit=2 * BYTES)
     for bucket in (0, 1):
-        job.execute(Draft(*who(2, bucket), 1, Gradient(torch.ones(ROWS * DIM))))
+        job.execute(DraftGradient(*who(2, bucket), 1, Gradient(torch.ones(ROWS * DIM))))
     job.execute(pushed(1, 1, bucket=1))
     with pytest.raises(Backlogged, match=f"{2 * BYTES} are here before their step"):
         job.execute(kind.push(1, 1))
