@@ -5,6 +5,8 @@ sent     They go with the next step, and take effect with it. In sync those of t
          worker sends. They are kept until the step counts, which may be pushed again from another place. Where the data
          of a step comes again instead, they go with the step that follows.
 lost     They are lost with the step, if the one worker that sends dies in it.
+since    A script may interrupt a step, set more, and go on. That goes with the next step, whether this one counts or
+         not.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """
@@ -32,10 +34,15 @@ log = logging.getLogger("ps_worker")
 
 @dataclass(frozen=True)
 class SetByScript:
-    """Weights, and optimizer state, that a script has set and no step that counts has taken along, by parameter."""
+    """Weights, and optimizer state, that a script has set and that may be in no step that counts, by parameter.
+
+    weights, states: which the step at hand takes along
+    since:           weights that were set after it; such state waits for the next step anyway
+    """
 
     weights: Mapping[int, torch.Tensor]
     states: Mapping[int, Mapping[str, torch.Tensor]]
+    since: Mapping[int, torch.Tensor]
 
 
 class Assignments:
@@ -77,24 +84,26 @@ class Assignments:
 
     # -- a lost place ------------------------------------------------------------------------------------------------
 
-    def at_hand(self, in_step: bool) -> SetByScript:
+    def at_hand(self, of_step: bool, since: bool) -> SetByScript:
         """Returns what the script has set, before the weights of another place land. Raises as `find_weights`.
 
         In local:H the weights are those of a round, and come and go with it.
-        in_step: a step has taken along what there is of it
+        of_step: a step has ended, and has taken along what there was then
+        since:   the script may have set more since. Both: it has interrupted the step, and gone on
         """
         if self._spec.local is not None:
-            return SetByScript({}, {})
-        if in_step:
-            return SetByScript(self._weights_of_step(), self._states_of_step)
-        self.find_weights()
-        return SetByScript(self.copies(), {})
+            return SetByScript({}, {}, {})
+        if since:
+            self.find_weights()
+        weights, states = (self._weights_of_step(), self._states_of_step) if of_step else ({}, {})
+        return SetByScript(weights, states, self.copies() if since else {})
 
-    def keep(self, kept: SetByScript) -> None:
-        """Has this go with the next step: the one at hand does not count, and the script does not set it again."""
-        self._model.put_back(kept.weights)
-        self._weights = set(kept.weights)
-        if kept.states:
+    def keep(self, kept: SetByScript, counts: bool) -> None:
+        """Has this go with the next step, since the script does not set it again. counts: the step at hand does"""
+        for weights in (kept.since,) if counts else (kept.weights, kept.since):
+            self._model.put_back(weights)
+            self._weights |= weights.keys()
+        if kept.states and not counts:
             self._states = {**kept.states, **(self._states or {})}
 
     def _weights_of_step(self) -> dict[int, torch.Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
-from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.assignments import Assignments, SetByScript
 from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.row_reads import RowReads
@@ -156,24 +156,15 @@ class JobTraining:
     def _last_state(self) -> SavedState:
         """Returns this worker's state after its last step that counts: a signal may have ended it in the middle of one.
 
-        A step counts if all its pushes are staged, whether or not the other workers have come. Of drafts, which count
-        with the pull that commits them, it is known only if that has failed. After a rollback that this worker has not
-        made yet, it is the state that it would go back to.
+        A step counts if all its pushes are staged, whether or not the other workers have come. After a rollback that
+        this worker has not made yet, it is the state that it would go back to.
         """
         sent, place = self.sent, self.participation.members.place
         if place is not None and place.restore_count > self._restore_count and place.state is not None:
             return place.state  # it stops before it has gone on from there
         if sent is None:
             return SavedState(self.clock, self.checkpoint.last_state(self.clock, False, cut_short=is_cut_short()))
-        counts = sent.counts(place)
-        if counts is None:
-            wait([push for push in sent.pushed if push not in sent.committing], LEAVING_SECONDS)
-            failed = [
-                push for push in sent.pushed if (push.exception() if push.done() else push not in sent.committing)
-            ]
-            if failed and len(failed) < len(sent.pushed):
-                log.warning("this worker stops in step %d, of which a part may count", sent.clock)
-            counts = not failed
+        counts = sent.counts_at_end(place, LEAVING_SECONDS)
         if counts:
             self.model.count(sent.buckets)
         clock = sent.clock - (not counts)
@@ -277,6 +268,8 @@ class JobTraining:
                 self.participation.connection.fail()
             self.sent = None
             self.participation.begin_step()
+        elif self.sent is not None and self.unfinished is not None and self.unfinished.begun is not None:
+            self.sent = self.sent.interrupted(self._steps.tables)
         self._drop_unfinished()
         self.data.failed()
 
@@ -405,7 +398,8 @@ class JobTraining:
         self._steps.abandon()
         self._steps.tables.forget_ahead()
         gradients = self.model.held_gradients()
-        set_by_script = self.assignments.at_hand(in_step=unfinished is not None or self.sent is not None)
+        is_sent = unfinished is not None or self.sent is not None
+        set_by_script = self.assignments.at_hand(of_step=is_sent, since=unfinished is None)
         checkpoint_wanted = self.participation.rejoin(self.model)
         place = self.participation.connection.place
         self._allow_drafts()
@@ -423,11 +417,7 @@ class JobTraining:
                 self.model.hold_gradients(gradients)
                 self.sent = None
             else:
-                self.end_sent(counts=fate is Fate.COUNTS)
-                if fate is Fate.COUNTS or rolled_back:
-                    self._steps.tables.forget_assigned()
-                else:  # what the script has set goes with the next step; its rows are still there
-                    self.assignments.keep(set_by_script)
+                self._end_in_place(fate, rolled_back, set_by_script)
             if fate is Fate.COUNTS and unfinished is not None:
                 self._counted = unfinished.begun
             if not rolled_back:
@@ -441,6 +431,16 @@ class JobTraining:
         )
         self.kind.moved(is_kept=self.unfinished is not None)
         return fate is Fate.COUNTS
+
+    def _end_in_place(self, fate: Fate, rolled_back: bool, set_by_script: SetByScript) -> None:
+        """Ends the step at hand in a new place. What the script has set and does not count goes with the next step."""
+        sent, tables, counts = self.sent, self._steps.tables, fate is Fate.COUNTS
+        if rolled_back or (counts and self.unfinished is not None):  # otherwise rows that are there were set since
+            tables.forget_assigned()
+        self.end_sent(counts)
+        if not rolled_back:
+            tables.keep_assigned({} if sent is None or counts else sent.assigned)
+            self.assignments.keep(set_by_script, counts)
 
     def _has_all_before(self, place: JoinResult, done: int) -> bool:
         """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
@@ -461,7 +461,7 @@ class JobTraining:
         """Returns what becomes of the step at hand in a new place. rolled_back: this worker was"""
         unfinished, sent = self.unfinished, self.sent
         if unfinished is not None:
-            if place.pushed is None and sent is not None and all(push.exception() is None for push in sent.pushed):
+            if unfinished.begun is not None and place.pushed is None and sent is not None and sent.has_counted(place):
                 return Fate.COUNTS
             if unfinished.step.is_empty and not self.assignments.has_some and not self._steps.tables.assigned():
                 return Fate.COUNTS if unfinished.counts(place) else Fate.NO_STEP
@@ -469,10 +469,7 @@ class JobTraining:
             return unfinished.fate(place, rolled_back, one_clock, is_leased, waits)
         if sent is None:
             return Fate.NO_STEP
-        staged = sent.counts(place)
-        if staged is None:  # every push is done: no call of the old place is under way
-            staged = all(push.exception() is None for push in sent.pushed)
-        return Fate.COUNTS if staged else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
+        return Fate.COUNTS if sent.has_counted(place) else Fate.DATA_COMES_AGAIN if rolled_back else Fate.INTERRUPTED
 
     def _checkpoint_in_place(self, wanted: bool, fate: Fate) -> None:
         """Has a checkpoint get this worker's state at the clock of a new place, if it wants that."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import RowValues
+
+AssignedRows = Mapping[int, RowValues]  # by the number of the table
 
 
 class Assigned:

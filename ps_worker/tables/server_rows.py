@@ -21,7 +21,7 @@ from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.saved import saved_rows
 from ps_worker.tables.ahead import Batch, RowsAhead
-from ps_worker.tables.assigned import Assigned
+from ps_worker.tables.assigned import Assigned, AssignedRows
 from ps_worker.tables.given import GivenRows
 from ps_worker.tables.lookups import LookedUp, empty_rows
 from ps_worker.tables.modules import Embedding, looked_up
@@ -340,6 +340,15 @@ class ServerTables:
         for rows in self._rows:
             if rows.assigned.rows is not None:  # in most steps there are none
                 rows.assigned = Assigned()
+
+    def keep_assigned(self, kept: AssignedRows) -> None:
+        """Has rows by table go with the next step, under those that the script has set since."""
+        for number, rows in kept.items():
+            table = self._rows[number]
+            later, table.assigned = table.assigned.rows, Assigned()
+            for each in (rows, later):
+                if each is not None:
+                    table.assigned.add(each)
 
     def ask_ahead(self) -> list[RowsAhead]:
         """Returns what is to be asked for with the step at hand; see ServerRows.ask_ahead."""

@@ -14,6 +14,7 @@ import ps_worker
 from ps_server.core.requests import PushKind
 from ps_server.shard.job import HostedJob
 from ps_server.shard.pushes import Pushes
+from ps_worker.cluster.participation import Participation, PlaceLost
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 
@@ -99,6 +100,14 @@ def prepared(session: ps_worker.Session, mode: str) -> tuple[Any, Callable[..., 
             optimizer.step()
 
     return net, step
+
+
+def set_all(net: Any, value: float) -> None:
+    """Sets all of them, with the next step."""
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.fill_(value)
+    net.table.assign(torch.arange(8), torch.full((8, 1), value))
 
 
 def check_all_count(session: ps_worker.Session, net: Any, mode: str, rejoins: int) -> None:
@@ -269,6 +278,74 @@ def test_what_a_script_has_set_counts_once_where_the_data_of_its_step_comes_agai
 
     expected = train("undisturbed", lambda _: None)
     assert train("lost", lose) == pytest.approx(expected, abs=0.5 if how else 0.0)
+
+
+class Interrupt:
+    """Interrupts one step where its answers are there, as Ctrl-C does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._settle, self._is_due = Participation.settle, False
+        patch.setattr(Participation, "settle", lambda participation: self._settled(participation))
+
+    def _settled(self, participation: Participation) -> None:
+        is_of_step = self._is_due and participation.connection.clock == CUT
+        try:
+            self._settle(participation)
+        except PlaceLost:
+            if not is_of_step:
+                raise
+        if is_of_step:
+            self._is_due = False
+            raise KeyboardInterrupt
+
+    def in_step(self, step: Callable[[], None]) -> None:
+        """Makes a step, and interrupts it."""
+        self._is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            step()
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"), cases([("sync", "tcp"), ("async", "shm")], [("ssp:1", "grpc"), ("async", "tcp")])
+)
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_a_script_sets_after_it_has_interrupted_a_step_goes_with_the_next_one(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str, transport: str, counts: bool
+) -> None:
+    """Also where the place is lost between the two. counts: the step that was interrupted does, or half of it"""
+    cluster = make_cluster(shards=2)
+    with cluster.connect(mode, transport=transport) as session:
+        net, step = prepared(session, mode)
+        for _ in range(CUT - 1):
+            step()
+        cut = None if counts else CutInHalf(cluster, monkeypatch)
+        set_all(net, 50.0)
+        Interrupt(monkeypatch).in_step(step)
+        assert cut is None or cut.left == 0
+        with torch.no_grad():
+            net.layers[0].fill_(100.0)
+        net.table.assign(torch.arange(4), torch.full((4, 1), 100.0))
+        if counts:
+            take_off(cluster)
+        # The place is lost in the first call after the interrupt.
+        assert net.table.rows(torch.arange(4)).tolist() == [[100.0]] * 4
+        step()
+        taken = 50.0 - (2 if counts else 1)  # a step that was interrupted may count in part, and what goes with it not
+        assert net.values() == [99.0] * 16 + [taken] * 16 + [99.0] * 4 + [taken] * 4
+
+
+def test_rows_that_go_with_a_step_that_is_interrupted_go_with_no_other(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(shards=2)
+    with cluster.connect("async") as session:
+        net, step = prepared(session, "async")
+        for _ in range(CUT - 1):
+            step()
+        set_all(net, 50.0)
+        Interrupt(monkeypatch).in_step(step)
+        step()
+        assert net.values() == [48.0] * 40
 
 
 class ComplexNet(nn.Module):
