@@ -224,12 +224,21 @@ class Membership:
             raise UnknownWorker(CLOSED_EARLY)
 
     def _missing(self, seconds: float) -> str:
-        """Says which ranks have not joined, how many have, and for how long this worker has waited."""
+        """Says for which ranks this worker waits, how many have joined, and for how long it has waited."""
         present, count = self.roster.ranks, self._options.world_size
+        own = None if self.place is None else self.place.identity.rank
         missing = ranges(sorted(set(range(count)) - set(present)))
+        what = f"ranks {missing} to join job {self._options.job!r}"
+        if count and not missing and (others := ranges(sorted(set(present) - {own}))):
+            what = (
+                f"a sign of life of ranks {others} in job {self._options.job!r} (they were silent when rank {own} "
+                "joined, and may have died at the same time as the worker before it)"
+            )
+        elif not missing:
+            what = f"the workers of job {self._options.job!r} that were live before to join again"
         return (
-            f"waiting for ranks {missing} to join job {self._options.job!r}: {len(present)} of {count} workers are "
-            f"there (ranks {ranges(sorted(present))}), waiting for {seconds:.0f} s"
+            f"waiting for {what}: {len(present)} of {count or 'any number of'} workers are there (ranks "
+            f"{ranges(sorted(present))}), waiting for {seconds:.0f} s"
         )
 
     # -- the threads beside it ---------------------------------------------------------------------------------------

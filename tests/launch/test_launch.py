@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pty
@@ -21,6 +22,7 @@ from ps_launch.output import LONGEST_LINE_BYTES, PROGRESS_SECONDS, OutputLines
 from ps_protocol.errors import LimitExceeded
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, environment, run, script
+from tests.tools.raw_worker import RawWorker, vector_job
 
 TRAIN = """
 import os, sys, time
@@ -132,6 +134,22 @@ def test_ranks_that_never_join_are_named_when_the_start_timeout_is_over(
     )
     assert re.fullmatch(rf"gave up after --start-timeout 7 s: {missing} \d+ s", str(caught.value))
     assert any(re.match(missing, record.getMessage()) for record in caplog.records), "it was said before"
+
+
+def test_ranks_that_may_have_died_are_named_when_the_start_timeout_is_over(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have joined, and since one was started again none has given a sign of life."""
+    monkeypatch.setenv("PS_START_TIMEOUT", "1")
+    spec = vector_job(job, "sync", 16, world_size=3)
+    model = nn.ParameterDict({"cells": nn.Parameter(torch.zeros(16))})
+    with contextlib.ExitStack() as stack:
+        for rank in range(3):
+            stack.enter_context(RawWorker(shared.address, spec, rank))
+        with shared.connect("sync", 0, 3, job=job) as session, pytest.raises(LimitExceeded) as caught:
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), bucket_bytes=64)
+    assert "waiting for a sign of life of ranks 1-2 in job" in str(caught.value)
+    assert "3 of 3 workers are there (ranks 0-2)" in str(caught.value)
 
 
 # -- what an error says ----------------------------------------------------------------------------------------------
