@@ -24,13 +24,16 @@ END_SECONDS = 60.0
 
 # Makes a step, then does what it is told, and a second step when the test has written into the pipe. Arguments: how.
 SCRIPT = """
-import ctypes, multiprocessing, os, signal, sys
-import torch
+import ctypes, multiprocessing, os, signal, sys, threading
+import psutil, torch
 import ps_worker
 
 session = ps_worker.connect()
 model, optimizer = session.prepare(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1))
 pipe = os.open("pipe", os.O_RDWR)
+beats = os.environ.get("PS_BUSY_SECONDS") != "0"
+while beats and not psutil.Process().children():  # `prepare` does not wait for the process beside it
+    threading.Event().wait(0.01)
 for how in (sys.argv[1], "end"):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -69,6 +72,11 @@ class Worker:
     def member(self) -> Member | None:
         """The worker, as long as it counts as live."""
         return next(iter(self.cluster.coordinator.job("default").members.all()), None)
+
+    def is_taken_off(self) -> bool:
+        """Whether it counts as live no more, on the shards either: a step that comes there before is taken."""
+        rosters = [shard.jobs()["default"].state.roster for shard in self.cluster.shards]
+        return self.member() is None and not any(rosters)
 
     def outlives_its_lease(self) -> None:
         """Waits until heartbeats came that are later than a lease from now."""
@@ -145,8 +153,8 @@ def test_so_it_does_over_tls_with_a_certificate_and_a_token(
 
 def test_a_worker_that_is_stopped_is_silent(cluster: Cluster, start: Callable[..., Worker]) -> None:
     worker = start(cluster, "stopped")
-    assert worker.beside()
-    until(lambda: worker.member() is None, "the end of its lease", END_SECONDS)
+    until(worker.beside, "the process beside it")
+    until(worker.is_taken_off, "the end of its lease", END_SECONDS)
     worker.process.send_signal(signal.SIGCONT)
     assert worker.process.wait(END_SECONDS) == 0, worker.out
     assert "goes on at clock" in worker.out, "and takes its place again"
@@ -157,7 +165,7 @@ def test_a_worker_that_keeps_the_gil_for_longer_than_it_may_counts_as_hung(
     cluster: Cluster, start: Callable[..., Worker], seconds: str
 ) -> None:
     worker = start(cluster, "busy", PS_BUSY_SECONDS=seconds)
-    assert len(worker.beside()) == (seconds != "0")
+    until(lambda: len(worker.beside()) == (seconds != "0"), "the process beside it, if there is one")
     until(lambda: worker.member() is None, "the end of its lease", END_SECONDS)
     worker.goes_on()
 
@@ -166,7 +174,7 @@ def test_a_worker_that_keeps_the_gil_for_longer_than_it_may_counts_as_hung(
 def test_the_process_beside_a_worker_ends_with_it(cluster: Cluster, start: Callable[..., Worker], how: str) -> None:
     """Also where processes that the worker has forked hold its pipe."""
     worker = start(cluster, how)
-    [beside] = worker.beside()
+    [beside] = until(worker.beside, "the process beside it")
     held = [child for child in psutil.Process(worker.process.pid).children() if child.pid != beside.pid]
     assert len(held) == (2 if how == "loads" else 0)
     for each in held:
@@ -181,7 +189,7 @@ def test_the_process_beside_a_worker_ends_with_it(cluster: Cluster, start: Calla
 
 def test_a_worker_does_without_it_where_it_is_killed(cluster: Cluster, start: Callable[..., Worker]) -> None:
     worker = start(cluster, "busy")
-    [beside] = worker.beside()
+    [beside] = until(worker.beside, "the process beside it")
     beside.kill()
     worker.goes_on()
 

@@ -22,7 +22,7 @@ LEASE_SECONDS = "2"
 
 # Trains three passes. Rank 0 stands still after the second one. Arguments: how, and the folder for its files.
 SCRIPT = """
-import ctypes, os, signal, sys
+import ctypes, os, signal, sys, threading
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,6 +34,8 @@ data = TensorDataset(torch.ones(32, 4), torch.ones(32, 1))
 session = ps_worker.connect()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+while session.world_size < 2:  # in an elastic job: who joins once a rank is gone would take it
+    threading.Event().wait(0.01)
 for epoch in range(3):
     for x, y in loader:
         (model(x) - y).pow(2).mean().backward()
