@@ -150,15 +150,18 @@ def test_sync_waits_for_every_live_worker_and_says_for_whom(shared: Cluster, job
 # -- waiting costs nobody else ---------------------------------------------------------------------------------------
 
 
-def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(shared: Cluster, job: str) -> None:
-    with joined(shared.address, vector_job(job, "ssp:0", cells=64, world_size=2)) as [fast, slow]:
+def test_with_64_waiting_pulls_on_one_shard_pushes_still_go_through(
+    make_cluster: Callable[..., Cluster], job: str
+) -> None:
+    cluster = make_cluster(shards=2, lease=600.0)  # these workers send no heartbeats
+    with joined(cluster.address, vector_job(job, "ssp:0", cells=64, world_size=2)) as [fast, slow]:
         fast.step(-torch.ones(64))
         shard = fast.shard_of[0]
         mine = [bucket for bucket in fast.trained if fast.shard_of[bucket] == shard]
         calls = [fast.ask(1, mine) for _ in range(64)]
-        until(lambda: sum(len(b.waiters) for b in shared.shards[shard].jobs()[job].buckets.values()) == 64 * len(mine))
+        until(lambda: sum(len(b.waiters) for b in cluster.shards[shard].jobs()[job].buckets.values()) == 64 * len(mine))
         # Another job trains on the same shards, through and through.
-        with shared.connect("sync", job=f"{job}-beside") as session:
+        with cluster.connect("sync", job=f"{job}-beside") as session:
             worker = Marker(session)
             for clock in range(1, 9):
                 assert worker.step() == [clock, 0, 0]
