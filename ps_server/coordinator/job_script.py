@@ -1,8 +1,9 @@
 """What the script of one job has set that is the job's and no worker's: its learning-rate schedule above all.
 
 tell   One live worker is asked for it with each of its heartbeats, and each that leaves tells it. The newest is kept.
-ask    A worker that joined late asks for it before its first step. One live worker after the other is asked what it has
-       set by now, until one tells it. Where none does, the newest counts of what was told and of what checkpoints have.
+ask    A worker that joined late asks for it before its first step. One live worker after the other is asked at once,
+       and all with their next heartbeats, until one tells what it has set by now. Where none does, the newest counts
+       of what was told and of what checkpoints have.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class JobScript:
         if teller is None:
             self._teller = teller = next(iter(self._by_preference()), None)
         with self._lock:
-            asked = self._number > self._answered and self._candidates[:1] == [rank]
+            # Any of them: the first one may be dead, and count as live until its lease is over.
+            asked = self._number > self._answered and rank in self._candidates
             return self._number if asked or rank == teller else 0
 
     def asked_now(self) -> tuple[int, int] | None:
@@ -68,9 +70,9 @@ class JobScript:
         with self._lock:
             if told is not None and (self._told is None or told[0] >= self._told[0]):
                 self._told = told
-            if request == self._number > self._answered and self._candidates[:1] == [rank]:
+            if request == self._number > self._answered and rank in self._candidates:
                 if told is None:
-                    del self._candidates[0]
+                    self._candidates.remove(rank)
                 if told is not None or not self._candidates:
                     self._answered = self._number
                 asks_next = self._number > self._answered
@@ -109,5 +111,6 @@ class JobScript:
             self._asking = {worker: number for worker, number in self._asking.items() if worker in there}
             asking = {rank for rank, _ in self._asking}
         clock = {member.rank: 0 if self._in_step else -member.clock for member in live}
-        ranks = sorted(clock, key=lambda rank: (clock[rank], rank))
-        return [rank for rank in ranks if rank != but and rank not in asking]
+        # Those that ask come last, and not never: one that got no answer in time has gone on, and has a schedule now.
+        ranks = sorted(clock, key=lambda rank: (rank in asking, clock[rank], rank))
+        return [rank for rank in ranks if rank != but]

@@ -44,6 +44,27 @@ def test_a_worker_that_has_nothing_to_tell_makes_way_for_the_next(cluster: OnePr
     assert len(heard) == 2
 
 
+def test_another_one_may_answer_in_the_place_of_the_first(cluster: OneProcess) -> None:
+    """That one may be dead, and count as live until its lease is over."""
+    script, _ = joined(cluster, 3)
+    assert script.ask(2, 3) == (None, True)
+    _, number = script.asked_now() or (None, 0)
+    assert script.asked_by_heartbeat(1) == number
+    script.tell(1, number, (7, b"seven"))
+    assert script.ask(2, 3) == ((7, b"seven"), False)
+
+
+def test_a_worker_that_got_no_answer_in_time_is_asked_later(cluster: OneProcess) -> None:
+    """It has gone on, and has a schedule by then."""
+    script, _ = joined(cluster, 2)
+    assert script.ask(0, 1) == (None, True)
+    assert script.ask(1, 2) == (None, True)
+    rank, number = script.asked_now() or (None, 0)
+    assert rank == 0
+    script.tell(0, number, (7, b"seven"))
+    assert script.ask(1, 2) == ((7, b"seven"), False)
+
+
 def test_an_answer_to_an_earlier_request_is_not_taken_for_one_to_the_last(cluster: OneProcess) -> None:
     script, _ = joined(cluster, 2)
     script.ask(1, 2)

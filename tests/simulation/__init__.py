@@ -14,6 +14,7 @@ rows.py         The tables of a job: which rows a step pushes, and what it makes
 row_worker.py   A worker's pushes and pulls of rows
 row_oracle.py   What is wrong with rows
 saving.py       What rank 0 saves, and what is wrong with it
+schedules.py    A worker's script with a schedule, which one that joins late continues
 whole_steps.py  Whether steps count as a whole where updates are means
 runs.py         A job from its beginning to its end, as its user knows it
 cluster.py      All together, and its course

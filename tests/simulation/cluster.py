@@ -52,6 +52,7 @@ class Cluster:
 
     faults: the kinds that there are, where not all are wanted: these are frequent then
     tables: its job has some; otherwise the seed says whether
+    schedules: its workers' scripts have schedules, in a mode with one clock
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Cluster:
         faults: Collection[str] | None = None,
         tables: bool = False,
         wholesale: bool = False,
+        schedules: bool = False,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
-        drawn = () if mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
+        drawn = () if schedules or mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
+        self.with_schedules = schedules
         self.lease, self.job = LEASE, job_under_test(mode, drawn)
         self.violations: list[Violation] = []
         self.network = Network(self.world)

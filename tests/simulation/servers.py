@@ -135,6 +135,9 @@ class CoordinatorProcess:
             "roster": lambda job, run: coordinator.job(job, run).members.announced(),
             "save_state": lambda job, run, *rest: coordinator.job(job, run).save_worker_state(*rest),
             "leave": coordinator.leave,
+            "heartbeat_of_script": self._heartbeat_of_script,
+            "ask_script": self._ask_script,
+            "tell_script": self._tell_script,
         }
 
     @property
@@ -146,6 +149,26 @@ class CoordinatorProcess:
         assert self.coordinator is not None
         job, _ = self.coordinator.register_job(spec)
         return job.placed.run
+
+    def _heartbeat_of_script(self, name: str, run: str, rank: int, *rest: Any) -> int:
+        assert self.coordinator is not None
+        job = self.coordinator.job(name, run)
+        job.members.heartbeat(rank, *rest)
+        return job.script.asked_by_heartbeat(rank)
+
+    def _ask_script(self, name: str, run: str, rank: int, incarnation: int, key: bytes) -> Any:
+        assert self.coordinator is not None
+        job = self.coordinator.job(name, run)
+        job.members.check(rank, incarnation, key)
+        return job.script.ask(rank, incarnation)
+
+    def _tell_script(
+        self, name: str, run: str, rank: int, incarnation: int, key: bytes, request: int, told: Any
+    ) -> None:
+        assert self.coordinator is not None
+        job = self.coordinator.job(name, run)
+        job.members.check(rank, incarnation, key)
+        job.script.tell(rank, request, told)
 
     def _join(self, *arguments: Any) -> tuple[Any, dict[int, str]]:
         assert self.coordinator is not None

@@ -18,6 +18,7 @@ import torch
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
+from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.core.membership import JoinRequest, JoinResult
 from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
@@ -29,6 +30,7 @@ from tests.simulation.processes import Host
 from tests.simulation.row_worker import WorkerRows
 from tests.simulation.runs import moved_in
 from tests.simulation.saving import Saver
+from tests.simulation.schedules import Script, rate_of
 from tests.simulation.servers import COORDINATOR
 from tests.simulation.threads import Condition
 from tests.simulation.whole_steps import marks_of
@@ -99,6 +101,7 @@ class Worker:
     rows:     its part of the job's tables
     saver:    what it saves
     versions: of the buckets that it has
+    script:   with a schedule; None: its rate stays what it is
     """
 
     def __init__(self, cluster: Cluster, run: Run, rank: int, launch: str, life: Life, row: int) -> None:
@@ -127,6 +130,7 @@ class Worker:
         self._saves: set[int] = self.rows.saves
         self.saver = Saver(self, run)
         self._streamed = StreamedRound(self, run)
+        self.script = Script(self) if cluster.with_schedules else None
         self.host.spawn("train", self._main)
 
     @property
@@ -247,9 +251,12 @@ class Worker:
             if self._is_to_leave:
                 return
             who = self.run.name, place.run, self.rank, place.incarnation, place.clock, place.key
+            method = "heartbeat" if self.script is None else "heartbeat_of_script"
             try:
                 try:
-                    self.cluster.network.call(COORDINATOR, "heartbeat", *who, seconds=pause)
+                    asked = self.cluster.network.call(COORDINATOR, method, *who, seconds=pause)
+                    if self.script is not None:
+                        self.script.telling.want(asked)
                     if self._disowned is place:
                         self._join_again(place, "a shard does not know it")
                 except Fenced:
@@ -296,6 +303,8 @@ class Worker:
             self._begin()
             self.host.spawn("heartbeat", self._beat)
             self._connect(self.place)
+            if self.script is not None:
+                self.script.begin(self.place.result.clock)
             step = 0
             while not self._is_to_leave:
                 self.computes = True
@@ -483,7 +492,7 @@ class Worker:
             clock,
             (PushedBucket(bucket, kind, wire_format=narrow),),
             payload,
-            groups={0: spec.local.outer(clock)} if clock and spec.local is not None else {},
+            groups=self._groups(clock) if clock else {},
             key=place.key,
             run=place.run,
         )
@@ -491,6 +500,12 @@ class Worker:
         self.retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
         if kind is PushKind.GRADIENT:
             self.run.acknowledged.note(bucket, self.life.number, number)
+
+    def _groups(self, clock: int) -> dict[int, HyperParameters]:
+        if self.script is not None:
+            return {0: {"lr": self.script.rate}}
+        local = self.run.spec.local
+        return {} if local is None else {0: local.outer(clock)}
 
     def _homes(self, place: Place, wanted: Collection[int] | None) -> dict[int, list[int]]:
         """Returns the buckets of each shard, some or all, in an order of this worker's own."""
@@ -555,7 +570,13 @@ class Worker:
         is_late = self.place is not self._at
         if is_late:
             self._connect(self.place)
-        self._make(number, is_late=is_late)
+        if self.script is None:
+            self._make(number, is_late=is_late)
+            return
+        with self.script.telling.standing():
+            self.script.stepping()
+            self._make(self.clock + 1, is_late=is_late)
+        self.script.stepped()
 
     def _make(self, number: int, begun: int | None = None, is_late: bool = False) -> None:
         """Makes a step, from as many places as it takes.
@@ -626,7 +647,8 @@ class Worker:
 
     def gradient(self, number: int, clock: int) -> torch.Tensor:
         """Returns what a step pushes to each bucket."""
-        return self._witness.gradient(number) * moved_in(self.run.spec.local, clock)
+        scale = 1.0 if self.script is None else 1 / rate_of(clock)
+        return self._witness.gradient(number) * moved_in(self.run.spec.local, clock) * scale
 
     def _stream(self) -> None:
         """Ends a step of a round whose buckets leave fragment by fragment."""

@@ -1,0 +1,124 @@
+"""The schedules of workers' scripts: real schedulers, kept and told by the code of a real worker.
+
+Each step is pushed with the rate that the worker's schedule has, and its gradient is divided by the rate of its clock.
+So a step adds to the weights what the counting oracle expects where the two are the same, and otherwise not. All rates
+are powers of two: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from ps_protocol.errors import PSError
+from ps_worker.cluster.participation import FIRST_PAUSE_SECONDS, SCRIPT_SECONDS, PlaceLost
+from ps_worker.cluster.script import ScriptTelling
+from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_worker.state.model_state import ModelState
+from ps_worker.strategies.late_script import LateScript
+from ps_worker.values import SavedState
+from tests.simulation.servers import COORDINATOR
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+
+PERIOD = 5  # of the rates
+
+
+def rate_of(clock: int) -> float:
+    """Returns the rate of the step that leads to a clock."""
+    return float(2.0 ** -((clock - 1) % PERIOD))
+
+
+class Script:
+    """What a worker's script has set: a schedule that it steps once a step. For the training thread.
+
+    telling: answers the coordinator's requests for it
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self.telling = worker, ScriptTelling()
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        self._schedule = LambdaLR(self._optimizer, lambda steps: rate_of(steps + 1))
+        self._checkpoint = WorkerCheckpoint(torch.device("cpu"), lambda clock, state: None)
+        self._checkpoint.watch([self._optimizer], ModelState({}))
+        self._checkpoint.add(self._schedule)
+        part: Any = SimpleNamespace(ask_script=self._ask, rank=worker.rank)
+        self._late = LateScript(part, self._checkpoint, lambda: worker.clock, self._tell)
+        self.telling.send = self._send
+        self._could_tell: set[Worker] = set()
+
+    @property
+    def rate(self) -> float:
+        """The rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def begin(self, clock: int) -> None:
+        """Begins at the clock of the first place."""
+        if clock:
+            self._late.joins()
+        else:
+            self._tell()
+
+    def stepping(self) -> None:
+        """Begins a step; a process that has come late continues with the job's schedule."""
+        self._could_tell = self._tellers()
+        self._late.follow()
+        at = self._schedule.last_epoch
+        self._worker.world.trace(f"{self._worker.host.name} at clock {self._worker.clock}: its schedule is at {at}")
+
+    def stepped(self) -> None:
+        """Ends a step."""
+        self._optimizer.step()
+        self._schedule.step()
+
+    def _tell(self) -> None:
+        if not self._could_tell & self._tellers():
+            while self._schedule.last_epoch < self._worker.clock:  # nobody could tell it what is so new
+                self._schedule.step()
+        self.telling.begin(self._told)
+
+    def _tellers(self) -> set[Worker]:
+        """Returns the other workers that have the job's schedule."""
+        others = [each for each in self._worker.run.workers.values() if each is not self._worker and each.is_training]
+        return {each for each in others if each.script is not None and not each.script._late.is_late}
+
+    def _told(self) -> SavedState | None:
+        told = self._checkpoint.tells(self._worker.clock)
+        return None if told is None else SavedState(self._worker.clock, told)
+
+    def _who(self) -> tuple[Any, ...]:
+        place = self._worker.place
+        return self._worker.run.name, place.run, self._worker.rank, place.incarnation, place.key
+
+    def _ask(self) -> SavedState | None:
+        """Does as Participation.ask_script."""
+        world, told = self._worker.world, None
+        until = world.now + SCRIPT_SECONDS
+        while True:
+            is_coming = True
+            try:
+                network = self._worker.cluster.network
+                told, is_coming = network.call(COORDINATOR, "ask_script", *self._who(), seconds=SCRIPT_SECONDS)
+            except PSError as error:
+                if not error.retryable:
+                    raise PlaceLost from error
+            if not is_coming or world.now >= until:
+                return None if told is None else SavedState(*told)
+            world.let_pass(10 * FIRST_PAUSE_SECONDS)
+
+    def _send(self, request: int, script: SavedState | None) -> None:
+        """Does as Membership._tell."""
+        told = None if script is None else (script.clock, script.content)
+
+        def tell() -> None:
+            network = self._worker.cluster.network
+            try:
+                network.call(COORDINATOR, "tell_script", *self._who(), request, told, seconds=SCRIPT_SECONDS)
+            except PSError as error:
+                self._worker.world.trace(f"{self._worker.host.name} cannot tell of its script: {error}")
+
+        self._worker.host.spawn("script", tell)
