@@ -289,7 +289,7 @@ function split(fractions) {
 
 function drawWorkers(job, views) {
   const values = [...new Set(job.workers.flatMap((worker) => worker.figures?.values.map((value) => value.name) ?? []))].sort();
-  const heads = ["rank", "host", ["clock", "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
+  const heads = ["rank", "host", [counted(job), "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
   const { workers, between } = shownWorkers(job, views);
   const rows = workers.map((worker) => {
     const view = views.get(worker.rank);
@@ -520,7 +520,7 @@ function drawProgress(job) {
     element("progress", { max: Math.max(1, loader.sample_count), value: loader.committed_count }),
   ]);
   const last = job.last_checkpoint;
-  parts.push(element("p", {}, last ? `Last checkpoint: ${last.name}, at clock ${last.clock}.` : "There is no checkpoint."));
+  parts.push(element("p", {}, last ? `Last checkpoint: ${last.name}, after ${last.clock} ${counted(job)}.` : "There is no checkpoint."));
   if (last?.missing_ranks.length) parts.push(element("p", { class: "bad" }, `It lacks the state of workers ${last.missing_ranks.join(", ")}.`));
   if (job.restore_count) parts.push(element("p", {}, `Rolled back ${plural(job.restore_count, "time")}: ${plural(job.redone_step_count, "step")} made again.`));
   if (job.lost_step_count) parts.push(element("p", {}, `${plural(job.lost_step_count, "step")} lost with shards.`));
@@ -582,10 +582,10 @@ function drawFinished(job, view) {
   document.title = `${job.job}: ended`;
   const { min_clock: low, max_clock: high, last_checkpoint: last } = job;
   showFigures([
-    ["clock", low === high ? String(low) : `${low} – ${high}`],
+    ["steps made", low === high ? String(low) : `${low} – ${high}`],
     ...job.values.map((value) => [`${value.name}, mean at the end`, number(value.mean)]),
     ["ran for", job.age_duration === null ? "–" : span(job.age_duration)],
-    [last ? `clock of the last checkpoint, ${last.name}` : "last checkpoint", last ? String(last.clock) : "none"],
+    [last ? `steps (rounds in local:H) at the last checkpoint, ${last.name}` : "last checkpoint", last ? String(last.clock) : "none"],
   ]);
   drawCurves(curvesOf(job));
 }
