@@ -73,7 +73,7 @@ function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
   while (count >= 1000 && unit < units.length - 1) [count, unit] = [count / 1000, unit + 1];
-  return `${count.toFixed(unit && count < 100 ? 1 : 0)} ${units[unit]}`;
+  return `${count.toFixed(unit && count < 100 ? 1 : 0)}\u00a0${units[unit]}`; // it stays on one line
 }
 
 function span(seconds) {
@@ -81,8 +81,6 @@ function span(seconds) {
   if (seconds < 120) return `${seconds.toFixed(0)} s`;
   return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
-
-const whole = (text) => text.replaceAll(" ", "\u00a0"); // a text that is not broken into two lines
 
 function number(value) {
   if (typeof value === "string") return value; // NaN and infinities come as words
@@ -173,8 +171,8 @@ function drawFigures(job, view, status) {
     ...(view.age_duration === null || view.age_duration === undefined ? [] : [["running for", span(view.age_duration)]]),
     ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
-    ["weights + state", whole(`${bytes(job.parameter_bytes)} + ${bytes(state)}`)],
-    [`bytes a step${less}`, steps ? whole(`${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}`) : "–"],
+    ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
+    [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
     ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
   ];
