@@ -166,7 +166,8 @@ class Admitted:
 class CallLimits:
     """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
 
-    thread: that watches
+    thread:  that watches
+    answers: a pool that sends answers which were not sent at once. One caller has few of its threads
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class CallLimits:
         self._second, self._in_second = -math.inf, 0  # since when refusals are counted, and how many there were
         self._pressed_until = -math.inf
         self._few, self._threads_waiting = waiting_threads(pool), Counter[Kind]()
-        self._answers = FairPool(Pool(pool, "answers"), max(LEAST_ANSWERS, pool // SHARE_OF_ANSWERS))
+        self.answers = FairPool(Pool(pool, "answers"), max(LEAST_ANSWERS, pool // SHARE_OF_ANSWERS))
         self._next = 0
         self._stopping = threading.Event()
         self._release_at = math.inf  # when memory that broken requests took is given back
@@ -206,7 +207,7 @@ class CallLimits:
         """Ends the thread."""
         self._stopping.set()
         self.thread.join()
-        self._answers.stop()
+        self.answers.stop()
 
     def statistics(self) -> dict[str, int]:
         """Returns how many calls are in flight, callers that have some, and waits for peers."""
@@ -308,10 +309,6 @@ class CallLimits:
     def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
         return self._within(self._limits.upload_seconds, context)
-
-    def answer(self, caller: str, send: Callable[[], None]) -> None:
-        """Sends an answer from a pool of its own, where one caller has few threads: the rest of its answers wait."""
-        self._answers.submit(caller, send)
 
     def held_seconds(self, error: Exception) -> float:
         """Returns for how long an error is kept back that a call met before its request was read.

@@ -101,7 +101,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
                 send(response)
                 send(None)
 
-            reader.limits.answer(caller_name(), answer)
+            reader.limits.answers.submit(caller_name(), answer)
 
         _keep_pool(answering, behaviour)
         return grpc.stream_stream_rpc_method_handler(
@@ -292,59 +292,72 @@ def _entered(reader: _Reader, context: grpc.ServicerContext) -> Principal:
         raise
 
 
+class _Sending:
+    """The messages of one call that answers in a stream, and its end, counted."""
+
+    def __init__(
+        self, context: grpc.ServicerContext, send: Callable[[Any], None], metrics: _MethodMetrics, limits: CallLimits
+    ) -> None:
+        self._context, self._send, self._metrics, self._limits = context, send, metrics, limits
+        self._begun = time.perf_counter()
+        self._finished = False
+
+    def send(self, message: Any) -> None:
+        """Sends a message; None: the end."""
+        if message is None:
+            self._finished = True
+            self._send(None)
+            return
+        self._metrics.sent.inc()
+        with self._limits.sending(self._context):
+            self._send(message)
+
+    def ended(self) -> None:
+        """Counts the call, which is over."""
+        code = self._context.code()
+        self._metrics.ended("CANCELLED" if not self._finished else code.name if code else "OK", self._begun)
+
+    def end(self, error: PSError) -> None:
+        """Ends the call with an error."""
+        set_error(self._context, error)
+        self.send(None)
+
+    def refuse(self, error: Exception) -> None:
+        """Ends a call whose request is not read, later where its caller would repeat it at once."""
+        self._limits.after(self._limits.held_seconds(error), partial(self.end, _error_of(error, self._metrics)))
+
+
 def _observe_stream(
     behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader, server_pool: ThreadPoolExecutor
 ) -> Callable[..., Any]:
     pool = getattr(behaviour, "experimental_thread_pool", server_pool)
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-        begun = time.perf_counter()
-        finished = False
         metrics.started.inc()
-
-        def counted(message: Any) -> None:
-            nonlocal finished
-            finished = finished or message is None
-            if message is None:
-                send(None)
-                return
-            metrics.sent.inc()
-            with reader.limits.sending(context):
-                send(message)
-
-        def ended() -> None:
-            code = context.code()
-            metrics.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
-
-        def end(error: PSError) -> None:
-            set_error(context, error)
-            counted(None)
-
-        def refuse(error: Exception) -> None:  # before its request is read
-            reader.limits.after(reader.limits.held_seconds(error), partial(end, _error_of(error, metrics)))
+        answers = _Sending(context, send, metrics, reader.limits)
 
         def carry_out(admitted: Admitted, place: AbstractContextManager[None]) -> None:
             try:
                 request = reader.read(requests, place)
                 metrics.received.inc()
                 with reader.limits.running(admitted.caller, reader.method, context):
-                    behaviour(request, context, counted)
+                    behaviour(request, context, answers.send)
                 admitted.call.wait()
             except grpc.RpcError:  # the caller is gone, or was too slow
                 return
             except Refused as error:
-                refuse(error)
+                answers.refuse(error)
             except Exception as error:
-                end(_error_of(error, metrics))
+                answers.end(_error_of(error, metrics))
 
-        if not context.add_callback(ended):
+        if not context.add_callback(answers.ended):
             return
         try:
             admitted = reader.enter(context)
         except Exception as error:
-            refuse(error)
+            answers.refuse(error)
         else:
-            reader.place_later(context, admitted.caller, pool, partial(carry_out, admitted), refuse)
+            reader.place_later(context, admitted.caller, pool, partial(carry_out, admitted), answers.refuse)
 
     _keep_pool(wrapped, behaviour)
     wrapped.experimental_non_blocking = True  # type: ignore[attr-defined]
