@@ -25,6 +25,7 @@ NAMES = (
     "lowcomm",
     "scale",
     "crowd",
+    "flood",
     "memory",
     "rows",
     "restore",

@@ -11,6 +11,7 @@ MEANINGS = {
     "mib": "of the model's weights",
     "pause_ms": "computing of a step",
     "rounds": "measured rounds",
+    "seconds": "that are measured each time",
     "seed": "of what is drawn at random",
     "shards": "",
     "steps": "in a turn; the first is not counted",

@@ -7,10 +7,15 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ps_protocol.errors import TryLater
+from ps_runtime.background import guarded
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_runtime")
@@ -42,3 +47,50 @@ class Pool(ThreadPoolExecutor):
             _troubles.met(self._name, what, self._name, len(self._threads), error)
         else:
             _troubles.over(self._name)
+
+
+class FairPool:
+    """A pool of which each owner of tasks has few threads at a time: its other tasks wait for these. Thread-safe.
+
+    most: threads of one owner
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
+        self._pool, self._most = pool, most
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[Callable[[], object]]] = {}
+
+    def submit(self, owner: str, task: Callable[[], object]) -> None:
+        """Runs a task, after those that the owner has waiting; never where the pool is shut down."""
+        with self._lock:
+            if self._running[owner] >= self._most:
+                self._waiting.setdefault(owner, deque()).append(task)
+                return
+            self._running[owner] += 1
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(self._run, owner, task)
+
+    def stop(self) -> None:
+        """Ends the threads, after what they are doing."""
+        with self._lock:
+            self._waiting.clear()
+        self._pool.shutdown()
+
+    def _run(self, owner: str, task: Callable[[], object]) -> None:
+        following: Callable[[], object] | None = task
+        while following is not None:
+            guarded("answers", following)
+            following = self._next(owner)
+
+    def _next(self, owner: str) -> Callable[[], object] | None:
+        with self._lock:
+            if owner in self._waiting:
+                task = self._waiting[owner].popleft()
+                if not self._waiting[owner]:
+                    del self._waiting[owner]
+                return task
+            self._running[owner] -= 1
+            if not self._running[owner]:
+                del self._running[owner]
+            return None

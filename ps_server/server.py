@@ -42,6 +42,7 @@ from ps_server.core.limits import LEAST_THREADS, Limits
 from ps_server.core.thread_shares import (
     POOLS_OF_A_COORDINATOR,
     POOLS_OF_A_SHARD,
+    POOLS_OF_EACH,
     ThreadShares,
     thread_shares,
 )
@@ -136,8 +137,8 @@ class Server:
         limits = CallLimits(
             authenticator, config.limits, config.index is not None, give_memory_back, self._threads.pool
         )
-        self._calls = CallInterceptor(self._registry, limits)
         control_pool = Pool(self._threads.pool, "control")
+        self._calls = CallInterceptor(self._registry, limits, control_pool)
         self._grpc = grpc.server(
             control_pool,
             interceptors=[self._calls],
@@ -401,7 +402,7 @@ def _shares_of_threads(config: ServerConfig) -> ThreadShares:
     if most is None and found is not None:
         most, why = found.threads, found.name
     is_shard, is_coordinator = config.index is not None, config.shard_count is not None
-    pools = 1 + is_shard * POOLS_OF_A_SHARD + is_coordinator * POOLS_OF_A_COORDINATOR
+    pools = POOLS_OF_EACH + is_shard * POOLS_OF_A_SHARD + is_coordinator * POOLS_OF_A_COORDINATOR
     sites = 1 + (config.health_port is not None)
     reserved = _OTHER_THREADS + config.apply_threads + (config.shard_count or 0) + sites * MAX_CONNECTIONS
     shares = thread_shares(most, reserved, pools, config.limits.connections)

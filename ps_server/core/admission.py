@@ -21,8 +21,8 @@ from ps_server.core.thread_shares import MOST_OF_A_POOL
 WINDOW_BYTES = 512
 ACTIVE_SECONDS = 60.0  # after its last request; meanwhile nothing else of its like takes all places
 
-# How many requests of a kind wait for a place at most; and threads for all that wait, at least.
-_WAITING, _LEAST_WAITING = 300, 4
+_WAITING = 4_096  # requests of a kind for a place, at most; few of them have a thread
+_FEW = 8
 
 # For which those whose request was broken off together leave a place to others: the first time, doubled with each.
 PENALTY_SECONDS, LONGEST_PENALTY_SECONDS = 60.0, 600.0
@@ -72,8 +72,7 @@ class Changes(Generic[C]):
 def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Kind, Terms]:
     """Returns the terms of each kind of request on a server.
 
-    pool: threads of each pool of calls. A request that waits for a place, or has one, has a thread meanwhile, and some
-          are always left for others: so fewer wait where there are few threads
+    pool: threads of each pool of calls. A request that has a place has a thread, and most are left for others
 
     Raises InvalidRequest if the budget has no room for one request of each kind.
     """
@@ -92,14 +91,17 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Ki
         least[kind] += 1
     least[Kind.DATA if is_shard else Kind.LARGE] += min(places - needed - len(wanted), pool // 4)
     quick = min(limits.request_seconds, limits.upload_seconds)
-    # One pool may have all kinds but one: pulls, exchanges and the ids of rows, which count as pushes.
-    threads = max(_LEAST_WAITING, pool - sum(least.values()) - 1)
     return {
-        Kind.QUICK: Terms(least[Kind.QUICK], min(_WAITING, threads * 3 // 8), quick, 0.5),
-        Kind.LARGE: Terms(least[Kind.LARGE], min(_WAITING, threads // 2), limits.upload_seconds, 5.0),
-        Kind.EXCHANGE: Terms(least[Kind.EXCHANGE], min(_WAITING, threads // 4), limits.upload_seconds, 1.0),
-        Kind.DATA: Terms(least[Kind.DATA], threads * 3 // 8, limits.upload_seconds, 10.0),
+        Kind.QUICK: Terms(least[Kind.QUICK], _WAITING, quick, 0.5),
+        Kind.LARGE: Terms(least[Kind.LARGE], _WAITING, limits.upload_seconds, 5.0),
+        Kind.EXCHANGE: Terms(least[Kind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
+        Kind.DATA: Terms(least[Kind.DATA], _WAITING, limits.upload_seconds, 10.0),
     }
+
+
+def waiting_threads(pool: int) -> int:
+    """Returns how many unary calls of a kind may have a thread until they are read. pool: threads of each pool"""
+    return max(1, min(_FEW, pool // 8))
 
 
 class RequestPlaces(Generic[C]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 MOST_OF_A_POOL = 1024
 LEAST_OF_A_POOL, LEAST_CONNECTIONS = 16, 16
-POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 6, 2  # of calls, beside the one that each server has
+POOLS_OF_EACH, POOLS_OF_A_SHARD, POOLS_OF_A_COORDINATOR = 2, 6, 2  # of calls: of each server, and what comes to them
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_server.ops.columns import cut
+from ps_server.ops.status import clock_unit
 from ps_server.ops.text import printable
 
 SHOWN = 12  # workers that are shown by rank, all of them, where there is room
@@ -60,52 +61,59 @@ def race(job: dict[str, Any], view: dict[str, Any], width: int | None = None, ro
         return
     first, between, last = chosen(runners, None if room is None else room - 1)
     clocks = [runner.status["clock"] for runner in runners]
-    table = _Columns.fitting([*first, *last], width)
+    unit = clock_unit(job)
+    table = _Columns.fitting([*first, *last], width, unit)
     yield cut(table.head(), width)
     for runner in first:
         yield cut(table.row(runner, min(clocks), max(clocks)), width)
     if between:
         at = sorted(runner.status["clock"] for runner in between)
-        yield cut(f" {len(between)} more between, at clocks {at[0]} to {at[-1]}", width)
+        yield cut(f" {len(between)} more between, at {at[0]} to {at[-1]} {unit}", width)
     for runner in last:
         yield cut(table.row(runner, min(clocks), max(clocks)), width)
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which columns there are, and how wide. host: 0: it is left out; values: the names of logged values"""
+    """Which columns there are, and how wide.
+
+    host:   0: it is left out
+    unit:   what clocks count
+    values: the names of logged values
+    """
 
     host: int
     clock: int
+    unit: str
     lane: int
     values: tuple[str, ...]
 
     @classmethod
-    def fitting(cls, runners: Sequence[Runner], width: int | None) -> _Columns:
+    def fitting(cls, runners: Sequence[Runner], width: int | None, unit: str) -> _Columns:
         """Returns the most columns that the window has room for, beside what each worker does now."""
         names = tuple(sorted({name for runner in runners for name in runner.values}))
         first = tuple(name for name in names if name == "loss") or names[:1]
         host = max(len(printable(runner.status["host"])) for runner in runners)
         clock = max(len(str(runner.status["clock"])) for runner in runners)
-        sizes = max(host, len("host")), max(clock, len("clock"))
+        host, sizes = max(host, len("host")), (max(clock, len(unit)), unit)
         wide, narrow = LANES
         now = max(len(printable(runner.does["activity"])) for runner in runners)
         for columns in (
-            cls(*sizes, wide, names),
-            cls(0, sizes[1], wide, names),
-            cls(0, sizes[1], narrow, names),
-            cls(0, sizes[1], narrow, first),
+            cls(host, *sizes, wide, names),
+            cls(0, *sizes, wide, names),
+            cls(0, *sizes, narrow, names),
+            cls(0, *sizes, narrow, first),
         ):
             if width is None or len(columns.head()) - len("now") + min(now, MOST_ACTIVITY) <= width:
                 return columns
-        return cls(0, sizes[1], narrow, ())
+        return cls(0, *sizes, narrow, ())
 
     def head(self) -> str:
         """Returns the names of the columns."""
         host = f"  {'host':<{self.host}}" if self.host else ""
         lane = "slowest → fastest" if self.lane >= len("slowest → fastest") else "slow → fast"
         values = "".join(f"  {name:>10}" for name in self.values)
-        return f" rank{host}  {'clock':>{self.clock}}  {lane:<{self.lane}}  steps/s{values}  now"
+        return f" rank{host}  {self.unit:>{self.clock}}  {lane:<{self.lane}}  steps/s{values}  now"
 
     def row(self, runner: Runner, slowest: int, fastest: int) -> str:
         """Returns a worker's line."""

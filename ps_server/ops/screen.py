@@ -117,13 +117,13 @@ def _finished(view: dict[str, Any]) -> Iterator[str]:
         low, high = job["min_clock"], job["max_clock"]
         parts = [
             f"{job['job']}: {job['text']}, {duration_text(ago)} ago",
-            f"clock {low if low == high else f'{low}-{high}'}",
+            f"{low if low == high else f'{low}-{high}'} steps",
             *(f"{value['name']} {value['mean']:.4g}" for value in job["values"]),
         ]
         if job["age_duration"] is not None:
             parts.append(f"ran for {duration_text(job['age_duration'])}")
         if job["last_checkpoint"] is not None:
-            parts.append(f"checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}")
+            parts.append(f"last checkpoint {job['last_checkpoint']['name']}")
         yield " · ".join(parts)
 
 

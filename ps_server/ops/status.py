@@ -144,6 +144,11 @@ def mode_text(job: dict[str, Any]) -> str:
     return f"local:{job['local_steps']}" if job["local_steps"] else str(Consistency(**job["consistency"]))
 
 
+def clock_unit(job: dict[str, Any]) -> str:
+    """Returns what the clocks of a job count, in the words of its users."""
+    return "rounds" if job["local_steps"] or job["round_duration"] else "steps"
+
+
 def steps_text(job: dict[str, Any]) -> str:
     """Returns how many of their steps the workers of a job have made; empty where no script says how many there are."""
     told = [worker["figures"] for worker in job["workers"] if worker["figures"]]
@@ -279,7 +284,8 @@ def _history(job: dict[str, Any]) -> str:
     """Returns what a job went through; empty if there was nothing."""
     text = ""
     if job["last_checkpoint"]:
-        text += f"; last checkpoint {job['last_checkpoint']['name']} at clock {job['last_checkpoint']['clock']}"
+        last = job["last_checkpoint"]
+        text += f"; last checkpoint {last['name']}, after {last['clock']} {clock_unit(job)}"
         missing = job["last_checkpoint"]["missing_ranks"]
         text += f", without the state of workers {missing}" if missing else ""
     if job["restore_count"]:

@@ -73,7 +73,7 @@ function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
   while (count >= 1000 && unit < units.length - 1) [count, unit] = [count / 1000, unit + 1];
-  return `${count.toFixed(unit && count < 100 ? 1 : 0)} ${units[unit]}`;
+  return `${count.toFixed(unit && count < 100 ? 1 : 0)}\u00a0${units[unit]}`; // it stays on one line
 }
 
 function span(seconds) {
@@ -81,8 +81,6 @@ function span(seconds) {
   if (seconds < 120) return `${seconds.toFixed(0)} s`;
   return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
-
-const whole = (text) => text.replaceAll(" ", "\u00a0"); // a text that is not broken into two lines
 
 function number(value) {
   if (typeof value === "string") return value; // NaN and infinities come as words
@@ -173,8 +171,8 @@ function drawFigures(job, view, status) {
     ...(view.age_duration === null || view.age_duration === undefined ? [] : [["running for", span(view.age_duration)]]),
     ["workers", job.world_size ? `${clocks.length} of ${job.world_size}` : `${clocks.length}, elastic`],
     ["shards", `${status.shards.length - silent} of ${status.coordinator.shard_count}`, silent ? "bad" : ""],
-    ["weights + state", whole(`${bytes(job.parameter_bytes)} + ${bytes(state)}`)],
-    [`bytes a step${less}`, steps ? whole(`${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}`) : "–"],
+    ["weights + state", `${bytes(job.parameter_bytes)} + ${bytes(state)}`],
+    [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
     ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
   ];
@@ -289,7 +287,7 @@ function split(fractions) {
 
 function drawWorkers(job, views) {
   const values = [...new Set(job.workers.flatMap((worker) => worker.figures?.values.map((value) => value.name) ?? []))].sort();
-  const heads = ["rank", "host", ["clock", "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
+  const heads = ["rank", "host", [counted(job), "number"], ["steps/s", "number"], "where a step's time goes", "now", ...values.map((name) => [name, "number"])];
   const { workers, between } = shownWorkers(job, views);
   const rows = workers.map((worker) => {
     const view = views.get(worker.rank);
@@ -520,7 +518,7 @@ function drawProgress(job) {
     element("progress", { max: Math.max(1, loader.sample_count), value: loader.committed_count }),
   ]);
   const last = job.last_checkpoint;
-  parts.push(element("p", {}, last ? `Last checkpoint: ${last.name}, at clock ${last.clock}.` : "There is no checkpoint."));
+  parts.push(element("p", {}, last ? `Last checkpoint: ${last.name}, after ${last.clock} ${counted(job)}.` : "There is no checkpoint."));
   if (last?.missing_ranks.length) parts.push(element("p", { class: "bad" }, `It lacks the state of workers ${last.missing_ranks.join(", ")}.`));
   if (job.restore_count) parts.push(element("p", {}, `Rolled back ${plural(job.restore_count, "time")}: ${plural(job.redone_step_count, "step")} made again.`));
   if (job.lost_step_count) parts.push(element("p", {}, `${plural(job.lost_step_count, "step")} lost with shards.`));
@@ -582,10 +580,10 @@ function drawFinished(job, view) {
   document.title = `${job.job}: ended`;
   const { min_clock: low, max_clock: high, last_checkpoint: last } = job;
   showFigures([
-    ["clock", low === high ? String(low) : `${low} – ${high}`],
+    ["steps made", low === high ? String(low) : `${low} – ${high}`],
     ...job.values.map((value) => [`${value.name}, mean at the end`, number(value.mean)]),
     ["ran for", job.age_duration === null ? "–" : span(job.age_duration)],
-    [last ? `clock of the last checkpoint, ${last.name}` : "last checkpoint", last ? String(last.clock) : "none"],
+    [last ? `steps (rounds in local:H) at the last checkpoint, ${last.name}` : "last checkpoint", last ? String(last.clock) : "none"],
   ]);
   drawCurves(curvesOf(job));
 }

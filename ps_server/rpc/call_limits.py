@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -20,17 +20,18 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.errors import Forbidden, Unauthenticated
+from ps_protocol.errors import Backlogged, Forbidden, Unauthenticated
 from ps_protocol.job import MAX_NAME_LENGTH
 from ps_runtime import audit
 from ps_runtime.background import guarded, start
-from ps_server.core.admission import WINDOW_BYTES, terms
+from ps_runtime.pools import FairPool, Pool
+from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, Kind, terms, waiting_threads
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.auth import Authenticator, host_of
 from ps_server.rpc.calls_in_flight import HEARTBEAT, CallInFlight, CallsInFlight
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
-from ps_server.rpc.receiving import Receiving
+from ps_server.rpc.receiving import Receiving, Refused, kind_of
 
 _LOOK_SECONDS = 0.05
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
@@ -40,6 +41,9 @@ STREAMS_OF_A_CONNECTION = 128  # a worker has a few at a time
 # Of a request on a data connection that waits for no place: each connection has one at a time, and 8,192 of these take
 # 32 MiB. Most exchanges are as small, and a worker waits for each.
 SMALL_BYTES = 4096
+TOLD_AT_ONCE = 20  # errors in a second, before requests are read; the others are kept back
+PRESSED_SECONDS = 60.0  # after one was
+LEAST_ANSWERS, SHARE_OF_ANSWERS = 2, 16  # of the threads that answer then, one caller has a sixteenth
 UNKNOWN = "unknown"  # whose call shows nothing that is known
 _MOST_MILLISECONDS = 2**31 - 1  # that an option takes
 
@@ -162,7 +166,8 @@ class Admitted:
 class CallLimits:
     """Counts calls in and out, each under its principal, and watches over their waits. Thread-safe.
 
-    thread: that watches
+    thread:  that watches
+    answers: a pool that sends answers which were not sent at once. One caller has few of its threads
     """
 
     def __init__(
@@ -188,6 +193,10 @@ class CallLimits:
         self._in_flight = CallsInFlight(limits)
         self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
         self._kept_back: deque[tuple[float, Callable[[], None]]] = deque()  # calls that are refused, and when
+        self._second, self._in_second = -math.inf, 0  # since when refusals are counted, and how many there were
+        self._pressed_until = -math.inf
+        self._few, self._threads_waiting = waiting_threads(pool), Counter[Kind]()
+        self.answers = FairPool(Pool(pool, "answers"), max(LEAST_ANSWERS, pool // SHARE_OF_ANSWERS))
         self._next = 0
         self._stopping = threading.Event()
         self._release_at = math.inf  # when memory that broken requests took is given back
@@ -198,6 +207,7 @@ class CallLimits:
         """Ends the thread."""
         self._stopping.set()
         self.thread.join()
+        self.answers.stop()
 
     def statistics(self) -> dict[str, int]:
         """Returns how many calls are in flight, callers that have some, and waits for peers."""
@@ -261,6 +271,37 @@ class CallLimits:
         peer = context.peer()
         return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
 
+    def receive_later(
+        self,
+        method: str,
+        caller: Principal,
+        context: grpc.ServicerContext,
+        submit: Callable[[Callable[[], object]], object],
+        receive: Callable[[contextlib.AbstractContextManager[None]], None],
+        refuse: Callable[[Refused], None],
+    ) -> None:
+        """As `receiving`, but no thread waits for the place: see Receiving.later."""
+        peer = context.peer()
+        self._receiving.later(method, (caller.name, host_of(peer), peer), context, submit, receive, refuse)
+
+    def may_wait(self, method: str) -> bool:
+        """Counts in a call of a unary method whose thread waits until its request is read, and returns True; returns
+        False where as many do already, or calls are refused: no thread may wait for this one.
+
+        It is asked on gRPC's polling thread, for a burst of calls comes before the first of them runs.
+        """
+        kind = kind_of(method)
+        with self._lock:
+            if self._threads_waiting[kind] >= self._few or time.monotonic() < self._pressed_until:
+                return False
+            self._threads_waiting[kind] += 1
+            return True
+
+    def waited(self, method: str) -> None:
+        """Counts such a call out: its request is read, or it was refused."""
+        with self._lock:
+            self._threads_waiting[kind_of(method)] -= 1
+
     def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the sending of an answer: cancels the call if its caller does not take it."""
         return self._within(self._limits.stall_seconds, context)
@@ -268,6 +309,26 @@ class CallLimits:
     def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
         """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
         return self._within(self._limits.upload_seconds, context)
+
+    def held_seconds(self, error: Exception) -> float:
+        """Returns for how long an error is kept back that a call met before its request was read.
+
+        Such a call costs its caller nothing: told at once, it would come again at once, thousands of times in a second.
+        The first ones of each second are told at once.
+        """
+        if isinstance(error, Refused):
+            return error.held_seconds
+        if not isinstance(error, (Backlogged, Unauthenticated)):
+            return 0.0
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._second + 1.0:
+                self._second, self._in_second = now, 0
+            self._in_second += 1
+            if self._in_second <= TOLD_AT_ONCE:
+                return 0.0
+            self._pressed_until = now + PRESSED_SECONDS
+            return HELD_SECONDS
 
     def after(self, seconds: float, end: Callable[[], None]) -> None:
         """Ends a call later, which holds no thread meanwhile; at once after 0 s, or where very many are kept back."""

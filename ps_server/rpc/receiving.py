@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import grpc
 
@@ -29,11 +30,16 @@ KINDS = {
 }
 
 
+def kind_of(method: str) -> Kind:
+    """Returns the kind of a method's requests."""
+    return KINDS.get(method, Kind.QUICK)
+
+
 class Refused(Exception):
     """There is no place for a request.
 
     error:        what its caller is told
-    held_seconds: for which it is not told so, if that costs no thread
+    held_seconds: for which it is not told so, if its answer costs no thread
     """
 
     def __init__(self, held_seconds: float) -> None:
@@ -42,27 +48,16 @@ class Refused(Exception):
 
 
 class _Call:
-    """A call whose request is to be received: it waits for a place, or has one."""
+    """A call whose request is to be received: it waits for a place, or has one.
 
-    def __init__(self, context: grpc.ServicerContext) -> None:
-        self.context = context
-        self.is_admitted = False
-        self._decided = threading.Event()
+    told: is called once with the call, from any thread, when that is decided while it waits. It must not refer to the
+          call: gRPC's own would live until the collector of cycles comes by, and gRPC refuses streams of a connection
+          on which more than its limit are alive.
+    """
 
-    def admit(self) -> None:
-        """Tells the call that it has a place."""
-        self.is_admitted = True
-        self._decided.set()
-
-    def refuse(self) -> None:
-        """Tells the call that it gets no place, unless it has one."""
-        self._decided.set()
-
-    def wait(self) -> bool:
-        """Waits for a place; returns whether it has one: not where too many wait, or its caller is gone."""
-        if not self.is_admitted and self.context.add_callback(self.refuse):
-            self._decided.wait()
-        return self.is_admitted
+    def __init__(self, context: grpc.ServicerContext, told: Callable[[_Call], object]) -> None:
+        self.context, self.told = context, told
+        self.is_admitted = self.is_refused = False
 
 
 class Receiving:
@@ -74,28 +69,60 @@ class Receiving:
         self._was_broken_off = False
 
     def waits(self) -> int:
-        """Returns how many requests are being received, or wait for that."""
+        """Returns how many calls hold a place or wait for one."""
         with self._lock:
             return sum(kind.received + kind.waiting for kind in self._kinds.values())
 
     @contextlib.contextmanager
     def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
-        """Holds a place for the request of a call. Raises Refused if too many wait for one."""
-        kind, call = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(context)
-        with self._lock:
-            _tell(kind.ask(call, origin, time.monotonic()))
+        """Holds a place for the request of a call, for which this thread waits. Raises Refused if too many wait."""
+        decided = threading.Event()
+        kind, call = self._kind(method), _Call(context, lambda _: decided.set())
+        self._ask(kind, call, origin)
         try:
-            if not call.wait():
-                with self._lock:
-                    raise Refused(kind.held_seconds(origin, time.monotonic()))
-            try:
-                yield
-            except grpc.RpcError:
-                self._was_broken_off = True
-                raise
-        finally:
-            with self._lock:
-                _tell(kind.leave(call, time.monotonic()))
+            if not (call.is_admitted or call.is_refused) and context.add_callback(decided.set):
+                decided.wait()
+        except BaseException:
+            self._leave(kind, call)
+            raise
+        if not call.is_admitted:
+            self._leave(kind, call)
+            raise self._refusal(kind, origin)
+        with self._placed(kind, call):
+            yield
+
+    def later(
+        self,
+        method: str,
+        origin: Origin,
+        context: grpc.ServicerContext,
+        submit: Callable[[Callable[[], object]], object],
+        receive: Callable[[contextlib.AbstractContextManager[None]], None],
+        refuse: Callable[[Refused], None],
+    ) -> None:
+        """Has a request received once there is a place for it; no thread waits for that.
+
+        submit:  runs in a pool what is to be done later
+        receive: gets the place, which it enters while it reads: in this thread where there is one already
+        refuse:  is called instead if too many wait for one
+        """
+        kind = self._kind(method)
+
+        def decided(call: _Call) -> None:
+            if call.is_admitted:
+                receive(self._placed(kind, call))
+            else:
+                refuse(self._refusal(kind, origin))
+
+        def told(call: _Call) -> None:
+            with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping
+                submit(partial(decided, call))
+
+        call = _Call(context, told)
+        if self._ask(kind, call, origin):
+            decided(call)
+        elif not context.add_callback(lambda: self._give_up(kind, call)):
+            self._give_up(kind, call)
 
     def cut_off(self) -> None:
         """Cancels the calls whose places are needed, and those whose time is over."""
@@ -110,9 +137,54 @@ class Receiving:
         was, self._was_broken_off = self._was_broken_off, False
         return was
 
+    def _kind(self, method: str) -> RequestPlaces[_Call]:
+        return self._kinds[kind_of(method)]
 
-def _tell(changes: Changes[_Call]) -> None:
+    def _ask(self, kind: RequestPlaces[_Call], call: _Call, origin: Origin) -> bool:
+        """Asks for a place. Returns whether it is decided already; if not, the call is told when it is."""
+        with self._lock:
+            decided = _decide(kind.ask(call, origin, time.monotonic()))
+            is_decided = call.is_admitted or call.is_refused
+        _tell(other for other in decided if other is not call)
+        return is_decided
+
+    @contextlib.contextmanager
+    def _placed(self, kind: RequestPlaces[_Call], call: _Call) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError:
+            self._was_broken_off = True
+            raise
+        finally:
+            self._leave(kind, call)
+
+    def _leave(self, kind: RequestPlaces[_Call], call: _Call) -> None:
+        with self._lock:
+            decided = _decide(kind.leave(call, time.monotonic()))
+        _tell(decided)
+
+    def _give_up(self, kind: RequestPlaces[_Call], call: _Call) -> None:
+        """Ends the wait of a call whose caller is gone. One that has its place by now gives it back itself."""
+        with self._lock:
+            if call.is_admitted:
+                return
+            decided = _decide(kind.leave(call, time.monotonic()))
+        _tell(decided)
+
+    def _refusal(self, kind: RequestPlaces[_Call], origin: Origin) -> Refused:
+        with self._lock:
+            return Refused(kind.held_seconds(origin, time.monotonic()))
+
+
+def _decide(changes: Changes[_Call]) -> list[_Call]:
+    """Notes what was decided, under the lock; returns the calls to tell without it."""
     for call in changes.admitted:
-        call.admit()
+        call.is_admitted = True
     for call in changes.refused:
-        call.refuse()
+        call.is_refused = True
+    return [*changes.admitted, *changes.refused]
+
+
+def _tell(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.told(call)

@@ -68,8 +68,8 @@ def test_a_job_stays_with_its_curves_and_its_end(make_cluster: Callable[..., Clu
     assert len(curve["values"]) == len(finished["history"]["times"])
     line = "\n".join(screen.screen(seen))
     assert "first: the job has finished, " in line
-    assert " ago · clock 3 · loss 0.25 · ran for " in line
-    assert f"checkpoint {finished['last_checkpoint']['name']} at clock 3" in line
+    assert " ago · 3 steps · loss 0.25 · ran for " in line
+    assert f"last checkpoint {finished['last_checkpoint']['name']}" in line
 
     told = Position(seen["process"], 0, seen["history"]["first_sample"] + len(seen["history"]["times"]))
     [again] = view(cluster.address, told)["finished_jobs"]

@@ -35,6 +35,7 @@ SMALLEST = {
     "rows": "--rows 1000 --dim 4 --ids 100 --steps 5 --grow 20000 --only sgd, --beyond 80000 --checkpoints 1",
     "lowcomm": "--samples 4 --layers 1 --width 64 --batch 1 --workers 2 --shards 1 --seeds 1 --systems sync+all-1+0.1",
     "crowd": "--workers 2 --shards 1 --rounds 1 --transport tcp --joins 4 --join-shards 2",
+    "flood": "--seconds 0.5 --transport tcp --principals 1 --attacks push:half,heartbeat:cancelled",
     "restore": "--mib 1 --bucket-kib 64 --rounds 1",
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
 }

@@ -55,7 +55,9 @@ def channel() -> Iterator[grpc.Channel]:
     gate = CallLimits(Authenticator(), Limits())
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS, "/test.Failing/Fail", frozenset({Role.WORKER}))
-        server = grpc.server(pool, interceptors=[CallInterceptor(CollectorRegistry(), gate)], options=server_options())
+        server = grpc.server(
+            pool, interceptors=[CallInterceptor(CollectorRegistry(), gate, pool)], options=server_options()
+        )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Failing", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

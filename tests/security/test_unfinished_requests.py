@@ -18,6 +18,7 @@ from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_server.rpc.call_limits import TOLD_AT_ONCE
 from ps_server.rpc.health_client import is_serving
 from tests.tools.cluster import until
 from tests.tools.launching import Command, resident
@@ -148,24 +149,45 @@ def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiti
         assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
 
 
-def test_a_refusal_to_one_whose_requests_were_broken_off_is_kept_back(victim: Victim) -> None:
-    """Told at once it would come again at once: thousands a second, of which each delays all others."""
+@pytest.mark.parametrize("path", [EXCHANGE, PUSH, REGISTER, HEARTBEAT])
+def is_calm(victim: Victim, attacks: list[Unfinished], calls: int, told_at_once: float = 0.0) -> bool:
+    """Watches for some seconds; returns whether each call was begun again no more than once in five seconds.
+
+    told_at_once: calls that may be begun beside these, in a second
+    """
+    began, begun = time.monotonic(), sum(attack.begun for attack in attacks)
+    while (took := time.monotonic() - began) < WATCHED_SECONDS:
+        victim.beat()
+    again = sum(attack.begun for attack in attacks) - begun
+    return again <= calls * (1 + took / HELD_SECONDS) + told_at_once * (took + 1)
+
+
+@pytest.mark.parametrize("path", [EXCHANGE, PUSH, REGISTER, HEARTBEAT])
+def test_calls_of_which_too_many_are_unfinished_wait_and_are_not_told_to_come_again(victim: Victim, path: str) -> None:
+    """Told at once they would come again at once: thousands a second, of which each delays all others."""
     with contextlib.ExitStack() as stack:
         attacks = [
-            stack.enter_context(Unfinished(victim.address, (EXCHANGE,), 1000, 900, calls=CROWD, token=OTHER))
+            stack.enter_context(Unfinished(victim.address, (path,), 1000, 900, calls=CROWD, token=OTHER))
             for _ in range(CROWDS)
         ]
         until(lambda: victim.beat() and sum(attack.begun for attack in attacks) >= CROWD * CROWDS, "every call")
-        seen = [(time.monotonic(), 0)]
+        assert is_calm(victim, attacks, CROWD * CROWDS)
 
-        def is_calm() -> bool:
-            now, begun = time.monotonic(), sum(attack.begun for attack in attacks)
-            if now - seen[-1][0] < WATCHED_SECONDS:
-                return False
-            seen.append((now, begun))
-            return begun - seen[-2][1] <= CROWD * CROWDS * (1 + (now - seen[-2][0]) / HELD_SECONDS)
 
-        until(lambda: victim.beat() and is_calm(), "some seconds in which each is begun again once in five")
+def test_strangers_are_refused_later_where_they_come_in_a_flood(victim: Victim) -> None:
+    with Unfinished(victim.address, (PUSH,), 1000, 900, calls=CROWD, token="unknown") as attack:
+        until(lambda: victim.beat() and attack.ended >= CROWD, "the first of them are refused")
+        assert is_calm(victim, [attack], CROWD, TOLD_AT_ONCE)
+
+
+def test_calls_of_a_worker_whose_threads_are_taken_leave_nothing_behind_on_its_connection(
+    victim: Victim,
+) -> None:
+    """gRPC would refuse the next ones of a connection, once more of its calls are alive than it may have at a time."""
+    with Unfinished(victim.address, (HEARTBEAT,), 64, 64 + 5, calls=CROWD, token=OTHER) as attack:
+        until(lambda: victim.beat() and attack.begun >= CROWD, "the start of every call")
+        for _ in range(200):
+            victim.beat()
 
 
 @pytest.mark.long

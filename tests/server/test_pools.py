@@ -14,7 +14,7 @@ import torch
 
 from ps_protocol.errors import TryLater
 from ps_runtime.background import Background
-from ps_runtime.pools import Pool
+from ps_runtime.pools import FairPool, Pool
 from ps_server.shard.threads import OwnThreads
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import joined, vector_job
@@ -104,6 +104,17 @@ def test_what_did_not_start_is_not_waited_for_at_the_end(monkeypatch: pytest.Mon
         threads.repeat(1.0, lambda: None)
     background.stop()
     threads.stop()
+
+
+def test_tasks_of_one_that_take_long_keep_those_of_another_from_no_thread() -> None:
+    pool, end, done = FairPool(Pool(4, "fair"), 2), threading.Event(), Queue[str]()
+    for number in range(6):
+        pool.submit("slow", lambda number=number: done.put(f"slow {number}") if end.wait(SECONDS) else None)  # type: ignore[misc]
+    pool.submit("other", lambda: done.put("other"))
+    assert done.get(timeout=SECONDS) == "other"
+    end.set()
+    assert {done.get(timeout=SECONDS) for _ in range(6)} == {f"slow {number}" for number in range(6)}
+    pool.stop()
 
 
 def test_no_server_has_a_pool_of_another_kind() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ps_server
 from ps_server.ops import plan, screen, status
 from ps_server.ops.columns import lines_of, wrapped
 from tests.tools.crowd import SILENT, clock_of, seen
@@ -43,7 +45,7 @@ def test_the_sentence_and_the_race_come_first_and_all_fits(workers: int, monkeyp
     assert lines[0] == f"demo · ssp:4 · training · {2.5 * workers:.1f} steps/s · running for 3 min"
     assert lines[1] == "54 % of the workers' time is waiting, most of it for worker 3"
     assert re.fullmatch(r"step 120-18\d of 400 · 45 % · 2 min left · checkpoint 8 s ago", lines[2])
-    assert re.match(r" rank +clock +\S+ → \S+ +steps/s +loss  now", lines[3])
+    assert re.match(r" rank +steps +\S+ → \S+ +steps/s +loss  now", lines[3])
     assert [line for line in lines if line.startswith("ROLE ")], "and then the processes"
     assert len([line for line in lines if line.startswith("shard ")]) == 2
     assert not [line for line in lines if "make the window higher" in line]
@@ -68,7 +70,7 @@ def test_of_many_workers_those_in_trouble_are_shown_and_the_fastest(
     assert clocks == sorted(clocks)
     assert {clock_of(rank) for rank in shown[8:]} == {186}
     [between] = [line for line in lines if "more between" in line]
-    assert between == f" {workers - 10} more between, at clocks 180 to 186"
+    assert between == f" {workers - 10} more between, at 180 to 186 steps"
     assert lines.index(between) == 4 + 8
 
 
@@ -109,3 +111,12 @@ def test_columns_are_left_out_in_their_order_and_lines_are_cut() -> None:
     assert lines_of(rows, 12, ["LONG"]) == ["A  B", "1  2"]
     assert lines_of(rows, 8) == ["A  LONG…", "1  xxxx…"]
     assert wrapped(["one", "two", "three"], 9) == ["one · two", "three"]
+
+
+def test_no_screen_of_a_user_has_the_word_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the name of what servers count; users read steps, or rounds of local steps."""
+    page = Path(ps_server.__file__).parent / "page"
+    assert "clock" not in (page / "index.html").read_text()
+    assert not re.findall(r"""["'`]clocks?["'`]|(?:at|many) clocks?""", (page / "page.js").read_text())
+    of_steps = [line for line in drawn(seen(4), monkeypatch) if not line.startswith("ROLE ")]
+    assert not [line for line in of_steps if re.search(r"\bclocks?\b", line)]

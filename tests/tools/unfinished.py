@@ -1,4 +1,5 @@
-"""Calls whose request never ends: all of it is sent but for its last bytes, as fast as the server takes it in.
+"""Calls whose request never ends: all of it is sent but for its last bytes, as fast as the server takes it in. Or it is
+cancelled there and then.
 
 A client of HTTP/2 that keeps to the rules of flow control, so that what the server holds is what it let in.
 """
@@ -35,6 +36,7 @@ from tests.tools.http2 import (
 _INITIAL_WINDOW_SIZE = 4  # among the settings
 _LARGEST_FRAME = 16_384
 _AHEAD_BYTES = 2**18  # that wait for a socket
+_CANCEL = struct.pack(">I", 8)  # the code of RST_STREAM
 _FILLER = frame(0xF0, 0, 0, bytes(8_000))  # of a kind that nobody knows: it has to be read, and means nothing
 
 
@@ -80,6 +82,7 @@ class Unfinished:
         token: str | None = None,
         piece: int = _LARGEST_FRAME,
         filled: bool = False,
+        cancels: bool = False,
     ) -> None:
         """
         paths:     of the methods that are called in turn
@@ -88,11 +91,12 @@ class Unfinished:
         calls:     on each connection; there is one from each of the sources
         piece:     bytes of a frame
         filled:    each frame is followed by one of 8,000 bytes that means nothing
+        cancels:   a call is cancelled as soon as all that is ever sent of it is on its way, and another one begun
         """
         bearer = {} if token is None else {"authorization": f"Bearer {token}"}
         self._fields = itertools.cycle([call_fields(path) | bearer for path in paths])
         self._size, self._sent_size = size, max(0, size + 5 - kept_back) if kept_back <= size else 0
-        self._calls, self._piece, self._filled = calls, piece, filled
+        self._calls, self._piece, self._filled, self._cancels = calls, piece, filled, cancels
         self.begun = 0
         self.ended = 0
         self.sent_bytes = 0
@@ -124,6 +128,8 @@ class Unfinished:
             while not self._stopping.is_set():
                 for connection in self._connections:
                     self._fill(connection)
+                    if self._cancels:
+                        self._cancel(connection)
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
                     with contextlib.suppress(KeyError):
                         selector.modify(connection.socket, events, connection)
@@ -157,6 +163,12 @@ class Unfinished:
                 stream.window -= length
                 connection.window -= length
                 self.sent_bytes += length
+
+    def _cancel(self, connection: _Connection) -> None:
+        if connection.unsent_bytes < _AHEAD_BYTES:
+            for number in [number for number, stream in connection.streams.items() if not stream.left]:
+                connection.put(frame(RST_STREAM, 0, number, _CANCEL))
+                self._end(connection, number)
 
     def _write(self, connection: _Connection) -> None:
         while connection.unsent:
@@ -194,6 +206,9 @@ class Unfinished:
             elif number in connection.streams:
                 connection.streams[number].window += grown
         elif number in connection.streams and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
-            del connection.streams[number]
-            self.ended += 1
-            self._begin(connection)
+            self._end(connection, number)
+
+    def _end(self, connection: _Connection, number: int) -> None:
+        del connection.streams[number]
+        self.ended += 1
+        self._begin(connection)
