@@ -31,7 +31,7 @@ import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.cold_rows import cold_rows
-from bench.compiled_loops import compiled, folder
+from bench.compiled_loops import compiled
 from bench.computing import way_to_compute
 from bench.machine import memory
 from bench.pictures import Bar, bars
@@ -156,8 +156,7 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
     with servers([HERE] * shards, NUMPY) as cluster, contextlib.ExitStack() as stack:
         faster = ""
         if any(served.native for served in chosen):
-            loops = ["--native", "build", "--native-dir", str(folder())]
-            faster = stack.enter_context(servers([HERE] * shards, loops)).address
+            faster = stack.enter_context(servers([HERE] * shards)).address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
         more = {"shards": shards, "native": faster, "ddp": peers, "compute": way_to_compute(workers + shards)}
         order = _order(arguments, chosen, cluster.address, rpc=rpc, **more)

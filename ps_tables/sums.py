@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from ps_tables.native import in_use
-from ps_tables.native.loops import ADD, Longs, Loops
+from ps_tables.native.loops import Longs, Loops
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
@@ -23,15 +23,15 @@ def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Te
     """Returns the sums of rows by their places: [n, dim] and [n] to [count, dim]."""
     loops = _loops_for(values)
     if loops is not None:
-        sums = torch.zeros(count, values.shape[1], dtype=torch.float32, device="cpu")
-        loops.add(sums.numpy(), places.numpy(), values.detach().contiguous().numpy())
+        sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")
+        loops.sum(sums.numpy(), places.numpy(), values.detach().contiguous().numpy())
         return sums
     if _is_plain(values) and len(places):
-        return added_up_in_torch(values, places.numpy(), count)
+        return _added_up_in_bags(values, places.numpy(), count)
     return values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
 
 
-def added_up_in_torch(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
+def _added_up_in_bags(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
     """Returns the sums of float32 on the CPU by torch's bags, after sorting: half the time of index_add_, and the same
     bits (measured: 0.6 beside 1.1 ms for 26,624 gradients of 10,271 rows)."""
     keys = (places << 32) | np.arange(len(places))
@@ -47,5 +47,4 @@ def _is_plain(values: torch.Tensor) -> bool:
 
 
 def _loops_for(values: torch.Tensor) -> Loops | None:
-    loops = in_use.loops()
-    return loops if loops is not None and ADD in loops.used and _is_plain(values) else None
+    return in_use.loops() if _is_plain(values) else None
