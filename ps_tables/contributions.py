@@ -43,11 +43,13 @@ class RowGradients:
     ids: [n], distinct
     counts: [n], the occurrences of each id in the step's data
     gradients: [n, dim] float32, contiguous, summed over the occurrences
+    ends: [shards], where the ids of each shard end, if they are sorted by shard; None: that is not known
     """
 
     ids: Ids
     counts: Counts
     gradients: torch.Tensor
+    ends: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,4 +1,5 @@
-"""Sums of rows by their places, in the order of the rows: which sums have the same bits wherever they are made."""
+"""Rows by their places, and sums of rows by their places, in the order of the rows: which sums have the same bits
+wherever they are made."""
 
 from __future__ import annotations
 
@@ -6,8 +7,25 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ps_protocol.tensors import is_finite
 from ps_tables.native import in_use
 from ps_tables.native.loops import Longs, Loops
+
+
+def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns rows by their places: [m, dim] and [n] to [n, dim]. Raises IndexError for a place that is none."""
+    loops = _loops_for(rows)
+    if loops is None or not rows.is_contiguous():
+        return rows.index_select(0, places)
+    found = torch.empty(len(places), rows.shape[1], dtype=torch.float32, device="cpu")
+    loops.rows_at(rows.detach().numpy(), places.numpy(), found.numpy())
+    return found
+
+
+def are_finite(rows: torch.Tensor) -> bool:
+    """Returns whether no element of some rows is an infinity or a NaN."""
+    loops = _loops_for(rows)
+    return is_finite(rows) if loops is None else loops.are_finite(rows.detach().numpy())
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:

@@ -54,6 +54,14 @@ void ps_gather(const char *records, int64_t capacity, int64_t bytes, const int64
     }
 }
 
+int ps_rows_at(const float *rows, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, float *out)
+{
+    if (!are_inside(places, n, capacity))
+        return OUTSIDE;
+    ps_gather((const char *)rows, capacity, dim * sizeof(float), places, n, (char *)out);
+    return INSIDE;
+}
+
 int ps_scatter(char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, const char *values)
 {
     if (!are_inside(places, n, capacity))

@@ -1,7 +1,7 @@
 /* The functions of loops.c. The compiler and cffi both read these declarations, so the two cannot differ.
 
-   Rows are records of so many bytes or floats, `capacity` of them, in one array. A function that writes to places of
-   such an array returns OUTSIDE, without having written anything, where a place is outside of it. */
+   Rows are records of so many bytes or floats, `capacity` of them, in one array. A function that returns an int returns
+   OUTSIDE, without having written anything, where a place is outside of it. */
 
 /* The sources that the library was compiled from: the beginning of their SHA-256. */
 uint64_t ps_sources(void);
@@ -9,13 +9,14 @@ uint64_t ps_sources(void);
 /* Copies n records to `out`. A place below zero or beyond the end is the first or the last one, as numpy's `clip`. */
 void ps_gather(const char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, char *out);
 
+/* Copies n rows of floats to `out`. */
+int ps_rows_at(const float *rows, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, float *out);
+
 /* Copies n values to records; of several for one place the last one stays. */
 int ps_scatter(char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, const char *values);
 
-/* Returns whether n numbers are finite. */
+/* Returns whether n numbers are finite; the second one copies them, too. */
 int ps_are_finite(const float *numbers, int64_t n);
-
-/* Copies n numbers; returns whether they are finite. */
 int ps_copy(const float *numbers, int64_t n, float *out);
 
 /* Adds n rows of values to rows of `sums`, in the order of the values. */

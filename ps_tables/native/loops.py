@@ -53,6 +53,16 @@ class Loops:
             *(self._read(places), len(places), self._bytes(out, written=True)),
         )
 
+    def rows_at(self, rows: Floats, places: Longs, out: Floats) -> None:
+        """Copies rows: [m, dim], [n], [n, dim]. Raises IndexError for a place that is none."""
+        _check_length(out, len(places))
+        _check_dim(out, rows.shape[1])
+        self._done(
+            self._library.ps_rows_at(
+                *(self._floats(rows), *rows.shape, self._read(places), len(places), self._floats(out, written=True))
+            )
+        )
+
     def scatter(self, records: Records, places: Longs, values: Records) -> None:
         """Sets records. Raises IndexError for a place that is none."""
         _check_length(values, len(places))
@@ -199,7 +209,7 @@ _TYPES = {
 
 def check_complete(library: Any) -> None:
     """Raises AttributeError where a library lacks a function of loops.h: each is looked up when it is first named."""
-    _ = library.ps_gather, library.ps_scatter, library.ps_are_finite, library.ps_copy
+    _ = library.ps_gather, library.ps_rows_at, library.ps_scatter, library.ps_are_finite, library.ps_copy
     _ = library.ps_add, library.ps_sum, library.ps_sgd, library.ps_adagrad
     _ = library.ps_find, library.ps_insert, library.ps_distinct
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.row_ids import mix, shards_of
+from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables import index, steps, sums
 from ps_tables.contributions import RowGradients
@@ -22,7 +24,9 @@ from ps_tables.native.libraries import LEVELS, file_name
 from ps_tables.native.loading import libraries, load
 from ps_tables.native.loops import Loops
 from ps_tables.optimizers import row_optimizer
-from ps_tables.table import Table
+from ps_tables.table import Applied, Table
+from tests.simulation.cluster import Cluster as Simulated
+from tests.tools.cases import cases
 from tests.tools.cluster import Cluster
 from tests.tools.row_gradients import summed
 from tests.tools.special_numbers import same, special_numbers
@@ -157,6 +161,26 @@ def test_what_is_finite_is_found_out_wherever_it_lies(loops: Loops) -> None:
                 assert not loops.are_finite(other)
                 assert not loops.copy(other, out)
                 assert np.array_equal(out.view(np.int32), other.view(np.int32))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_are_found_by_their_places(loops: Loops, dim: int) -> None:
+    rows, places = special_numbers(50, dim, 1), torch.from_numpy(np.random.default_rng(dim).integers(0, 50, 300))
+    expected = sums.rows_at(rows, places)
+    in_use.use(loops)
+    assert torch.equal(sums.rows_at(rows, places).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(sums.rows_at(rows[::2], places // 2).isnan(), rows[::2][places // 2].isnan())
+    assert sums.rows_at(rows, places[:0]).shape == (0, dim)
+    for place in (50, -1):
+        with pytest.raises(IndexError, match="a place is outside of the array"):
+            sums.rows_at(rows, torch.tensor([0, place]))
+    odd = torch.zeros(3, dim)
+    for use in (None, loops):
+        in_use.use(use)
+        odd[1, 0] = 3e38
+        assert sums.are_finite(odd)
+        odd[1, 0] = -np.inf
+        assert not sums.are_finite(odd)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -364,6 +388,40 @@ def test_a_table_that_is_trained_ends_with_the_same_bits(loops: Loops, optimizer
         found = trained(use)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "seed"), cases([("sync", 3), ("async", 4)], [("ssp:2", 5), ("sync", 7), ("async", 8)])
+)
+def test_simulated_clusters_have_the_same_bits_with_and_without_the_library(
+    mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through faults, checkpoints and rollbacks: every row that any table has stepped or read."""
+    if not libraries():
+        pytest.skip("this installation has no library: make native")
+    pull, apply, seen = Table.pull, Table.apply, hashlib.sha256()
+
+    def pulled(table: Table, ids: Ids, out: torch.Tensor) -> int:
+        found = pull(table, ids, out)
+        seen.update(ids.tobytes() + out.numpy().tobytes())
+        return found
+
+    def applied(table: Table, update: RowGradients, *more: Any) -> Applied:
+        done = apply(table, update, *more)
+        pulled(table, update.ids, torch.empty_like(update.gradients))
+        return done
+
+    monkeypatch.setattr(Table, "pull", pulled)
+    monkeypatch.setattr(Table, "apply", applied)
+    found = []
+    for use in (None, load(libraries()[0])):
+        in_use.use(use)
+        seen = hashlib.sha256()
+        cluster = Simulated(mode, seed, tables=True)
+        assert cluster.run() == []
+        found.append((seen.hexdigest(), cluster.digest()))
+    assert found[0] == found[1]
+    assert found[0][0] != hashlib.sha256().hexdigest(), "no row was read"
 
 
 def test_a_job_on_servers_ends_with_the_same_bits(
