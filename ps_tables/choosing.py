@@ -35,6 +35,12 @@ def _loaded(path: Path) -> Loops:
     return load(path)
 
 
+def library_in_use() -> str:
+    """Returns which library this process uses: the level of processors that it is for, or numpy."""
+    loops = in_use.loops()
+    return "numpy" if loops is None else loops.level
+
+
 def choose(how: str, folder: Path = FOLDER) -> Choice:
     """Selects the loops of this process, and returns the selection. A failure is no error: numpy gives the same bits.
 
