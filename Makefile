@@ -41,7 +41,7 @@ PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser \
+.PHONY: help demo native test test-long test-repeats test-frameworks test-ray test-slurm test-remote test-browser \
 	test-javascript test-kubernetes test-docker test-release test-pythons test-floors test-newest audit sbom bench \
 	simulate fuzz lint format lock proto proto-release alerts reference docs dist clean
 
@@ -54,12 +54,12 @@ demo: .venv/examples.stamp ## train a small GPT on two shards and two workers, i
 # Two at a time, because tests of clusters wait more than they compute. Three on 2 cores are a fifth faster, and some tests of
 # leases then meet their timeouts. Each takes the next tests of one half, so that a file's tests share what it has started,
 # and the one that is done first takes over some of the other's.
-test: .venv/dev.stamp ## run the tests
+test: .venv/dev.stamp .venv/library ## run the tests
 	@$(IN_VENV)/python -m pytest -q \
 	  -m 'not (docker or frameworks or ray or browser or kubernetes or release or remote or repeat or slurm or long)' \
 	  -n 2 --dist worksteal $(ARGS)
 
-test-long: .venv/dev.stamp ## run the tests that start many processes one after the other, or wait for leases
+test-long: .venv/dev.stamp .venv/library ## run the tests that start many processes one after the other, or wait for leases
 	@$(IN_VENV)/python -m pytest -q -m 'long and not repeat' -n 2 --dist worksteal $(ARGS)
 
 test-repeats: .venv/dev.stamp ## run the further cases of claims that have one in test or test-long
@@ -150,10 +150,18 @@ docs: .venv/dev.stamp .venv/release.stamp ## make the docs' site in build/site, 
 	@$(IN_VENV)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
-dist: .venv/dev.stamp .venv/release.stamp ## build the wheel and the sdist in dist/, and check them
+# A wheel with the library for each machine, compiled for glibc 2.17 by ziglang, and one without it for all others.
+ZIG = CC="$(IN_VENV)/python -m ziglang cc -target $(1)-linux-gnu.2.17"
+BUILD := $(IN_VENV)/python -m build --no-isolation --outdir dist
+dist: .venv/dev.stamp .venv/release.stamp ## build the wheels and the sdist in dist/, and check them
 	@rm -rf dist build/lib *.egg-info
-	@$(IN_VENV)/python -m build --no-isolation --outdir dist
+	@PS_NATIVE=off $(BUILD)
+	@for machine in x86_64 aarch64; do \
+		$(call ZIG,$$machine) $(BUILD) --wheel -C--build-option=--plat-name=manylinux_2_17_$$machine || exit 1; done
 	@$(IN_VENV)/python -m twine check --strict dist/*
+
+native: .venv/dev.stamp ## compile the library for tables again, beside its source: CC names the compiler
+	@$(IN_VENV)/python setup.py -q build_library --inplace
 
 sbom: .venv/dev.stamp .venv/release.stamp ## list what the image and `make` install, torch apart: build/sbom.cdx.json (CycloneDX)
 	@mkdir -p build
@@ -186,6 +194,11 @@ UPGRADE_PIP = $(1) install --constraint constraints.txt --upgrade pip
 	@$(PIP) install --require-hashes --requirement $(if $(filter dev,$*),requirements-dev.lock,requirements.lock)
 	@$(PIP) install --no-build-isolation --constraint constraints.txt \
 		$(if $(filter $(EXTRAS),$*),--editable '.[$*]',--group $* --editable .)
+	@touch $@
+
+# An editable install has compiled the library; again when its sources have changed.
+.venv/library: .venv/dev.stamp setup.py $(wildcard ps_tables/native/*.[ch]) ps_tables/native/libraries.py
+	@$(IN_VENV)/python setup.py -q build_library --inplace
 	@touch $@
 
 # Environments with the oldest and the newest versions. torch is large: that of .venv is taken, whatever its version is,

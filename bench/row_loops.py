@@ -1,7 +1,7 @@
-"""The loops of tables one by one, in numpy and torch beside compiled: CPU time of this thread alone.
+"""The loops of tables one by one, in numpy and torch beside the library: CPU time of this thread alone.
 
 A batch is that of a worker's step: ids of a Zipf distribution, of which some occur several times. Rows lie in a table
-that no cache holds; each turn has another batch, and numpy and compiled loops have not the same one in a turn.
+that no cache holds; each turn has another batch, and numpy and the library have not the same one in a turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILLED = 10_000  # ids at a time
 
 
 def row_loops(rows: int, dim: int, ids: int, loops: Loops) -> dict[str, dict[str, Any]]:
-    """Returns by the loop how long a batch took in numpy or torch, and compiled."""
+    """Returns by the loop how long a batch took in numpy or torch, and in the library."""
     batches = [hashed(batch) for batch in zipf(rows, ids, TURNS, 7)]
     found: dict[str, dict[str, Any]] = {}
     for name, do in _loops(rows, dim, batches).items():
@@ -56,13 +56,13 @@ def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int],
         stop = min(rows, first + FILLED)
         index.insert(ids_of_rows[first:stop], np.arange(first, stop))
     parts = [distinct(batch, 1, 2) for batch in batches]
-    numbers = [index.find(each) for each, _, _ in parts]
+    numbers = [index.find(each.ids) for each in parts]
     gradients = torch.full((max(map(len, batches)), dim), 1e-3)
     out = [torch.full((len(each), dim), 0.5) for each in numbers]
     weights = RowArray(rows, dim)
     weights.elements[:] = 0.5
     sgd, adagrad = (row_optimizer(name, {"lr": 0.01}, rows, dim) for name in ("SGD", "RowWiseAdagrad"))
-    both = [RowGradients(each, counts, gradients[: len(each)]) for each, _, counts in parts]
+    both = [RowGradients(each.ids, each.counts, gradients[: len(each.ids)]) for each in parts]
 
     def insert(_: int) -> None:
         first = next(more)
@@ -72,12 +72,12 @@ def _loops(rows: int, dim: int, batches: list[Ids]) -> dict[str, Callable[[int],
         return lambda turn: optimizer.step(weights, numbers[turn], gradients[: len(numbers[turn])], 2, {}, turn + 1)
 
     def add_up(turn: int) -> None:
-        places = parts[turn][1]
+        places = parts[turn].places
         added_up(gradients[: len(places)], torch.from_numpy(places), len(numbers[turn]))
 
     return {
         "distinct ids": lambda turn: distinct(batches[turn], 1, 2),
-        "find ids": lambda turn: index.find(parts[turn][0]),
+        "find ids": lambda turn: index.find(parts[turn].ids),
         "insert ids": insert,
         "read rows": lambda turn: weights.read(numbers[turn], out[turn]),
         "write rows": lambda turn: weights.write(numbers[turn], out[turn]),

@@ -33,6 +33,7 @@ from ps_tables.native import in_use
 
 ZIPF = 1.05
 LR, GRADIENT = 0.01, 1e-3
+DDP, ORDINARY = "DDP", ", ordinary loop"
 TURN = 5  # steps
 SAVING = "ours, with checkpoints"
 FILL = 100_000  # ids in a step that fills a table
@@ -46,6 +47,7 @@ class Served:
     computed: ms of computing in a step, between lookup and backward
     ahead:    each step is told of the next one's ids
     native:   worker and shards use compiled loops
+    ordinary: the loop is that of most scripts: backward begins at a loss, which is computed of the rows
     """
 
     mode: str
@@ -55,25 +57,27 @@ class Served:
     computed: int = 0
     ahead: bool = False
     native: bool = False
+    ordinary: bool = False
 
     @property
     def name(self) -> str:
         """All of it in a word."""
-        how = str(self.computed), "ahead" * self.ahead, "native" * self.native
+        how = str(self.computed), "ahead" * self.ahead, "native" * self.native, "ordinary" * self.ordinary
         return ":".join(("ours", self.mode, self.optimizer, self.transport, self.wire, *how))
 
     @classmethod
     def of(cls, name: str) -> Served:
         """Returns what has a name."""
-        _, mode, optimizer, transport, wire, computed, ahead, native = name.split(":")
-        return cls(mode, optimizer, transport, wire, int(computed), bool(ahead), bool(native))
+        _, mode, optimizer, transport, wire, computed, *flags = name.split(":")
+        return cls(mode, optimizer, transport, wire, int(computed), *map(bool, flags))
 
     @property
     def title(self) -> str:
         """What people call it."""
         computed = f", {self.computed} ms of computing" if self.computed else ""
         known = ", next ids known" if self.ahead else ", next ids not known" if self.computed else ""
-        return f"ours {self.mode} {self.optimizer}{computed}{known}{', compiled loops' * self.native}"
+        native, ordinary = ", compiled loops" * self.native, ORDINARY * self.ordinary
+        return f"ours {self.mode} {self.optimizer}{computed}{known}{native}{ordinary}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,9 @@ class System:
 def _systems(order: Order) -> dict[str, System]:
     found = {}
     if order.ddp:
-        found["DDP"] = _ddp(order)
+        found[DDP] = _ddp(order)
+        if any(Served(**fields).ordinary for fields in order.systems):
+            found[DDP + ORDINARY] = _ddp(order, ordinary=True)
     if order.rpc is not None:
         found["torch RPC"] = _rpc(order, order.rpc)
     for fields in order.systems:
@@ -202,7 +208,8 @@ def _ours(order: Order, served: Served) -> System:
     table = ps_worker.Embedding(order.dim, optimizer=own, initial="constant", scale=0.0)
     plain = torch.optim.SGD(table.parameters(), lr=LR)
     table, stepped = session.prepare(table, plain, gradient_wire=served.wire, weight_wire=served.wire)
-    train = trained(table, stepped, partial(compute, order.compute, served.computed / 1e3))
+    meanwhile = partial(compute, order.compute, served.computed / 1e3)
+    train = trained(table, stepped, meanwhile, ordinary=served.ordinary)
     numbers = np.arange(order.rows)
     fill = trained(table, stepped, gradient=0.0)
     for first in range(0, order.rows, FILL):  # all rows are there, as in the peers' tables; a gradient of 0 trains them
@@ -217,11 +224,11 @@ def _ours(order: Order, served: Served) -> System:
     return System(_as_ids, step, table, tolerance, served.mode == "sync", served.native)
 
 
-def _ddp(order: Order) -> System:
+def _ddp(order: Order, ordinary: bool = False) -> System:
     table = torch.nn.Embedding(order.rows, order.dim, sparse=True)
     torch.nn.init.zeros_(table.weight)
     replica = DistributedDataParallel(table)
-    train = trained(replica, torch.optim.SGD(replica.parameters(), lr=LR))
+    train = trained(replica, torch.optim.SGD(replica.parameters(), lr=LR), ordinary=ordinary)
     return System(
         torch.from_numpy,
         lambda ids, following: train(ids),
@@ -245,15 +252,25 @@ def _rpc(order: Order, address: str) -> System:
 
 
 def trained(
-    module: torch.nn.Module, optimizer: Any, meanwhile: Callable[[], None] = lambda: None, gradient: float = GRADIENT
+    module: torch.nn.Module,
+    optimizer: Any,
+    meanwhile: Callable[[], None] = lambda: None,
+    gradient: float = GRADIENT,
+    ordinary: bool = False,
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a step of a module alone. meanwhile: what else it does; gradient: of each element"""
+    """Returns a step of a module alone.
+
+    meanwhile: what else it does; gradient: of each element, which a loss has where the step is an ordinary one
+    """
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
         rows = module(ids)
         meanwhile()
-        rows.backward(torch.full_like(rows, gradient))  # made anew: DDP divides sparse gradients where they lie
+        if ordinary:
+            (rows * gradient).sum().backward()
+        else:
+            rows.backward(torch.full_like(rows, gradient))  # made anew: DDP divides sparse gradients where they lie
         optimizer.step()
 
     return step

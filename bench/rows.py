@@ -6,7 +6,9 @@ rows and asks for the next ones. Some have 10 ms of computing in a step, which k
 workers and shards a wait replaces it (`compute`), as where a GPU computes. `ids` of the peers are row numbers; ours are
 hashes of them. The growing table gets new ids alone: how long its longest update takes, and its peak memory over that
 of its rows. Of another table memory holds a quarter, and the rest is in a file: see cold_rows.py. Compiled loops are
-beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py.
+beside numpy's in the same run: whole steps, and each by itself in CPU time, see row_loops.py. In most systems backward
+begins with a gradient that is there, so that little but the table is measured; an ordinary loop has a loss instead, for
+us and for DDP beside us.
 
 On separate hosts (--addresses, see `python -m bench network --help`) only steps on servers are measured, over TCP, and
 DDP's beside them: the first half of the hosts are workers, the second half shards."""
@@ -31,13 +33,13 @@ import ps_worker
 from bench import options
 from bench.cluster import HERE, Group, Host, halves, host_flags, servers
 from bench.cold_rows import cold_rows
-from bench.compiled_loops import compiled, folder
+from bench.compiled_loops import compiled
 from bench.computing import way_to_compute
 from bench.machine import memory
 from bench.pictures import Bar, bars
 from bench.results import THREADS, Result, label, median_ms, result
 from bench.row_loops import row_loops
-from bench.row_workers import FILL, GRADIENT, LR, SAVING, TURN, Order, Served, hashed, trained, zipf
+from bench.row_workers import DDP, FILL, GRADIENT, LR, ORDINARY, SAVING, TURN, Order, Served, hashed, trained, zipf
 from bench.rpc_processes import rpc_servers
 from ps_protocol.tables import Initializer, TableSpec
 from ps_tables.contributions import RowGradients
@@ -67,7 +69,7 @@ NATIVE = tuple(
     Served(mode, optimizer, native=True, ahead=ahead)
     for mode, optimizer in (("async", "sgd"), ("sync", "sgd"), ("async", "RowWiseAdagrad"))
     for ahead in (False, True)
-)
+) + tuple(Served("async", "sgd", native=True, ahead=ahead, ordinary=True) for ahead in (False, True))
 BETWEEN_HOSTS = tuple(
     Served(mode, "sgd", "tcp", wire) for mode in ("sync", "async") for wire in ("float32", "bfloat16")
 )
@@ -156,8 +158,7 @@ def _on_servers(arguments: argparse.Namespace, native: Sequence[Served]) -> list
     with servers([HERE] * shards, NUMPY) as cluster, contextlib.ExitStack() as stack:
         faster = ""
         if any(served.native for served in chosen):
-            loops = ["--native", "build", "--native-dir", str(folder())]
-            faster = stack.enter_context(servers([HERE] * shards, loops)).address
+            faster = stack.enter_context(servers([HERE] * shards)).address
         rpc = stack.enter_context(rpc_servers("row_rpc", shards, workers=workers, lr=LR, **table)) if peers else None
         more = {"shards": shards, "native": faster, "ddp": peers, "compute": way_to_compute(workers + shards)}
         order = _order(arguments, chosen, cluster.address, rpc=rpc, **more)
@@ -184,7 +185,7 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
                 transport=transport,
                 wire=wire,
                 workers=workers,
-                shards=0 if system == "DDP" else order.shards,
+                shards=0 if system.startswith(DDP) else order.shards,
                 size=4 * arguments.rows * arguments.dim,
                 ms=found,
                 ratios=_ratios(name, ms),
@@ -199,8 +200,12 @@ def _measured(arguments: argparse.Namespace, order: Order, places: Sequence[Host
 def _ratios(name: str, ms: dict[str, float]) -> dict[str, float]:
     """Returns how long a step takes beside others'; where the next batch's ids are known, beside where they are not;
     with compiled loops, beside those of numpy."""
+    if name.startswith("ours:") and Served.of(name).ordinary:
+        return {peer: ms[name] / ms[peer] for peer in (DDP + ORDINARY,) if peer in ms}
+    if name == DDP + ORDINARY:
+        return {DDP: ms[name] / ms[DDP]}
     if not name.startswith("ours:") or not Served.of(name).computed:
-        ratios = {peer: ms[name] / ms[peer] for peer in ("DDP", "torch RPC") if peer in ms and peer != name}
+        ratios = {peer: ms[name] / ms[peer] for peer in (DDP, "torch RPC") if peer in ms and peer != name}
         plain = replace(Served.of(name), native=False).name if name.startswith("ours:") else name
         return ratios | ({"numpy": ms[name] / ms[plain]} if plain != name and plain in ms else {})
     served = Served.of(name)

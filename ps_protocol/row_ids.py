@@ -53,10 +53,16 @@ def shards_of(ids: Ids, shards: int) -> npt.NDArray[np.int64]:
     return place.astype(np.int64)
 
 
-def by_shard(ids: Ids, shards: int) -> list[Which]:
-    """Returns the indices of each shard's ids, in their order. They are slices if the ids are sorted by shard."""
+def by_shard(ids: Ids, shards: int, ends: npt.NDArray[np.int64] | None = None) -> list[Which]:
+    """Returns the indices of each shard's ids, in their order. They are slices if the ids are sorted by shard.
+
+    ends: of ids that are sorted by as many shards, where those of each end; None: that is not known
+    """
     if shards == 1:
         return [slice(0, len(ids))]
+    if ends is not None and len(ends) == shards:
+        stops = ends.tolist()
+        return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     of = shards_of(ids, shards)
     is_ordered = bool((of[1:] >= of[:-1]).all())
     cuts = np.searchsorted(of, np.arange(shards + 1)).tolist() if is_ordered else []

@@ -6,7 +6,6 @@ background.py     Threads that run beside the calls of a process, and go on what
 channel.py        Channels and servers: the options that both ends must hold in common
 command_line.py   The parser of a command, with short errors
 completion.py     Completion of commands and flags in bash, zsh and fish
-compiled_loops.py What a process is told of compiled loops for tables
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
 dates.py          Dates in words, for people to read in logs

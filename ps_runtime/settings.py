@@ -258,6 +258,14 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return number
 
 
+# Of servers and workers.
+NATIVE = Setting(
+    "native",
+    "the library for tables: auto takes it where it is, off takes numpy; the bits are the same",
+    one_of("auto", "off"),
+    "auto",
+)
+
 port_number = whole_number(0, 65535)  # 0 lets the system choose
 count = whole_number(1, 2**31 - 1)
 index = whole_number(0, 2**31 - 1)
@@ -271,7 +279,7 @@ index = whole_number(0, 2**31 - 1)
 # What workers read, and their launcher.
 _WORKERS = """
     PS_BUSY_SECONDS PS_CONNECT_TIMEOUT PS_ELASTIC PS_FIRST_RANK PS_INSECURE PS_JOB PS_LOG_DIR PS_LOG_FORMAT PS_LOG_LEVEL
-    PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE PS_NATIVE_DIR
+    PS_MAX_RESTARTS PS_METRICS_HOST PS_METRICS_INSECURE PS_METRICS_PORT PS_MODE PS_NATIVE
     PS_NNODES PS_NODE_RANK PS_QUORUM PS_QUORUM_GRACE PS_RANK
     PS_SERVER PS_SERVER_OPTIONS PS_SHARDS_WITH_WORKERS PS_SHARED_DIRECTORY PS_SHOW_RANKS PS_START_TIMEOUT
     PS_STOP_ON_FAILURE

@@ -22,7 +22,6 @@ from ps_protocol.errors import InvalidRequest, PSError
 from ps_runtime import audit, logs
 from ps_runtime.channel import DEFAULT_PORT
 from ps_runtime.command_line import CommandLine
-from ps_runtime.compiled_loops import NATIVE_DIR
 from ps_runtime.completion import add_completion, script
 from ps_runtime.logs import Speaker
 from ps_runtime.settings import (
@@ -106,7 +105,6 @@ def parser() -> CommandLine:
     config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
     _add_certificates(add)
-    add("native", "compile the loops of tables on this machine, for this user, to make them faster", NATIVE_DIR)
     add_completion(root)
     _add_report(add)
     return root
@@ -295,11 +293,6 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "plan":
         return _plan(arguments)
-    if arguments.command == "native":
-        from ps_server.shard.native_loops import compile_loops
-
-        print(f"ps-server: {compile_loops(arguments.native_dir)}")
-        return 0
     if arguments.command == "dev-certs":
         return _make_certificates(arguments)
     if arguments.command == "config":

@@ -11,11 +11,11 @@ from typing import Any
 
 from ps_protocol.errors import InvalidRequest
 from ps_runtime.channel import DEFAULT_PORT
-from ps_runtime.compiled_loops import NATIVE, NATIVE_DIR
 from ps_runtime.credentials import Tls, is_loopback, require_encryption, tls
 from ps_runtime.logs import log_settings
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
+    NATIVE,
     Setting,
     access_settings,
     amount,
@@ -60,7 +60,7 @@ class ServerConfig:
     apply_threads: threads that apply updates
     shared_directory: where workers on this host hand over the memory that they share
     cold_rows_dir: where a shard keeps rows of tables that its memory has no room for; None: nowhere
-    native:      auto, build or off: whether a shard uses compiled loops for tables; native_dir: where they are
+    native:      auto or off: whether a shard uses the library for tables
     tls:         certificates to serve with, and to call the other servers with; None: plaintext, on loopback
     tokens:      file that says which caller may do what; None: every caller may do everything
     insecure:    plaintext may be served beyond this machine; metrics_insecure: metrics may
@@ -97,7 +97,6 @@ class ServerConfig:
     shared_directory: Path = DEFAULT_SHARED_DIRECTORY
     cold_rows_dir: Path | None = None
     native: str = NATIVE.default
-    native_dir: str | None = None
     tls: Tls | None = None
     tokens: Path | None = None
     insecure: bool = False
@@ -220,7 +219,6 @@ PROCESS = (
     Setting("shared_directory", "where workers on this host hand over shared memory", Path, DEFAULT_SHARED_DIRECTORY),
     Setting("cold_rows_dir", "where a shard keeps rows of tables that its memory has no room for", path, metavar="DIR"),
     NATIVE,
-    NATIVE_DIR,
     Setting("apply_threads", "threads that a shard applies updates with", count, ServerConfig.apply_threads),
     *access_settings(serves=True),
     Setting(

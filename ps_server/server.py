@@ -307,7 +307,7 @@ class Server:
 
     def _add_shard(self) -> list[str]:
         checkpoints, release = self._open_checkpoints()
-        is_native = use_native_loops(self._config.native, self._config.native_dir)
+        level = use_native_loops(self._config.native)
         shard = Shard(
             ShardMetrics(self._registry),
             OwnThreads(self._config.apply_threads),
@@ -339,7 +339,7 @@ class Server:
         control.register(self._grpc)
         self._registry.register(shard_gauges(shard))
         self._registry.register(restart_gauges(self._config.restart_count))
-        self._registry.register(loops_gauge(is_native))
+        self._registry.register(loops_gauge(level))
         self._stops += [shard.stop, data.stop, feeds.stop, release]
         self._last_stops.append(control_pool.shutdown)
         return [data.NAME, feeds.NAME, control.NAME]

@@ -43,11 +43,13 @@ class RowGradients:
     ids: [n], distinct
     counts: [n], the occurrences of each id in the step's data
     gradients: [n, dim] float32, contiguous, summed over the occurrences
+    ends: [shards], where the ids of each shard end, if they are sorted by shard; None: that is not known
     """
 
     ids: Ids
     counts: Counts
     gradients: torch.Tensor
+    ends: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -68,7 +70,7 @@ class RowGradients:
         """Returns the sum of at least one contribution: each row's gradients are added in the order given."""
         if len(contributions) == 1:
             return contributions[0]
-        ids, places, _ = distinct(np.concatenate([each.ids for each in contributions]))
+        ids, places, *_ = distinct(np.concatenate([each.ids for each in contributions]))
         counts = np.zeros(len(ids), np.int64)
         sums = torch.zeros(len(ids), contributions[0].gradients.shape[1], dtype=torch.float32, device="cpu")
         first = 0

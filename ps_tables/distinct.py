@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ps_protocol.row_ids import Ids, mix, shards_of
 from ps_tables.native import in_use
-from ps_tables.native.loops import Longs
-
-_MOST, _MOST_SHARDS = 2**30, 2**16  # of ids and shards that the compiled loop takes
+from ps_tables.native.loops import MOST_IDS, MOST_SHARDS, Longs
 
 
-def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Longs, Longs]:
-    """Returns each id once, the index of each id of the batch among those, and the count of each.
+class Distinct(NamedTuple):
+    """The ids of a batch, once each.
 
-    [n] to [m], [n] and [m]. The ids are ordered by shard, and then by the position of their last occurrence in the
-    batch.
+    ids:    [m], by shard, and then in the order of the batch
+    places: [n], the index of each id of the batch among those
+    counts: [m], how often each occurs in the batch
+    ends:   [shards], where the ids of each shard end
+    """
+
+    ids: Ids
+    places: Longs
+    counts: Longs
+    ends: Longs
+
+
+def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> Distinct:
+    """Returns the distinct ids of a batch: [n].
 
     salt: changes the slots of ids, so that an attacker cannot choose ids that share a slot
     """
     loops = in_use.loops()
-    if loops is not None and len(ids) < _MOST and shards < _MOST_SHARDS:
-        return loops.distinct(ids, salt, shards)
+    if loops is not None and len(ids) <= MOST_IDS and shards <= MOST_SHARDS:
+        return Distinct(*loops.distinct(ids, salt, shards))
     slots_count = 1 << (2 * len(ids) + 2).bit_length()
     mask = np.int64(slots_count - 1)
     slots = mix(ids ^ np.int64(salt)).view(np.int64) & mask
@@ -31,16 +43,19 @@ def distinct(ids: Ids, salt: int = 0, shards: int = 1) -> tuple[Ids, Longs, Long
     while len(waiting):
         at = slots[waiting]
         free = owner.take(at) < 0
-        owner[at[free]] = waiting[free]  # of several, the last one
+        owner[at[free][::-1]] = waiting[free][::-1]  # of several, the first one: it is written last
         owners = owner.take(at)
         same = ids.take(owners) == ids.take(waiting)
         first[waiting[same]] = owners[same]
         waiting = waiting[~same]
         slots[waiting] = (slots[waiting] + 1) & mask
-    last = np.flatnonzero(first == np.arange(len(ids)))  # of each id
+    firsts = np.flatnonzero(first == np.arange(len(ids)))  # of each id
+    ends = np.array([len(firsts)])
     if shards > 1:
-        last = last.take(np.argsort(shards_of(ids.take(last), shards), kind="stable"))
+        of = shards_of(ids.take(firsts), shards)
+        firsts = firsts.take(np.argsort(of, kind="stable"))
+        ends = np.cumsum(np.bincount(of, minlength=shards))
     number = np.empty(len(ids), np.int64)
-    number[last] = np.arange(len(last))
+    number[firsts] = np.arange(len(firsts))
     places = number.take(first)
-    return ids.take(last), places, np.bincount(places, minlength=len(last))
+    return Distinct(ids.take(firsts), places, np.bincount(places, minlength=len(firsts)), ends)

@@ -72,7 +72,8 @@ class Entries:
     def find(self, ids: Ids) -> RowNumbers:
         """Returns the number of each id's entry, -1 where it has none: [n] to [n]. Ids may repeat."""
         numbers = self._index.find(ids)
-        numbers[self._used.take(numbers, mode="clip") < self._threshold] = -1
+        if self._live < len(self._index):  # some have expired and are in the index still
+            numbers[self._used.take(numbers, mode="clip") < self._threshold] = -1
         return numbers
 
     def add(self, ids: Ids, version: int | npt.NDArray[np.int64]) -> RowNumbers:

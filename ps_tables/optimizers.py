@@ -7,7 +7,7 @@ a View from the Trenches", KDD 2013).
 
 A row's bits depend on its own gradients alone, not on which rows are stepped beside it. torch's fused kernels do not
 give that by themselves: they round the last elements of a tensor, which fill no vector register, in another way. So
-gathered rows are padded to whole registers.
+gathered rows are padded to whole registers. Plain SGD and row-wise Adagrad do without torch: see steps.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from ps_protocol.errors import InvalidRequest
@@ -24,11 +23,10 @@ from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_OPTIMIZERS
 from ps_tables.memory import RowArray, RowNumbers
-from ps_tables.native import in_use
-from ps_tables.native.loops import ADD_SCALED, SGD, SGD_FUSED, Loops
+from ps_tables.steps import BLOCK_ELEMENTS, row_wise_adagrad, sgd
 
+_NOT_PLAIN = ("momentum", "weight_decay", "maximize", "nesterov")  # options of SGD
 PADDING = 64  # elements: whole vector registers of every processor, and of torch's unrolled loops
-BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache
 
 
 class RowOptimizer(ABC):
@@ -37,12 +35,10 @@ class RowOptimizer(ABC):
     state: by name, an array with the state of each row: `dim` numbers of it, or one
     """
 
-    def __init__(self, dim: int, state: Mapping[str, RowArray]) -> None:
+    def __init__(self, state: Mapping[str, RowArray]) -> None:
         self.state = state
-        self._dim = dim
-        self._block = max(1, BLOCK_ELEMENTS // dim)  # rows
-        self._gathered: dict[str, torch.Tensor] = {}  # memory for a block of each array, used again and again
 
+    @abstractmethod
     def step(
         self,
         weights: RowArray,
@@ -60,34 +56,6 @@ class RowOptimizer(ABC):
         values:  hyper-parameters
         version: the number of the table's update, from 1: the step of optimizers that count them
         """
-        loops = in_use.loops()
-        if loops is None or not self.step_in_loops(loops, weights, rows, sums, count, values):
-            self.step_in_torch(weights, rows, sums, count, values, version)
-
-    def step_in_loops(
-        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
-    ) -> bool:
-        """Does what `step` does in a compiled loop. False where there is none for this: nothing is done then."""
-        return False
-
-    def step_in_torch(
-        self,
-        weights: RowArray,
-        rows: RowNumbers,
-        sums: torch.Tensor,
-        count: int,
-        values: HyperParameters,
-        version: int,
-    ) -> None:
-        """Does what `step` does in numpy and torch."""
-        arrays = {"": weights, **self.state}
-        for first in range(0, len(rows), self._block):
-            block = rows[first : first + self._block]
-            tensors = {name: self._gather(name, array, block) for name, array in arrays.items()}
-            gradient = self._mean(sums[first : first + self._block], count)
-            self._step(tensors, gradient, len(block), values, version)
-            for name, array in arrays.items():
-                array.write(block, tensors[name][: len(block) * array.dim])
 
     def reset(self, rows: RowNumbers, values: HyperParameters) -> None:
         """Has rows begin without a state: zeros, if the optimizer says nothing else."""
@@ -100,6 +68,35 @@ class RowOptimizer(ABC):
         """Returns what a state begins with."""
         # torch's Adagrad has the same default.
         return _number(values, "RowWiseAdagrad", "initial_accumulator_value") if name == "sum" else 0.0
+
+
+class _Gathering(RowOptimizer):
+    """Gathers the rows of an update, a block at a time, and steps the blocks."""
+
+    def __init__(self, dim: int, state: Mapping[str, RowArray]) -> None:
+        super().__init__(state)
+        self._dim = dim
+        self._block = max(1, BLOCK_ELEMENTS // dim)  # rows
+        self._gathered: dict[str, torch.Tensor] = {}  # memory for a block of each array, used again and again
+
+    def step(
+        self,
+        weights: RowArray,
+        rows: RowNumbers,
+        sums: torch.Tensor,
+        count: int,
+        values: HyperParameters,
+        version: int,
+    ) -> None:
+        """Steps rows, block by block."""
+        arrays = {"": weights, **self.state}
+        for first in range(0, len(rows), self._block):
+            block = rows[first : first + self._block]
+            tensors = {name: self._gather(name, array, block) for name, array in arrays.items()}
+            gradient = self._mean(sums[first : first + self._block], count)
+            self._step(tensors, gradient, len(block), values, version)
+            for name, array in arrays.items():
+                array.write(block, tensors[name][: len(block) * array.dim])
 
     @abstractmethod
     def _step(
@@ -131,7 +128,7 @@ class RowOptimizer(ABC):
         return memory[:length]
 
 
-class _TorchOptimizer(RowOptimizer):
+class _TorchOptimizer(_Gathering):
     """One of torch.optim, which is handed the rows of a block as its one parameter."""
 
     def __init__(self, name: str, values: HyperParameters, capacity: int, dim: int) -> None:
@@ -143,19 +140,22 @@ class _TorchOptimizer(RowOptimizer):
         self._steps = torch.zeros((), dtype=torch.float32, device="cpu")
         self._is_sgd = name == "SGD"
 
-    def step_in_loops(
-        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
-    ) -> bool:
-        """Steps by plain SGD: with momentum, weight decay or a gradient to climb, torch does."""
-        if not self._is_sgd or self.state or not loops.used & {SGD, SGD_FUSED}:
-            return False
+    def step(
+        self,
+        weights: RowArray,
+        rows: RowNumbers,
+        sums: torch.Tensor,
+        count: int,
+        values: HyperParameters,
+        version: int,
+    ) -> None:
+        """Steps rows: plain SGD as steps.py has it, anything else as torch has it."""
         group = self._optimizer.param_groups[0]
         group.update(values)
-        if any(group[name] for name in ("momentum", "weight_decay", "maximize", "nesterov")):
-            return False
-        fused = SGD_FUSED in loops.used
-        loops.sgd(fused, weights.elements, rows, sums.detach().numpy(), count, float(group["lr"]))
-        return True
+        if self._is_sgd and not (self.state or any(group[name] for name in _NOT_PLAIN)):
+            sgd(weights, rows, sums.detach().numpy(), count, float(group["lr"]))
+        else:
+            super().step(weights, rows, sums, count, values, version)
 
     def _step(
         self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
@@ -172,44 +172,24 @@ class _TorchOptimizer(RowOptimizer):
 class _RowWiseAdagrad(RowOptimizer):
     """Adagrad with one sum a row: that of the means of its gradients' squares."""
 
-    def __init__(self, capacity: int, dim: int) -> None:
-        super().__init__(dim, {"sum": RowArray(capacity, 1)})
+    def __init__(self, capacity: int) -> None:
+        super().__init__({"sum": RowArray(capacity, 1)})
 
-    def step_in_loops(
-        self, loops: Loops, weights: RowArray, rows: RowNumbers, sums: torch.Tensor, count: int, values: HyperParameters
-    ) -> bool:
-        """Has a loop add to the rows. What each row's mean is multiplied by is one number, which torch computes: its
-        root is not rounded as the processor's is."""
-        if ADD_SCALED not in loops.used:
-            return False
-        kept = self.state["sum"]
-        for first in range(0, len(rows), self._block):
-            block = rows[first : first + self._block]
-            means = self._mean(sums[first : first + self._block], count)[: len(block) * self._dim].view(len(block), -1)
-            total = self._gather("sum", kept, block)
-            scales = self._scales(total, means, values)
-            kept.write(block, total[: len(block)])
-            loops.add_scaled(weights.elements, block, means.numpy(), scales[: len(block)].numpy())
-        return True
-
-    def _step(
-        self, tensors: dict[str, torch.Tensor], gradient: torch.Tensor, rows: int, values: HyperParameters, version: int
+    def step(
+        self,
+        weights: RowArray,
+        rows: RowNumbers,
+        sums: torch.Tensor,
+        count: int,
+        values: HyperParameters,
+        version: int,
     ) -> None:
-        weights = tensors[""][: rows * self._dim].view(rows, -1)
-        gradients = gradient[: rows * self._dim].view(rows, -1)
-        scales = self._scales(tensors["sum"], gradients, values)
-        weights += gradients.mul_(scales[:rows, None])
-
-    def _scales(self, total: torch.Tensor, gradients: torch.Tensor, values: HyperParameters) -> torch.Tensor:
-        """Adds up the means of squares; returns what the gradients are multiplied by. total: padded"""
-        # numpy sums each row by itself, whatever rows lie beside it.
-        squares = torch.from_numpy(np.einsum("ij,ij->i", gradients.numpy(), gradients.numpy()))
-        total[: len(squares)] += squares / self._dim
+        """Steps rows as steps.py has it."""
         lr, eps = (_number(values, "RowWiseAdagrad", key) for key in ("lr", "eps"))
-        return -lr / (total.sqrt() + eps)
+        row_wise_adagrad(weights, self.state["sum"], rows, sums.detach().numpy(), count, lr, eps)
 
 
-class _FtrlProximal(RowOptimizer):
+class _FtrlProximal(_Gathering):
     """FTRL-Proximal, an element at a time: `z` and `n` are the paper's."""
 
     def __init__(self, capacity: int, dim: int) -> None:
@@ -237,7 +217,7 @@ def row_optimizer(name: str, values: HyperParameters, capacity: int, dim: int) -
     if name in TORCH_OPTIMIZERS:
         return _TorchOptimizer(name, values, capacity, dim)
     if name == "RowWiseAdagrad":
-        return _RowWiseAdagrad(capacity, dim)
+        return _RowWiseAdagrad(capacity)
     if name == "Ftrl":
         return _FtrlProximal(capacity, dim)
     raise InvalidRequest(f"a table's optimizer is one of {', '.join(ROW_OPTIMIZERS)}, got {name!r}")

@@ -1,4 +1,5 @@
-"""Sums of rows by their places, in the order of the rows: which sums have the same bits wherever they are made."""
+"""Rows by their places, and sums of rows by their places, in the order of the rows: which sums have the same bits
+wherever they are made."""
 
 from __future__ import annotations
 
@@ -6,8 +7,25 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ps_protocol.tensors import is_finite
 from ps_tables.native import in_use
-from ps_tables.native.loops import ADD, Longs, Loops
+from ps_tables.native.loops import Longs, Loops
+
+
+def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns rows by their places: [m, dim] and [n] to [n, dim]. Raises IndexError for a place that is none."""
+    loops = _loops_for(rows)
+    if loops is None or not rows.is_contiguous():
+        return rows.index_select(0, places)
+    found = torch.empty(len(places), rows.shape[1], dtype=torch.float32, device="cpu")
+    loops.rows_at(rows.detach().numpy(), places.numpy(), found.numpy())
+    return found
+
+
+def are_finite(rows: torch.Tensor) -> bool:
+    """Returns whether no element of some rows is an infinity or a NaN."""
+    loops = _loops_for(rows)
+    return is_finite(rows) if loops is None else loops.are_finite(rows.detach().numpy())
 
 
 def add_rows(sums: torch.Tensor, places: Longs, values: torch.Tensor) -> None:
@@ -23,15 +41,15 @@ def added_up(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Te
     """Returns the sums of rows by their places: [n, dim] and [n] to [count, dim]."""
     loops = _loops_for(values)
     if loops is not None:
-        sums = torch.zeros(count, values.shape[1], dtype=torch.float32, device="cpu")
-        loops.add(sums.numpy(), places.numpy(), values.detach().contiguous().numpy())
+        sums = torch.empty(count, values.shape[1], dtype=torch.float32, device="cpu")
+        loops.sum(sums.numpy(), places.numpy(), values.detach().contiguous().numpy())
         return sums
     if _is_plain(values) and len(places):
-        return added_up_in_torch(values, places.numpy(), count)
+        return _added_up_in_bags(values, places.numpy(), count)
     return values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
 
 
-def added_up_in_torch(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
+def _added_up_in_bags(values: torch.Tensor, places: Longs, count: int) -> torch.Tensor:
     """Returns the sums of float32 on the CPU by torch's bags, after sorting: half the time of index_add_, and the same
     bits (measured: 0.6 beside 1.1 ms for 26,624 gradients of 10,271 rows)."""
     keys = (places << 32) | np.arange(len(places))
@@ -47,5 +65,4 @@ def _is_plain(values: torch.Tensor) -> bool:
 
 
 def _loops_for(values: torch.Tensor) -> Loops | None:
-    loops = in_use.loops()
-    return loops if loops is not None and ADD in loops.used and _is_plain(values) else None
+    return in_use.loops() if _is_plain(values) else None

@@ -153,21 +153,17 @@ class Table:
         unknown = np.flatnonzero(numbers < 0)
         new = self._admitted(update, unknown, version)
         waiting = len(unknown) - len(new)
-        self._rows.use(numbers[numbers >= 0], version)
+        self._rows.use(numbers[numbers >= 0] if len(unknown) else numbers, version)
         made, evicted = self._make(update.ids, numbers, new, version)
         if len(made):
             places = self._places.of_new(numbers[made])
             self._weights.write(places, initial_rows(self.spec.initializer, update.ids[made], self.spec.dim))
             self._optimizer.reset(places, self._values)
-        stepped = np.flatnonzero(numbers >= 0)
-        sums = update.gradients
-        if len(stepped) < len(update):
-            sums = sums[torch.from_numpy(stepped)]
-        places = self._places.of(numbers[stepped])
-        self._optimizer.step(self._weights, places, sums, count, self._values, version)
+        numbers, sums = _of_rows(numbers, update.gradients)
+        self._optimizer.step(self._weights, self._places.of(numbers), sums, count, self._values, version)
         expired = self._expire(version)
         self._places.settle(self._rows, version)
-        return Applied(len(stepped), len(made), waiting, len(new) - len(made), expired, evicted)
+        return Applied(len(numbers), len(made), waiting, len(new) - len(made), expired, evicted)
 
     def assign(self, rows: RowValues, version: int) -> Applied:
         """Sets rows, which begin without a state of the optimizer. An id without a row gets one, also where it waits.
@@ -334,6 +330,14 @@ class Table:
         if self._candidates is not None:
             self._candidates.entries.sweep()
         return expired
+
+
+def _of_rows(numbers: RowNumbers, gradients: torch.Tensor) -> tuple[RowNumbers, torch.Tensor]:
+    """Returns what of an update is about rows: as it is where all is."""
+    stepped = np.flatnonzero(numbers >= 0)
+    if len(stepped) == len(numbers):
+        return numbers, gradients
+    return numbers[stepped], gradients[torch.from_numpy(stepped)]
 
 
 def _in_order(ids: Ids, numbers: RowNumbers) -> tuple[Ids, RowNumbers]:

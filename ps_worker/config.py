@@ -10,13 +10,13 @@ from typing import Any
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES
 from ps_protocol.modes import Consistency, check_quorum, parse_mode, parse_quorum, with_quorum
-from ps_runtime.compiled_loops import NATIVE, NATIVE_DIR
 from ps_runtime.credentials import access
 from ps_runtime.launch_id import launch_id
 from ps_runtime.logs import log_settings
 from ps_runtime.rank import Placement, placement
 from ps_runtime.settings import (
     DEFAULT_SHARED_DIRECTORY,
+    NATIVE,
     Setting,
     access_settings,
     count,
@@ -73,8 +73,8 @@ MODES = (
 
 # Every setting of a worker: a flag of `ps-worker run`, which hands it to its workers as a variable, and a keyword of
 # `resolve`. One that is a keyword of `connect` too needs to stand in its signature. For log lines a script has Python's
-# logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, compiled loops
-# are one of the whole process.
+# logging, so `connect` takes neither log_level nor log_format. The wire is a matter of `prepare`, the library for
+# tables one of the whole process.
 SETTINGS = (
     Setting("server", "the coordinator; not needed for single and ddp", host_port, metavar="HOST:PORT"),
     Setting("mode", MODES, mode_name),
@@ -103,7 +103,6 @@ SETTINGS = (
     Setting("wire", "how gradients and weights travel: int4, say, or PUSH,PULL", wire_formats, metavar="FORMAT"),
     Setting("shared_directory", "where shared memory is handed over to shards", Path, DEFAULT_SHARED_DIRECTORY),
     NATIVE,
-    NATIVE_DIR,
     *access_settings(),
     Setting("metrics_insecure", "serve metrics beyond this machine without TLS", bool),
     Setting("take_over", "replace the live workers of another launch that train this job", bool),
@@ -129,7 +128,7 @@ class WorkerConfig(JobOptions):
     metrics_insecure: metrics may be served beyond this machine without TLS
     log_level:        the least that is logged; None: as the script, or Python, has it
     log_format:       of log lines, while the script sets up no logging: text or json
-    native:           auto, build or off: whether tables use compiled loops; native_dir: where they are
+    native:           auto or off: whether tables use the library
     timeline:         the file of a timeline; None: there is none. timeline_first, timeline_steps: of which steps
     """
 
@@ -143,7 +142,6 @@ class WorkerConfig(JobOptions):
     log_level: str | None
     log_format: str
     native: str
-    native_dir: str | None
     timeline: Path | None
     timeline_first: int
     timeline_steps: int
@@ -185,7 +183,6 @@ def resolve(**arguments: object) -> WorkerConfig:
         log_level=values["log_level"],
         log_format=values["log_format"],
         native=values["native"],
-        native_dir=values["native_dir"],
         timeline=values["timeline"],
         timeline_first=values["timeline_first"],
         timeline_steps=values["timeline_steps"],

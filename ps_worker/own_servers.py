@@ -29,7 +29,7 @@ _NODES = ("shards", "shards_with_workers", "nnodes", "node_rank")
 WITHOUT_SERVERS = ("single", "ddp")
 # Settings of a worker that say of this machine what its servers need to know too. Certificates, metrics' ports and the
 # rest of them are each process' own.
-_OF_BOTH = frozenset({"insecure", "metrics_insecure", "shared_directory", "native", "native_dir", "log_format"})
+_OF_BOTH = frozenset({"insecure", "metrics_insecure", "shared_directory", "native", "log_format"})
 
 
 def starts_servers(arguments: argparse.Namespace) -> bool:

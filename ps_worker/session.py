@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps_protocol.errors import InvalidRequest
-from ps_runtime.compiled_loops import c_compiler, loops_folder
 from ps_runtime.credentials import is_loopback, require_encryption
 from ps_runtime.own_address import own_address
 from ps_worker.by_mode import STRATEGIES
@@ -233,8 +232,8 @@ class Session:
         for model in models:
             if len({tensor.device for tensor in model.parameters()}) <= 1:  # more devices: the script has placed it
                 model.to(self.device)
-        loops = loops_for(models, self._config.native, loops_folder(self._config.native_dir), c_compiler)
-        if loops.text:
+        loops = loops_for(models, self._config.native)
+        if loops is not None:
             log.log(logging.WARNING if loops.is_trouble else logging.INFO, "%s", loops.text)
         wrapped, steppers = self._strategy.prepare(models, optimizers, options)
         self._models, self._options = list(models), options

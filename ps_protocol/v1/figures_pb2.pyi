@@ -57,14 +57,16 @@ class LoggedValue(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last: _Optional[float] = ..., mean: _Optional[float] = ...) -> None: ...
 
 class ShardFigures(_message.Message):
-    __slots__ = ("measured_duration", "resident_bytes", "memory_limit_bytes")
+    __slots__ = ("measured_duration", "resident_bytes", "memory_limit_bytes", "table_library")
     MEASURED_DURATION_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_LIBRARY_FIELD_NUMBER: _ClassVar[int]
     measured_duration: _duration_pb2.Duration
     resident_bytes: int
     memory_limit_bytes: int
-    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ...) -> None: ...
+    table_library: str
+    def __init__(self, measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., table_library: _Optional[str] = ...) -> None: ...
 
 class ShardJobFigures(_message.Message):
     __slots__ = ("apply_count", "apply_duration", "received_bytes", "sent_bytes", "staleness", "awaited_durations")

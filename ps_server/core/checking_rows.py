@@ -18,7 +18,6 @@ from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import MAX_UPDATES, JobTable
-from ps_protocol.tensors import is_finite
 from ps_server.core.checking import GradientChecks
 from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
@@ -27,6 +26,7 @@ from ps_server.core.placement import Place
 from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.sums import are_finite
 
 
 class RowChecker:
@@ -101,7 +101,7 @@ class RowChecker:
         values = _elements(PLAIN["float32"], push.payload, ID_BYTES * push.count, push.count * dim)
         self._check_place(table, ids)
         _check_distinct(table, ids)
-        if not is_finite(values):
+        if not are_finite(values):
             raise InvalidRequest(f"table {name!r}: rows of worker {push.rank} that are assigned are not finite")
         worker = push.rank, push.incarnation, push.key, self.first + push.table
         rows = RowValues(ids, values.view(push.count, dim))
@@ -215,7 +215,7 @@ class RowChecker:
     def _is_finite(self, table: JobTable, push: RowsPush, gradients: torch.Tensor) -> bool:
         """Whether gradients may count; false where they are to be left out. Raises NonFiniteGradient, LimitExceeded."""
         what = f"table {table.rows.name!r}"
-        if self._gradients.looks and not is_finite(gradients):
+        if self._gradients.looks and not are_finite(gradients):
             self._gradients.refuse_or_skip(push.rank, what)
             return False
         if self._gradients.limits:

@@ -23,11 +23,13 @@ class ShardFigures:
 
     measured: seconds for which it has
     resident, limit: bytes of memory that it has in use, and that it may have; 0: not known
+    library:  that it uses for tables: the level of processors that it is for, or numpy; empty: not known
     """
 
     measured: float = 0.0
     resident: int = 0
     limit: int = 0
+    library: str = ""
 
 
 @dataclass(frozen=True)

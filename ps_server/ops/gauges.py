@@ -208,10 +208,10 @@ def restart_gauges(count: int) -> Gauges[int]:
     return Gauges(lambda: count, [("ps_shard_restarts_total", text, (), lambda count: [((), count)])])
 
 
-def loops_gauge(is_native: bool) -> Gauges[bool]:
-    """Returns the gauge of whether this shard uses compiled loops for tables."""
-    text = "1 where compiled loops are used for tables, 0 where numpy is."
-    return Gauges(lambda: is_native, [("ps_native_loops", text, (), lambda is_native: [((), int(is_native))])])
+def loops_gauge(level: str) -> Gauges[str]:
+    """Returns the gauge of whether this shard uses the library for tables. level: of processors, that it is for"""
+    text = "1 where tables use the library, by the level of processors that it is for; 0 where numpy is used."
+    return Gauges(lambda: level, [("ps_native_loops", text, ("level",), lambda level: [((level,), int(bool(level)))])])
 
 
 def service_discovery(coordinator: Coordinator, encrypted: bool = False) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -262,7 +263,19 @@ def _tables(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     if distinct:
         ratio = sum(each["looked_up_id_count"] for each in figures) / distinct
         lines.append(f"  an id comes {ratio:.1f} times in a lookup, on average")
-    return lines
+    return [*lines, *_libraries(status)] if lines else []
+
+
+def _libraries(status: dict[str, Any]) -> list[str]:
+    """Returns a line on the library that shards use for tables, where they say it."""
+    used = Counter(shard["figures"]["table_library"] for shard in status["shards"] if shard["figures"])
+    del used[""]  # servers of an earlier version
+    each = [
+        f"{'numpy' if name == 'numpy' else f'the library for {name}'}"
+        + (f" ({counted(count, 'shard')})" if len(used) > 1 else "")
+        for name, count in sorted(used.items())
+    ]
+    return [f"  tables on the shards: {', '.join(each)}"] if each else []
 
 
 def _found(table: dict[str, Any]) -> str:

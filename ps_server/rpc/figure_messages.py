@@ -31,7 +31,12 @@ def worker_figures(message: figures_pb2.WorkerFigures) -> WorkerFigures:
 
 def shard_figures(message: figures_pb2.ShardFigures) -> ShardFigures:
     """Returns what a shard has measured of itself."""
-    return ShardFigures(seconds(message.measured_duration), message.resident_bytes, message.memory_limit_bytes)
+    return ShardFigures(
+        seconds(message.measured_duration),
+        message.resident_bytes,
+        message.memory_limit_bytes,
+        message.table_library,
+    )
 
 
 def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
@@ -40,6 +45,7 @@ def shard_message(figures: ShardFigures) -> figures_pb2.ShardFigures:
         measured_duration=duration(figures.measured),
         resident_bytes=figures.resident,
         memory_limit_bytes=figures.limit,
+        table_library=figures.library,
     )
 
 

@@ -6,7 +6,7 @@ hosted.py     The jobs that a shard has: made, restored from checkpoints, and dr
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 loans.py      Weights that are sent from where they are, and copied only if an update comes to change them
 metrics.py    What a shard tells Prometheus
-native_loops.py Compiled loops for tables: whether a server process uses them, and how they are made
+native_loops.py The library for tables in a server process: whether it is used
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on

@@ -1,36 +1,19 @@
-"""Compiled loops for tables in a server process: whether it uses them, and how they are made."""
+"""The library for tables in a server process: whether it is used."""
 
 from __future__ import annotations
 
 import logging
 
-from ps_protocol.errors import Unsupported
-from ps_runtime.compiled_loops import c_compiler, loops_folder
-from ps_tables.choosing import AUTO, choose
-from ps_tables.native.building import build
+from ps_tables.choosing import choose
 
 log = logging.getLogger("ps_server")
 
 
-def use_native_loops(how: str, directory: str | None) -> bool:
-    """Has this process use compiled loops, where they can be had; says so in the log. Returns whether it does.
+def use_native_loops(how: str) -> str:
+    """Has this process use the library for tables, where there is one; says so in the log.
 
-    how: auto, build or off; directory: where they are, or None
+    Returns the level of processors that it was compiled for; an empty text: numpy is used. how: auto or off
     """
-    choice = choose(how, loops_folder(directory), c_compiler)
-    if choice.text:
-        log.log(logging.WARNING if choice.is_trouble else logging.INFO, "%s", choice.text)
-    return choice.is_native
-
-
-def compile_loops(directory: str | None) -> str:
-    """Compiles them, also where they are there already, and tries them. Returns a line about what is used of them.
-
-    Raises Unsupported where that cannot be done.
-    """
-    folder = loops_folder(directory)
-    build(folder, c_compiler())
-    choice = choose(AUTO, folder, c_compiler)
-    if not choice.is_native:
-        raise Unsupported(choice.text)
-    return choice.text
+    choice = choose(how)
+    log.log(logging.WARNING if choice.is_trouble else logging.INFO, "%s", choice.text)
+    return choice.level

@@ -47,6 +47,7 @@ from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
+from ps_tables.choosing import library_in_use
 
 log = logging.getLogger("ps_server")
 
@@ -135,7 +136,7 @@ class Shard:
         statistics, figures = self.statistics(), self._metrics.figures()
         jobs = {name: replace(job, figures=figures.get(name)) for name, job in statistics.jobs.items()}
         memory = resident_bytes() or 0, limit_bytes() or 0
-        return ShardStatistics(jobs, ShardFigures(self._clock() - self._began, *memory))
+        return ShardStatistics(jobs, ShardFigures(self._clock() - self._began, *memory, library_in_use()))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 

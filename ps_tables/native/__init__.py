@@ -1,11 +1,11 @@
-"""Loops over rows and ids in C, for those who compile them: the bits are those of numpy and torch, the time is less.
+"""Loops over rows and ids in C, in a library that wheels for Linux bring along: numpy's bits in less time.
 
-Nothing else of ps_tables touches a file or starts a program.
+Nothing else of ps_tables touches a file.
 
-building.py  Compiles the loops with this machine's C compiler, into a folder of the user's
 in_use.py    The loops that this process uses; none: numpy and torch do the work
-loading.py   Loads compiled loops, from where nobody else can write
-loops.py     The compiled loops, as functions of arrays
+libraries.py Which libraries this installation has, and which of them this processor can run
+loading.py   Loads a library by cffi
+loops.py     The loops, as functions of arrays
 
-loops.c and loops.h are the loops themselves.
+loops.c and loops.h are their source. setup.py compiles it, into this folder of the installation.
 """

@@ -9,7 +9,7 @@ _loops: Loops | None = None
 
 
 def loops() -> Loops | None:
-    """Returns the compiled loops; None where numpy and torch are used."""
+    """Returns the loops of the library; None where numpy and torch are used."""
     return _loops
 
 

@@ -1,7 +1,10 @@
-/* The loops of tables over rows and ids, in C. Each does what numpy or torch does in its place, with the same bits.
+/* The loops of tables over rows and ids. Each gives the bits of the numpy code in its place, which is the reference.
 
-   So no product may be fused with a sum but where it says so, and sums are made in the order of their terms: compile
-   without -ffast-math and with -ffp-contract=off. Rows lie far apart in memory: what is next is fetched ahead. */
+   So floats are rounded once for each operation, and sums are made in the order that numpy's have: compile without
+   -ffast-math and with -ffp-contract=off. No Python is in here: one library serves every Python, and cffi releases the
+   interpreter's lock around each call. Nothing allocates memory, and nothing outside of the arguments' is read.
+
+   Rows lie far apart in memory, so the next ones are fetched ahead. */
 
 #include <float.h>
 #include <math.h>
@@ -11,23 +14,22 @@
 #include "loops.h"
 
 #if FLT_EVAL_METHOD != 0
-#error "floats are computed with more bits here than torch has"
+#error "this compiler computes floats with more bits than numpy does"
 #endif
 
-enum { ROWS_AHEAD = 8, SLOTS_AHEAD = 16, LINE = 64 };
+enum { INSIDE = 1, OUTSIDE = 0, ROWS_AHEAD = 8, SLOTS_AHEAD = 16, LINE = 64, LANES = 8 };
 
-static uint64_t mixed(int64_t id)
+uint64_t ps_sources(void)
 {
-    uint64_t bits = (uint64_t)id;
-    bits = (bits ^ bits >> 32) * 0xD6E8FEB86659FD93u;
-    bits = (bits ^ bits >> 32) * 0xD6E8FEB86659FD93u;
-    return bits ^ bits >> 32;
+    return PS_SOURCES;
 }
 
-static void fetch(const char *record, int64_t bytes)
+/* -- rows -------------------------------------------------------------------------------------------------------- */
+
+static void fetch(const void *record, int64_t bytes)
 {
     for (int64_t at = 0; at < bytes; at += LINE)
-        __builtin_prefetch(record + at);
+        __builtin_prefetch((const char *)record + at);
 }
 
 static int64_t clipped(int64_t place, int64_t capacity)
@@ -52,85 +54,162 @@ void ps_gather(const char *records, int64_t capacity, int64_t bytes, const int64
     }
 }
 
+int ps_rows_at(const float *rows, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, float *out)
+{
+    if (!are_inside(places, n, capacity))
+        return OUTSIDE;
+    ps_gather((const char *)rows, capacity, dim * sizeof(float), places, n, (char *)out);
+    return INSIDE;
+}
+
 int ps_scatter(char *records, int64_t capacity, int64_t bytes, const int64_t *places, int64_t n, const char *values)
 {
     if (!are_inside(places, n, capacity))
-        return 0;
+        return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
             fetch(records + places[i + ROWS_AHEAD] * bytes, bytes);
         memcpy(records + places[i] * bytes, values + i * bytes, bytes);
     }
-    return 1;
+    return INSIDE;
 }
+
+static uint32_t bits_of(float number)
+{
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+int ps_are_finite(const float *numbers, int64_t n)
+{
+    int odd = 0;
+    for (int64_t j = 0; j < n; j++)
+        odd |= (bits_of(numbers[j]) & 0x7F800000u) == 0x7F800000u;
+    return !odd;
+}
+
+int ps_copy(const float *numbers, int64_t n, float *out)
+{
+    /* Pieces that stay in a cache between the copy and the check of what was copied: others may write to `numbers`. */
+    enum { PIECE = 4096 };
+    int all = 1;
+    for (int64_t at = 0; at < n; at += PIECE) {
+        const int64_t count = n - at < PIECE ? n - at : PIECE;
+        memcpy(out + at, numbers + at, count * sizeof(float));
+        all &= ps_are_finite(out + at, count);
+    }
+    return all;
+}
+
+/* -- sums -------------------------------------------------------------------------------------------------------- */
 
 int ps_add(float *sums, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *values)
 {
     if (!are_inside(places, n, capacity))
-        return 0;
+        return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch((const char *)(sums + places[i + ROWS_AHEAD] * dim), dim * sizeof(float));
+            fetch(sums + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
         float *restrict sum = sums + places[i] * dim;
         const float *restrict value = values + i * dim;
         for (int64_t j = 0; j < dim; j++)
             sum[j] += value[j];
     }
-    return 1;
+    return INSIDE;
 }
 
-/* The body of both: `stepped` is what becomes of a weight w and a mean g. */
-#define SGD(stepped)                                                                                                   \
-    if (!are_inside(places, n, capacity))                                                                              \
-        return 0;                                                                                                      \
-    for (int64_t i = 0; i < n; i++) {                                                                                  \
-        if (i + ROWS_AHEAD < n)                                                                                        \
-            fetch((const char *)(weights + places[i + ROWS_AHEAD] * dim), dim * sizeof(float));                        \
-        float *restrict row = weights + places[i] * dim;                                                               \
-        const float *restrict sum = sums + i * dim;                                                                    \
-        for (int64_t j = 0; j < dim; j++) {                                                                            \
-            const float w = row[j], g = sum[j] / count;                                                                \
-            row[j] = stepped;                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    return 1;
+int ps_sum(float *sums, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *values,
+           uint8_t *seen)
+{
+    if (!are_inside(places, n, capacity))
+        return OUTSIDE;
+    if (capacity)
+        memset(seen, 0, capacity);
+    for (int64_t i = 0; i < n; i++) {
+        if (i + ROWS_AHEAD < n)
+            fetch(sums + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+        float *restrict sum = sums + places[i] * dim;
+        const float *restrict value = values + i * dim;
+        if (seen[places[i]]) {
+            for (int64_t j = 0; j < dim; j++)
+                sum[j] += value[j];
+        } else {
+            seen[places[i]] = 1;
+            for (int64_t j = 0; j < dim; j++)
+                sum[j] = 0.0f + value[j]; /* -0.0 becomes 0.0, as in a sum from zeros */
+        }
+    }
+    for (int64_t place = 0; place < capacity; place++)
+        if (!seen[place])
+            memset(sums + place * dim, 0, dim * sizeof(float));
+    return INSIDE;
+}
+
+/* -- optimizers -------------------------------------------------------------------------------------------------- */
 
 int ps_sgd(float *weights, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *sums,
            float count, float lr)
 {
-    SGD(w - g * lr)
-}
-
-int ps_sgd_fused(float *weights, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *sums,
-                 float count, float lr)
-{
-    SGD(fmaf(-g, lr, w))
-}
-
-int ps_has_fused(void)
-{
-#ifdef FP_FAST_FMAF
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-int ps_add_scaled(float *weights, int64_t capacity, int64_t dim, const int64_t *places, int64_t n, const float *means,
-                  const float *scales)
-{
     if (!are_inside(places, n, capacity))
-        return 0;
+        return OUTSIDE;
     for (int64_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n)
-            fetch((const char *)(weights + places[i + ROWS_AHEAD] * dim), dim * sizeof(float));
+            fetch(weights + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
         float *restrict row = weights + places[i] * dim;
-        const float *restrict mean = means + i * dim;
-        const float scale = scales[i];
+        const float *restrict sum = sums + i * dim;
         for (int64_t j = 0; j < dim; j++)
-            row[j] += mean[j] * scale;
+            row[j] -= sum[j] / count * lr;
     }
-    return 1;
+    return INSIDE;
+}
+
+/* The sum of the squares of a row's mean: eight sums, of every eighth square, which are then added in pairs. */
+static float sum_of_squares(const float *sum, int64_t dim, float count)
+{
+    float lane[LANES] = {0};
+    int64_t j = 0;
+    for (; j + LANES <= dim; j += LANES)
+        for (int64_t l = 0; l < LANES; l++) {
+            const float mean = sum[j + l] / count;
+            lane[l] += mean * mean;
+        }
+    for (int64_t l = 0; j + l < dim; l++) {
+        const float mean = sum[j + l] / count;
+        lane[l] += mean * mean;
+    }
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+int ps_adagrad(float *weights, float *squares, int64_t capacity, int64_t dim, const int64_t *places, int64_t n,
+               const float *sums, float count, float lr, float eps)
+{
+    if (!are_inside(places, n, capacity))
+        return OUTSIDE;
+    for (int64_t i = 0; i < n; i++) {
+        if (i + ROWS_AHEAD < n) {
+            fetch(weights + places[i + ROWS_AHEAD] * dim, dim * sizeof(float));
+            fetch(squares + places[i + ROWS_AHEAD], sizeof(float));
+        }
+        float *restrict row = weights + places[i] * dim;
+        const float *restrict sum = sums + i * dim;
+        const float total = squares[places[i]] + sum_of_squares(sum, dim, count) / (float)dim;
+        const float scale = lr / (sqrtf(total) + eps);
+        squares[places[i]] = total;
+        for (int64_t j = 0; j < dim; j++)
+            row[j] -= sum[j] / count * scale;
+    }
+    return INSIDE;
+}
+
+/* -- ids --------------------------------------------------------------------------------------------------------- */
+
+static uint64_t mixed(int64_t id) /* as ps_protocol.row_ids.mix */
+{
+    uint64_t bits = (uint64_t)id;
+    bits = (bits ^ bits >> 32) * 0xD6E8FEB86659FD93u;
+    bits = (bits ^ bits >> 32) * 0xD6E8FEB86659FD93u;
+    return bits ^ bits >> 32;
 }
 
 /* The parts of a slot, as index.py has them. */
@@ -146,7 +225,7 @@ void ps_find(const uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *
              const int64_t *ids, int64_t n, int64_t *found)
 {
     for (int64_t i = 0; i < n; i++)
-        found[i] = (int64_t)mixed(ids[i] ^ salt); /* for now */
+        found[i] = (int64_t)mixed(ids[i] ^ salt); /* the hashes, until each row is found */
     for (int64_t i = 0; i < n; i++) {
         if (i + SLOTS_AHEAD < n)
             __builtin_prefetch(slots + ((uint64_t)found[i + SLOTS_AHEAD] & mask));
@@ -183,40 +262,38 @@ int64_t ps_insert(uint64_t *slots, uint64_t mask, int64_t salt, const int64_t *i
 }
 
 int64_t ps_distinct(const int64_t *ids, int64_t n, int64_t salt, int64_t shards, int32_t *slots, uint64_t mask,
-                    int64_t *ends, int32_t *scratch, int64_t *met, int64_t *distinct, int64_t *places, int64_t *counts)
+                    int32_t *scratch, int64_t *met, int64_t *distinct, int64_t *places, int64_t *counts,
+                    int64_t *ends)
 {
-    /* By the order in which ids are met: where the id occurs last, how often, and the place that it gets. */
-    int32_t *last = scratch, *often = scratch + n, *place = scratch + 2 * n, m = 0;
-    for (int32_t i = 0; i < n; i++) {
+    /* By the number of an id, in the order in which they are met: its slot, and its place. */
+    int32_t *slot_of = scratch, *place = scratch + n, m = 0;
+    memset(ends, 0, shards * sizeof *ends);
+    for (int64_t i = 0; i < n; i++) {
+        if (i + SLOTS_AHEAD < n)
+            __builtin_prefetch(slots + (mixed(ids[i + SLOTS_AHEAD] ^ salt) & mask), 1);
         uint64_t slot = mixed(ids[i] ^ salt) & mask;
         while (slots[slot] >= 0 && met[slots[slot]] != ids[i])
             slot = (slot + 1) & mask;
         if (slots[slot] < 0) {
             slots[slot] = m;
+            slot_of[m] = (int32_t)slot;
             met[m] = ids[i];
-            often[m++] = 0;
+            place[m] = (int32_t)((mixed(ids[i]) >> 32) * (uint64_t)shards >> 32); /* its shard, for now */
+            if (place[m] + 1 < shards)
+                ends[place[m] + 1]++;
+            m++;
         }
-        const int32_t number = slots[slot];
-        often[number]++;
-        last[number] = i;
-        places[i] = number;
+        places[i] = slots[slot];
     }
+    for (int64_t shard = 1; shard < shards; shard++)
+        ends[shard] += ends[shard - 1]; /* where its ids begin; its end, when all have their places */
     for (int32_t k = 0; k < m; k++) {
-        place[k] = shards > 1 ? (int32_t)((mixed(met[k]) >> 32) * (uint64_t)shards >> 32) : 0; /* its shard, for now */
-        if (place[k] + 1 < shards)
-            ends[place[k] + 1]++;
+        slots[slot_of[k]] = -1;
+        place[k] = (int32_t)ends[place[k]]++;
+        distinct[place[k]] = met[k];
+        counts[k] = 0;
     }
-    for (int64_t s = 1; s < shards; s++)
-        ends[s] += ends[s - 1];
-    for (int32_t i = 0; i < n; i++) {
-        const int64_t number = places[i];
-        if (last[number] == i) {
-            place[number] = (int32_t)ends[place[number]]++;
-            distinct[place[number]] = met[number];
-            counts[place[number]] = often[number];
-        }
-    }
-    for (int32_t i = 0; i < n; i++)
-        places[i] = place[places[i]];
+    for (int64_t i = 0; i < n; i++)
+        counts[places[i] = place[places[i]]]++;
     return m;
 }

@@ -1,12 +1,13 @@
-"""The compiled loops, as functions of arrays. loops.h says what each does.
+"""The loops of a library, as functions of arrays. loops.h says what each does.
 
-They release the interpreter's lock. Each checks the types of its arrays, and that those it writes to may be written;
-the C code checks that places are inside. What does not fit raises an error, and writes nothing.
+They release the interpreter's lock. Each checks that its arrays fit together. Those that are only read may lie anyhow;
+those that are written have to lie in one piece, aligned. The C code checks that places are inside. What does not fit
+raises an error before anything is written.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,10 @@ Longs = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 Records = npt.NDArray[np.void]
+T = TypeVar("T", bound=np.generic)
 
-# Loops that compute with floats: torch rounds in one way or another, by its version and the processor.
-SGD, SGD_FUSED, ADD_SCALED, ADD = "sgd", "sgd_fused", "add_scaled", "add"
-OF_FLOATS = (SGD, SGD_FUSED, ADD_SCALED, ADD)
+MOST_IDS, MOST_SHARDS = 2**29, 2**16  # that `distinct` takes: it counts with 32 bits
+_KEPT_SLOTS = 2**20  # of the memory of `distinct`, at most: 4 MiB for each thread that was there at once
 
 
 class Foreign(Protocol):
@@ -30,23 +31,15 @@ class Foreign(Protocol):
 
 
 class Loops:
-    """Compiled loops.
+    """The loops of a library.
 
     library: has the functions of loops.h
-    used:    of OF_FLOATS those that give torch's bits here
+    level:   of processors, that it was compiled for
     """
 
-    def __init__(self, foreign: Foreign, library: Any, used: frozenset[str] = frozenset(OF_FLOATS)) -> None:
-        self._foreign, self._library, self.used = foreign, library, used
-
-    def only(self, used: frozenset[str]) -> Loops:
-        """Returns the same loops, of which these are used."""
-        return Loops(self._foreign, self._library, used)
-
-    @property
-    def has_fused(self) -> bool:
-        """Whether the loops round once for a product and a sum in one instruction: otherwise that takes long."""
-        return bool(self._library.ps_has_fused())
+    def __init__(self, foreign: Foreign, library: Any, level: str) -> None:
+        self._foreign, self._library, self.level = foreign, library, level
+        self._spare: list[npt.NDArray[np.int32]] = []  # slots of `distinct`, all free, for the next call
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -60,6 +53,16 @@ class Loops:
             *(self._read(places), len(places), self._bytes(out, written=True)),
         )
 
+    def rows_at(self, rows: Floats, places: Longs, out: Floats) -> None:
+        """Copies rows: [m, dim], [n], [n, dim]. Raises IndexError for a place that is none."""
+        _check_length(out, len(places))
+        _check_dim(out, rows.shape[1])
+        self._done(
+            self._library.ps_rows_at(
+                *(self._floats(rows), *rows.shape, self._read(places), len(places), self._floats(out, written=True))
+            )
+        )
+
     def scatter(self, records: Records, places: Longs, values: Records) -> None:
         """Sets records. Raises IndexError for a place that is none."""
         _check_length(values, len(places))
@@ -71,33 +74,52 @@ class Loops:
             )
         )
 
+    def are_finite(self, numbers: Floats) -> bool:
+        """Returns whether all numbers are finite."""
+        return bool(self._library.ps_are_finite(self._floats(_as_c_has_it(numbers)), numbers.size))
+
+    def copy(self, numbers: Floats, out: Floats) -> bool:
+        """Copies numbers; returns whether they are finite."""
+        if out.size != numbers.size:
+            raise ValueError(f"expected room for {numbers.size} numbers, got {out.size}")
+        numbers_at = self._floats(_as_c_has_it(numbers))
+        return bool(self._library.ps_copy(numbers_at, numbers.size, self._floats(out, written=True)))
+
+    # -- sums and steps ----------------------------------------------------------------------------------------------
+
     def add(self, sums: Floats, places: Longs, values: Floats) -> None:
         """Adds rows to rows in their order: [m, dim], [n], [n, dim]. Raises IndexError for a place that is none."""
-        _check_length(values, len(places))
-        _check_dim(values, sums.shape[1])
-        self._done(
-            self._library.ps_add(
-                *(self._floats(sums, written=True), *sums.shape),
-                *(self._read(places), len(places), self._floats(values)),
-            )
-        )
+        self._done(self._library.ps_add(*self._rows_and_values(sums, places, values)))
 
-    def sgd(self, fused: bool, weights: Floats, places: Longs, sums: Floats, count: int, lr: float) -> None:
+    def sum(self, sums: Floats, places: Longs, values: Floats) -> None:
+        """Writes the sums of rows: as `add`, from zeros."""
+        arguments = self._rows_and_values(sums, places, values)
+        self._done(self._library.ps_sum(*arguments, self._pointer("uint8_t[]", np.empty(len(sums), np.uint8))))
+
+    def sgd(self, weights: Floats, places: Longs, sums: Floats, count: float, lr: float) -> None:
         """Steps distinct rows with plain SGD: [capacity, dim], [n], [n, dim]."""
-        _check_length(sums, len(places))
-        _check_dim(sums, weights.shape[1])
-        step = self._library.ps_sgd_fused if fused else self._library.ps_sgd
-        rows = self._floats(weights, written=True), *weights.shape
-        self._done(step(*rows, self._read(places), len(places), self._floats(sums), count, lr))
+        self._done(self._library.ps_sgd(*self._rows_and_values(weights, places, sums), count, lr))
 
-    def add_scaled(self, weights: Floats, places: Longs, means: Floats, scales: Floats) -> None:
-        """Adds means to distinct rows, each times a number of its own: [capacity, dim], [n], [n, dim], [n]."""
-        _check_length(means, len(places))
-        _check_length(scales, len(places))
-        _check_dim(means, weights.shape[1])
-        rows = self._floats(weights, written=True), *weights.shape
-        each = self._read(places), len(places), self._floats(means), self._floats(scales)
-        self._done(self._library.ps_add_scaled(*rows, *each))
+    def adagrad(
+        self, weights: Floats, squares: Floats, places: Longs, sums: Floats, count: float, lr: float, eps: float
+    ) -> None:
+        """Steps distinct rows with row-wise Adagrad: [capacity, dim], [capacity, 1], [n], [n, dim]."""
+        _check_length(squares, len(weights))
+        _check_dim(squares, 1)
+        rows, *more = self._rows_and_values(weights, places, sums)
+        self._done(self._library.ps_adagrad(rows, self._floats(squares, written=True), *more, count, lr, eps))
+
+    def _rows_and_values(self, rows: Floats, places: Longs, values: Floats) -> list[Any]:
+        """Returns arguments: rows that are written, and values for some of them."""
+        _check_length(values, len(places))
+        _check_dim(values, rows.shape[1])
+        return [
+            self._floats(rows, written=True),
+            *rows.shape,
+            self._read(places),
+            len(places),
+            self._floats(_as_c_has_it(values)),
+        ]
 
     # -- ids ---------------------------------------------------------------------------------------------------------
 
@@ -109,47 +131,66 @@ class Loops:
         return found
 
     def insert(self, slots: Slots, salt: int, ids: Longs, rows: Longs) -> int:
-        """Gives distinct ids without a row one each; returns how many slots are not empty now that were."""
+        """Gives distinct ids without a row one each; returns how many empty slots that took."""
         _check_length(rows, len(ids))
+        if len(ids) >= len(slots):
+            raise ValueError(f"expected fewer ids than the {len(slots)} slots, got {len(ids)}")
         index = self._slots(slots, written=True), len(slots) - 1, salt
         return int(self._library.ps_insert(*index, self._read(ids), self._read(rows), len(ids)))
 
-    def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs]:
-        """Returns each id once, the place of each, and how often each occurs: see distinct.py. Below 2**31 ids."""
+    def distinct(self, ids: Longs, salt: int, shards: int) -> tuple[Longs, Longs, Longs, Longs]:
+        """Returns each id once, the place of each, how often each occurs, and where each shard's ids end: see
+        distinct.py. Raises ValueError for more than MOST_IDS or MOST_SHARDS."""
         count = len(ids)
-        slots = np.full(1 << (2 * count + 2).bit_length(), -1, np.int32)
-        met, found, places, counts = (np.empty(count, np.int64) for _ in range(4))
+        if count > MOST_IDS or not 1 <= shards <= MOST_SHARDS:
+            raise ValueError(f"expected up to {MOST_IDS} ids of up to {MOST_SHARDS} shards, got {count} of {shards}")
+        needed = 1 << (2 * count).bit_length()
+        slots = self._free_slots(needed)
+        both, scratch, ends = np.empty((2, count), np.int64), np.empty((2, count), np.int64), np.empty(shards, np.int64)
+        found, counts = both
+        places, met = np.empty(count, np.int64), scratch[0]
         many = self._library.ps_distinct(
-            *(self._read(ids), count, salt, shards, self._ints(slots), len(slots) - 1),
-            *(self._longs(np.zeros(shards, np.int64)), self._ints(np.empty(3 * count, np.int32))),
-            *(self._longs(each) for each in (met, found, places, counts)),
+            *(self._read(ids), count, salt, shards, self._pointer("int32_t[]", slots), needed - 1),
+            self._pointer("int32_t[]", scratch[1].view(np.int32)),
+            *(self._longs(each) for each in (met, found, places, counts, ends)),
         )
-        return found[:many].copy(), places, counts[:many].copy()
+        if len(slots) <= _KEPT_SLOTS:
+            self._spare.append(slots)
+        return found[:many].copy(), places, counts[:many].copy(), ends
+
+    def _free_slots(self, count: int) -> npt.NDArray[np.int32]:
+        """Returns slots that are all free: those of an earlier call, where they are enough."""
+        while self._spare:
+            try:
+                slots = self._spare.pop()
+            except IndexError:  # another thread took them
+                break
+            if len(slots) >= count:
+                return slots
+        return np.full(count, -1, np.int32)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _read(self, array: Longs) -> Any:
-        """A pointer to numbers that are only read: they may lie anyhow."""
-        return self._longs(np.ascontiguousarray(array))
+        return self._longs(_as_c_has_it(array))
 
     def _longs(self, array: Longs) -> Any:
-        return self._pointer("int64_t[]", array, np.int64, False)
+        return self._pointer("int64_t[]", array)
 
     def _slots(self, array: Slots, written: bool = False) -> Any:
-        return self._pointer("uint64_t[]", array, np.uint64, written)
-
-    def _ints(self, array: npt.NDArray[np.int32]) -> Any:
-        return self._pointer("int32_t[]", array, np.int32, False)
+        return self._pointer("uint64_t[]", array, written)
 
     def _floats(self, array: Floats, written: bool = False) -> Any:
-        return self._pointer("float[]", array, np.float32, written)
+        return self._pointer("float[]", array, written)
 
     def _bytes(self, array: Records, written: bool = False) -> Any:
         return self._foreign.from_buffer("char[]", array, require_writable=written)
 
-    def _pointer(self, kind: str, array: npt.NDArray[Any], dtype: type, written: bool) -> Any:
-        if array.dtype != dtype:
-            raise TypeError(f"expected an array of {dtype.__name__}, got {array.dtype}")
+    def _pointer(self, kind: str, array: npt.NDArray[Any], written: bool = False) -> Any:
+        if array.dtype != _TYPES[kind]:
+            raise TypeError(f"expected an array of {_TYPES[kind]}, got {array.dtype}")
+        if not array.flags.aligned:
+            raise ValueError("expected an array that is aligned")
         return self._foreign.from_buffer(kind, array, require_writable=written)
 
     def _done(self, is_inside: int) -> None:
@@ -157,11 +198,25 @@ class Loops:
             raise IndexError("a place is outside of the array")
 
 
+_TYPES = {
+    "int64_t[]": np.dtype(np.int64),
+    "uint64_t[]": np.dtype(np.uint64),
+    "int32_t[]": np.dtype(np.int32),
+    "uint8_t[]": np.dtype(np.uint8),
+    "float[]": np.dtype(np.float32),
+}
+
+
 def check_complete(library: Any) -> None:
     """Raises AttributeError where a library lacks a function of loops.h: each is looked up when it is first named."""
-    _ = library.ps_gather, library.ps_scatter, library.ps_add, library.ps_add_scaled
-    _ = library.ps_sgd, library.ps_sgd_fused, library.ps_has_fused
+    _ = library.ps_gather, library.ps_rows_at, library.ps_scatter, library.ps_are_finite, library.ps_copy
+    _ = library.ps_add, library.ps_sum, library.ps_sgd, library.ps_adagrad
     _ = library.ps_find, library.ps_insert, library.ps_distinct
+
+
+def _as_c_has_it(array: npt.NDArray[T]) -> npt.NDArray[T]:
+    """Returns an array that is only read, in one piece and aligned: what came in a message may lie anywhere."""
+    return array if array.flags.c_contiguous and array.flags.aligned else array.copy()
 
 
 def _check_length(array: npt.NDArray[Any], length: int) -> None:

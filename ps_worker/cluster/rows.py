@@ -173,7 +173,9 @@ class RowTransport:
 
     def _wanted(self, ahead: Sequence[RowsAhead]) -> dict[tuple[int, int], _Asked]:
         """Returns the rows that are asked for with a step, by table and shard."""
-        every = [asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out)]
+        every = [
+            asked for each in ahead for asked in self._asked(each.table, each.batch.ids, each.out, each.batch.ends)
+        ]
         return {(asked.table, asked.shard): asked for asked in every}
 
     def assign(
@@ -245,7 +247,7 @@ class RowTransport:
     ) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
         """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
         rows = push.rows
-        places = by_shard(rows.ids, len(self._calls)) if rows is not None else None
+        places = by_shard(rows.ids, len(self._calls), rows.ends) if rows is not None else None
         for shard in self._calls:
             if had is not None and had(shard, push.table):
                 yield RowsPush(push.table, values=push.values), shard, None
@@ -309,8 +311,8 @@ class RowTransport:
         room = self._room((asked.shard, asked.size) for asked in each)
         return [self._pull(clock, asked, self._place_on(asked.shard, room)) for asked in each]
 
-    def _asked(self, table: int, ids: Ids, out: torch.Tensor) -> list[_Asked]:
-        places = by_shard(ids, len(self._calls))
+    def _asked(self, table: int, ids: Ids, out: torch.Tensor, ends: Ids | None = None) -> list[_Asked]:
+        places = by_shard(ids, len(self._calls), ends)
         each = [
             _Asked(table, shard, ids[which], out.shape[1], partial(_land, out, which))
             for shard, which in enumerate(places)

@@ -33,12 +33,16 @@ _ID_TYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Ids as they were asked for, each once, the place of each of the batch among those, and how often each occurs."""
+    """Ids as they were asked for, each once, the place of each of the batch among those, and how often each occurs.
+
+    ends: where the ids of each shard end, among the distinct ones
+    """
 
     flat: Ids
     ids: Ids
     places: npt.NDArray[np.int64]
     counts: Counts
+    ends: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, flat: Ids, shards: int) -> Batch:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ps_protocol.row_ids import Ids
 from ps_tables.contributions import Counts, RowGradients
-from ps_tables.sums import added_up
+from ps_tables.sums import added_up, rows_at
 from ps_worker.tables.ahead import Batch, flat_ids
 from ps_worker.tables.handle_gradient import Zeroing
 
@@ -49,18 +49,21 @@ class LookedUp(NamedTuple):
 class _Leaf:
     """Rows that were looked up: [n, dim], with a gradient.
 
+    ends:  see RowGradients
     group: the parameters of the group that has joined; None: none has
     """
 
     rows: torch.Tensor
     ids: Ids
     counts: Counts
+    ends: Ids | None
     group: list[Any] | None
 
     def gradients(self) -> RowGradients:
         """Returns its gradient, on the CPU."""
         assert self.rows.grad is not None
-        return RowGradients(self.ids, self.counts, self.rows.grad.detach().to("cpu", torch.float32).contiguous())
+        gradients = self.rows.grad.detach().to("cpu", torch.float32).contiguous()
+        return RowGradients(self.ids, self.counts, gradients, self.ends)
 
     def leave(self) -> None:
         """Takes it out of its group."""
@@ -100,13 +103,13 @@ class Lookups:
             source.pull(batch.ids, rows)
         else:
             batch, rows = found
-        wanted, places, counts = batch.ids, batch.places, batch.counts
-        self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(wanted))
+        places = batch.places
+        self.looked_up = LookedUp(self.looked_up.ids + len(places), self.looked_up.distinct + len(batch.ids))
         rows = rows.to(handle.device)
         if torch.is_grad_enabled() and handle.requires_grad:
             self._zeroing.follow(handle)
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, handle, wanted, counts))
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._has_gradient(leaf, handle, batch))
             rows = _Joined.apply(rows, handle, self._gets_gradient)  # type: ignore[no-untyped-call]
         return rows.to(handle.dtype), torch.from_numpy(places.reshape(ids.shape)).to(rows.device)
 
@@ -124,7 +127,7 @@ class Lookups:
         """Takes back what `take` has returned: the step was refused, and the script may repair it and step again."""
         leaf = empty_rows(len(gradients), handle.shape[1]).to(handle.device).requires_grad_()
         leaf.grad = gradients.gradients.to(handle.device)
-        self._join(leaf, handle, gradients.ids, gradients.counts)
+        self._join(leaf, handle, gradients)
 
     def leave_groups(self) -> Callable[[], None]:
         """Takes all rows out of their groups; returns what puts them back."""
@@ -150,15 +153,15 @@ class Lookups:
         # DDP puts gradients of its own in place of the parameters' until backward ends.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._zeroing.follow(handle))
 
-    def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
+    def _has_gradient(self, leaf: torch.Tensor, handle: nn.Parameter, batch: Batch) -> None:
         if not handle.requires_grad:  # frozen since the lookup
             leaf.grad = None
             return
         if any(other.rows is leaf for other in self._leaves):
             return  # a second backward through the same graph
-        self._join(leaf, handle, ids, counts)
+        self._join(leaf, handle, batch)
 
-    def _join(self, leaf: torch.Tensor, handle: nn.Parameter, ids: Ids, counts: Counts) -> None:
+    def _join(self, leaf: torch.Tensor, handle: nn.Parameter, of: Batch | RowGradients) -> None:
         gone = [other for other in self._leaves if other.rows.grad is None]  # `zero_grad` of the optimizer
         for other in gone:
             other.leave()
@@ -166,7 +169,7 @@ class Lookups:
         if group is not None:
             group.append(leaf)
         self._leaves = [other for other in self._leaves if other not in gone]
-        self._leaves.append(_Leaf(leaf, ids, counts, group))
+        self._leaves.append(_Leaf(leaf, of.ids, of.counts, of.ends, group))
         self._add_up()
 
     def _add_up(self) -> None:
@@ -217,7 +220,7 @@ class _Expanded(torch.autograd.Function):
     def forward(context: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(places)
         context.count = len(rows)
-        return rows.index_select(0, places)
+        return rows_at(rows, places)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -1,9 +1,8 @@
-"""Compiled loops for tables in a worker's process: it uses them where a model has tables."""
+"""The library for tables in a worker's process: it is used where a model has tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -11,8 +10,9 @@ from ps_tables.choosing import Choice, choose
 from ps_worker.tables.modules import Embedding
 
 
-def loops_for(models: Iterable[nn.Module], how: str, folder: Path, compiler: Callable[[], Sequence[str]]) -> Choice:
-    """Has this process use compiled loops, where a model has tables and they can be had: see ps_tables.choosing."""
+def loops_for(models: Iterable[nn.Module], how: str) -> Choice | None:
+    """Has this process use the library, if a model has tables, and there is one: see ps_tables.choosing. None: none
+    has."""
     if not any(isinstance(module, Embedding) for model in models for module in model.modules()):
-        return Choice(False)
-    return choose(how, folder, compiler)
+        return None
+    return choose(how)

@@ -17,9 +17,9 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
 from ps_protocol.row_ids import Ids, shards_of
 from ps_protocol.tables import MAX_PUSHED_BYTES, JobTable, assigned_bytes
-from ps_protocol.tensors import is_finite
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.saved import saved_rows
+from ps_tables.sums import are_finite
 from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.assigned import Assigned, AssignedRows
 from ps_worker.tables.given import GivenRows
@@ -371,7 +371,7 @@ class ServerTables:
         """Returns the name of a table whose gradient is not finite, where the job does not allow that."""
         if self._non_finite is NonFinite.ALLOW:
             return None
-        found = (push for push in pushes if push.rows is not None and not is_finite(push.rows.gradients))
+        found = (push for push in pushes if push.rows is not None and not are_finite(push.rows.gradients))
         return next((f"table {list(self._modules)[push.table]!r}" for push in found), None)
 
 

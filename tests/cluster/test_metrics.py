@@ -514,7 +514,7 @@ LABELS = {
     "transport",
 }
 LABELS |= {"name"}  # of what a script logs
-LABELS |= {"table"}
+LABELS |= {"table", "level"}
 LABELS |= {"grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 LABELS |= {"implementation", "major", "minor", "patchlevel", "version"}  # of python_info
 LABELS |= {"protocol", "torch"}  # of ps_build_info

@@ -51,8 +51,7 @@ TABLE: dict[str, tuple[list[tuple[str, object]], tuple[str, ...]]] = {
         ("int2", "int4,", "int4,int4,int4", "INT4"),
     ),
     "shared_directory": ([("/shared", Path("/shared"))], ()),
-    "native": ([("off", "off"), ("build", "build")], ("on", "OFF", "1")),
-    "native_dir": ([("/loops", "/loops")], ()),
+    "native": ([("off", "off"), ("auto", "auto")], ("on", "OFF", "build")),
     "tls_cert": ([], ("no/such.pem",)),
     "tls_key": ([], ("no/such.pem",)),
     "tls_ca": ([], ("no/such.pem",)),
@@ -78,7 +77,7 @@ def test_the_table_has_every_setting_of_a_worker_and_connect_takes_no_other() ->
     assert list(TABLE) == names
     keywords = set(inspect.signature(ps_worker.connect).parameters)
     assert keywords <= {*names, *(setting.name for setting in OWN_SETTINGS)}
-    without = {"start_timeout", "busy_seconds", "wire", "native", "native_dir", "log_level", "log_format"}
+    without = {"start_timeout", "busy_seconds", "wire", "native", "log_level", "log_format"}
     assert {*names, "rank"} - keywords == without
 
 

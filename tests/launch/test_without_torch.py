@@ -89,7 +89,6 @@ def test_commands_that_ask_nobody_run_without_torch(words: tuple[str, ...], says
     [
         (("up", "--port", "0", "--metrics-port", "0"), "ps-server: `ps-server up` needs torch, which this Python"),
         (("shard", "--index", "0", "--with-coordinator", "--port", "0", "--metrics-port", "0"), "needs torch, which"),
-        (("native",), "needs numpy, which this Python does not have: pip install torch"),
         (("export", "--checkpoint-dir", "nowhere", "out"), "ps-server: nowhere is no directory\n"),
         (("export", "--checkpoint-dir", ".", "out"), "ps-server: `ps-server export` needs"),
         (
@@ -122,4 +121,4 @@ def test_the_docs_list_all_dependencies_but_those_of_servers_and_workers() -> No
     named = {each.name for each in of(PROJECT)}
     text = (ROOT / "docs" / "deploy.md").read_text()
     [line] = re.findall(r"^\$ pip install (grpcio .*?)(?: +#.*)?$", text, re.MULTILINE)
-    assert set(line.split()) == named - {*HIDDEN, "tomli"}
+    assert set(line.split()) == named - {*HIDDEN, "tomli", "cffi"}  # cffi calls the library for tables

@@ -6,6 +6,7 @@ It needs the tools of the group `release`: make test-release.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -23,9 +24,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ps_tables.native.libraries import LEVELS, file_name
 from tests.tools.imports import PACKAGES
 
-TOOLS = ("build", "twine", "sphinx", "myst_parser", "furo", "check_jsonschema")
+TOOLS = ("build", "twine", "ziglang", "sphinx", "myst_parser", "furo", "check_jsonschema")
 pytestmark = [
     pytest.mark.release,
     pytest.mark.skipif(
@@ -72,10 +74,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that is built from it."""
+    """A folder with the sdist and the wheels, made as `make dist` makes them."""
     folder = tmp_path_factory.mktemp("dist")
     before = files_of(tree)
-    said = call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=tree)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    said = call(*build, folder=tree, PS_NATIVE="off")
+    for machine in LEVELS:
+        zig = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.2.17"
+        platform = f"--plat-name=manylinux_2_17_{machine}"
+        said += call(*build, "--wheel", f"-C--build-option={platform}", folder=tree, CC=zig)
     assert "*****" not in said, f"setuptools frames what will be an error one day: {said}"
     for name in files_of(tree) - before:
         (tree / name).unlink()  # the egg-info
@@ -95,8 +102,8 @@ def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    """The wheel."""
-    [built] = dist.glob("*.whl")
+    """The wheel for every machine."""
+    [built] = dist.glob("*-any.whl")
     return built
 
 
@@ -104,7 +111,7 @@ def wheel(dist: Path) -> Path:
 
 
 def test_an_index_has_nothing_to_say_against_them(dist: Path) -> None:
-    assert call(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()).count("PASSED") == 2
+    assert call(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()).count("PASSED") == 4
 
 
 def test_the_sdist_is_the_repository(sdist: Path, tree: Path) -> None:
@@ -122,6 +129,45 @@ def test_the_wheel_has_the_packages_and_its_licence_and_nothing_else(wheel: Path
     assert f"{information}/licenses/LICENSE" in names
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < 2_000_000
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_the_wheels_for_a_machine_are_for_every_python_and_an_old_glibc(
+    dist: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """As pip chooses among them, and as auditwheel looks at their libraries."""
+    plain = {*zipfile.ZipFile(wheel).namelist()}
+    for machine, levels in LEVELS.items():
+        [found] = dist.glob(f"*-py3-none-manylinux_2_17_{machine}.whl")
+        libraries = {f"ps_tables/native/{file_name(level)}" for level in levels}
+        with zipfile.ZipFile(found) as packed:
+            assert {*packed.namelist()} - plain == libraries
+            for name in libraries:
+                said = call("objdump", "-p", packed.extract(name, tmp_path))
+                assert {*re.findall(r"NEEDED +(\S+)", said)} <= {"libc.so.6", "libm.so.6"}
+                versions = re.findall(r"GLIBC_(\d+)\.(\d+)", said)
+                assert versions
+                assert max((int(major), int(minor)) for major, minor in versions) <= (2, 17)
+    versions = ("3.10", "3.11", "3.12", "3.13")
+    for number, wanted in itertools.product(
+        versions, ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "musllinux_1_2_x86_64")
+    ):
+        taken = tmp_path / number / wanted
+        where = ["--no-index", "--no-deps", "--find-links", dist, "--only-binary", ":all:", "--dest", taken]
+        call(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            *where,
+            "--python-version",
+            number,
+            "--platform",
+            wanted,
+            "ps-torch",
+        )
+        [file] = taken.iterdir()
+        assert file.name.endswith("any.whl" if "musl" in wanted else f"-{wanted}.whl")
 
 
 def test_the_page_of_the_index_says_what_it_is_and_where_to_read_on(wheel: Path) -> None:

@@ -13,7 +13,6 @@ validate_and_stop.py      Validation over all workers, ReduceLROnPlateau, early 
 huggingface_jobs.py       One function a test of the Trainer and of Accelerate: a worker's script
 lightning_jobs.py         One function a test of Lightning and Fabric: a worker's script
 count_steps.py            Each step adds 1 to every weight and row: whether any is lost, or counts in part
-build_loops.py            Compiles the loops of tables, beside another process that does so
 few_threads.py            Runs a command whose user may have few threads
 models.py                 The model of the equivalence tests, which has one of everything; weights as numbers, refusals
 """

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 
+from ps_tables.choosing import AUTO, OFF, choose
 from tests.simulation.cluster import MODES, NARROW_MODES, QUORUM_MODES, Cluster
 from tests.simulation.world import Log
 
@@ -23,8 +24,10 @@ def main() -> None:
     parser.add_argument("--keep-going", action="store_true", help="also after a seed that fails")
     parser.add_argument("--tables", action="store_true", help="the jobs of all seeds have tables (of some)")
     parser.add_argument("--in-turn", action="store_true", help="one mode a seed, in turn, not all modes with each seed")
+    parser.add_argument("--native", choices=(AUTO, OFF), default=AUTO, help="the library for tables (%(default)s)")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     arguments = parser.parse_args()
+    print(choose(arguments.native).text)
     log = logging.getLogger("ps_server")
     log.setLevel(logging.CRITICAL + 1)
     seeds = range(arguments.first, arguments.first + arguments.seeds)

@@ -16,6 +16,7 @@ from ps_server.core.figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFi
 from ps_server.ops import screen, status
 from ps_server.rpc.figure_messages import table_figures, table_message
 from ps_server.rpc.plain import plain
+from ps_tables.choosing import library_in_use
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.table_model import LookUps
 
@@ -210,6 +211,8 @@ def test_status_has_a_line_for_each_table_and_one_for_lookups(make_cluster: Any)
         assert f"  table choosy: 1 row, {size}; 10 admitted, 9 expired, 0 evicted; 23.1 % of 26 ids found" in lines
         assert [line.split()[1] for line in lines if line.startswith("  table ")] == ["plain:", "choosy:", "small:"]
         assert f"  an id comes {looked_up / (3 * ASKED):.1f} times in a lookup, on average" in lines
+        used = library_in_use()
+        assert f"  tables on the shards: {used if used == 'numpy' else f'the library for {used}'}" in lines
 
         class Once(io.StringIO):
             """Ends the watching when it has a line for a table."""

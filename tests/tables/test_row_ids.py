@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ps_protocol.row_ids import mix, shards_of
+from ps_protocol.row_ids import by_shard, mix, shards_of
+from ps_tables.distinct import distinct
 from tests.tools.row_ids import mixed
 
 IDS = np.array([0, 1, -1, 7919, 2**63 - 1, -(2**63), 1 << 32], np.int64)
@@ -27,3 +28,10 @@ def test_each_shard_has_a_range_of_mixed_ids_and_about_as_many_rows_as_any_other
     if shards < 10:
         counts = np.bincount(of, minlength=shards)
         assert counts.min() > 0.95 * len(ids) / shards
+
+
+def test_ids_that_are_sorted_by_shard_are_cut_without_hashing_them_again() -> None:
+    batch = distinct(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 500), 0, 3)
+    assert by_shard(batch.ids, 3, batch.ends) == by_shard(batch.ids, 3)
+    assert by_shard(batch.ids, 1, batch.ends) == [slice(0, 500)]
+    assert len(by_shard(batch.ids, 4, batch.ends)) == 4  # of another number of shards the ends say nothing

@@ -206,7 +206,7 @@ def by_id(rows: RowGradients) -> dict[int, tuple[int, list[float]]]:
 )
 def test_distinct_ids_are_those_of_numpy(ids: Ids) -> None:
     expected, counts = np.unique(ids, return_counts=True)
-    each, places, found = distinct(ids)
+    each, places, found, _ = distinct(ids)
     assert np.array_equal(each[places], ids)
     order = np.argsort(each)
     assert np.array_equal(each[order], expected)

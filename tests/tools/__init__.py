@@ -25,6 +25,7 @@ rollbacks.py            A job whose workers train, have checkpoints made, and jo
 optimizers.py           Each optimizer of a shard, with hyper-parameters that are not the defaults
 small_models.py         Weights and data that follow from a seed, one step, and comparisons of weights
 small_steps.py          A small model, its optimizers and its batches, for tests of local steps
+special_numbers.py      Numbers that show how something rounds: of all magnitudes, subnormal, and not finite
 row_gradients.py        What a step contributes to a table, from a gradient for each occurrence of an id
 table_model.py          A model with two tables and a layer, and how it is trained
 table_shards.py         A job with one table on one of several shards, trained without a server around it

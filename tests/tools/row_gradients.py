@@ -12,7 +12,7 @@ from ps_tables.sums import add_rows
 
 def summed(ids: Ids, gradients: torch.Tensor) -> RowGradients:
     """Returns what one gradient for each occurrence of an id comes to: [n] any int64, [n, dim]."""
-    each, places, counts = distinct(ids)
+    each, places, counts, _ = distinct(ids)
     sums = torch.zeros(len(each), gradients.shape[1], dtype=torch.float32, device="cpu")
     add_rows(sums, places, gradients)
     return RowGradients(each, counts, sums)
