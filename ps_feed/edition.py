@@ -83,7 +83,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Edition:
+class EditionArrays:
     """An unchanging copy of a job's weights.
 
     run:      of the job
@@ -126,7 +126,7 @@ class Arriving:
     before: an edition of the same run, whose frozen tensors are taken over; None: none
     """
 
-    def __init__(self, contents: Contents, before: Edition | None) -> None:
+    def __init__(self, contents: Contents, before: EditionArrays | None) -> None:
         self._contents, self._versions = contents, dict[int, int]()
         self._spaces: dict[str, npt.NDArray[np.uint8]] = {}
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
@@ -154,11 +154,11 @@ class Arriving:
         self._versions[index] = version
         self.missing.discard(index)
 
-    def complete(self, run: str, timeline: int) -> Edition:
+    def complete(self, run: str, timeline: int) -> EditionArrays:
         """Returns the edition. Raises InvalidRequest if a bucket is missing."""
         if self.missing:
             raise InvalidRequest(f"{len(self.missing)} buckets are missing, such as {min(self.missing)}")
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
-        return Edition(self._contents, run, min(trained, default=0), self._versions, timeline, self._spaces)
+        return EditionArrays(self._contents, run, min(trained, default=0), self._versions, timeline, self._spaces)

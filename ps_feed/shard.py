@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from ps_protocol.convert import job_spec, wire_format_number
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.framing import split_message
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import cluster_pb2, feed_pb2
@@ -58,8 +58,12 @@ class Described(NamedTuple):
     editions: tuple[int, ...]
     spec: JobSpec | None
 
+    def may_have(self, version: int) -> bool:
+        """Whether the shard has an edition of a version, or may still take one."""
+        return version in self.editions or version >= self.highest
 
-class Bucket(NamedTuple):
+
+class ReceivedBucket(NamedTuple):
     """A bucket as it comes: its index, its version, its elements and their checksum."""
 
     number: int
@@ -78,15 +82,20 @@ class ShardReader:
         self._describe = self._channel.unary_unary(f"/{_SERVICE}/DescribeWeights")
         self._pull = self._channel.unary_stream(f"/{_SERVICE}/PullEdition")
         self._call: Any = None
+        self._is_cancelled = self._is_closed = False
         self._lock = threading.Lock()
 
     def describe(self, job: str, with_spec: bool) -> Described:
         """Asks what the shard has of a job's weights. Raises PSError."""
         request = feed_pb2.DescribeWeightsRequest(job=job, with_spec=with_spec).SerializeToString()
+        if self._is_closed:
+            raise self._cancelled()
         try:
             data = self._describe(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
+        except ValueError:  # what gRPC raises where a channel is closed
+            raise self._cancelled() from None
         answer = feed_pb2.DescribeWeightsResponse.FromString(data)
         return Described(
             answer.header.run,
@@ -101,7 +110,7 @@ class ShardReader:
         )
 
     def pull(
-        self, request: feed_pb2.PullEditionRequest, take: Callable[[Bucket], None], alive: Callable[[int], None]
+        self, request: feed_pb2.PullEditionRequest, take: Callable[[ReceivedBucket], None], alive: Callable[[int], None]
     ) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
@@ -109,6 +118,8 @@ class ShardReader:
         alive: is told the lowest version of the shard's buckets whenever a message comes
         """
         with self._lock:
+            if self._is_cancelled:
+                raise self._cancelled()
             self._call = self._pull(request.SerializeToString())
         left = None
         try:
@@ -121,7 +132,7 @@ class ShardReader:
                 elif message.HasField("bucket"):
                     sent = message.bucket
                     left = 0 if left is None else left - 1
-                    take(Bucket(sent.bucket, sent.version, payload or memoryview(b""), sent.checksum))
+                    take(ReceivedBucket(sent.bucket, sent.version, payload or memoryview(b""), sent.checksum))
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         finally:
@@ -129,15 +140,24 @@ class ShardReader:
         if left:
             raise InvalidRequest(f"{self.peer}: the edition ended {left} buckets too early")
 
-    def cancel(self) -> None:
-        """Ends the pull that is under way."""
+    def _cancelled(self) -> TryLater:
+        return TryLater(f"{self.peer}: the call was cancelled")
+
+    def allow(self) -> None:
+        """Has pulls begin again after `cancel`, but not after `close`."""
         with self._lock:
-            call = self._call
+            self._is_cancelled = self._is_closed
+
+    def cancel(self) -> None:
+        """Ends the pull that is under way, and any that begins before `allow`."""
+        with self._lock:
+            self._is_cancelled, call = True, self._call
         if call is not None:
             call.cancel()
 
     def close(self) -> None:
         """Ends the connection."""
+        self._is_closed = True
         self.cancel()
         self._channel.close()
 

@@ -13,6 +13,7 @@ waits for no reader.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -22,8 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from ps_feed.edition import Arriving, Contents, Edition
-from ps_feed.shard import Bucket, Described, ShardReader, cluster, edition_request
+from ps_feed.edition import Arriving, Contents, EditionArrays
+from ps_feed.shard import Described, ReceivedBucket, ShardReader, cluster, edition_request
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -91,6 +92,8 @@ class _Shards:
 
     def all(self, call: Callable[[ShardReader], T]) -> list[T]:
         """Calls all, at the same time. Raises the first error, after the calls of the others are cancelled."""
+        for reader in self.readers:
+            reader.allow()
         futures = [self._pool.submit(call, reader) for reader in self.readers]
         first: BaseException | None = None
         for future in futures:
@@ -107,10 +110,14 @@ class _Shards:
         for reader in self.readers:
             reader.cancel()
 
-    def close(self) -> None:
-        """Ends all connections."""
+    def end(self) -> None:
+        """Ends all connections, and what is under way."""
         for reader in self.readers:
             reader.close()
+
+    def close(self) -> None:
+        """Ends all connections, and the threads."""
+        self.end()
         self._pool.shutdown(wait=True)
 
 
@@ -151,9 +158,10 @@ class Subscription:
         self._contents: Contents | None = None
         self._shards: _Shards | None = None
         self._ahead = _Ahead()
-        self._edition: Edition | None = None
+        self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
-        self._told = 0  # the highest version that any shard has told of
+        self._series = "", -1  # the run and the timeline that shards were on last
+        self._told = 0  # the highest version that any shard has told of on these
         self._updated = time.monotonic()  # when that rose last
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
@@ -175,7 +183,7 @@ class Subscription:
     # -- what a reader sees --------------------------------------------------------------------------------------------
 
     @property
-    def edition(self) -> Edition | None:
+    def edition(self) -> EditionArrays | None:
         """The newest edition; None: there was none yet."""
         return self._edition
 
@@ -209,7 +217,7 @@ class Subscription:
         """Whether the job has ended: no edition comes after the newest."""
         return self._ended
 
-    def wait(self, version: int = 0, timeout: float = 60.0) -> Edition:
+    def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
         """Waits for an edition that has at least so many updates, and returns it.
 
         Raises:
@@ -232,10 +240,10 @@ class Subscription:
                 self._changed.wait(left)
             return self._edition
 
-    def __iter__(self) -> Iterator[Edition]:
+    def __iter__(self) -> Iterator[EditionArrays]:
         """Iterates over editions, from the newest on; one that comes while another is worked on is passed over for a
         newer one. Ends when the job has ended, or the subscription is closed. Raises as `wait`."""
-        seen: Edition | None = None
+        seen: EditionArrays | None = None
         while True:
             with self._changed:
                 while self._edition is seen:
@@ -253,7 +261,7 @@ class Subscription:
         self._closing.set()
         shards = self._shards
         if shards is not None:
-            shards.cancel()
+            shards.end()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
@@ -319,17 +327,18 @@ class Subscription:
         """
         edition = self._edition
         here = self._described(shards)
-        first, highest = here[0], max(each.highest for each in here)
-        is_same = edition is not None and (edition.run, edition.timeline) == (first.run, first.timeline)
+        highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
+        is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
         own = edition.version if edition is not None and is_same else None
+        if self._series != (here[0].run, timeline):
+            self._series, self._told = (here[0].run, timeline), 0  # the version may have fallen
         self._heard_of(highest)
         version = self._version(here, highest, own)
         if version is None:
             self._equal = time.monotonic() if own == highest else self._equal
             self._closing.wait(POLL_SECONDS)
             return
-        is_newer = own is None or highest - highest % self._every > own
-        self._publish(self._receive(shards, here, version, edition if is_same else None, is_newer))
+        self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
 
     def _described(self, shards: _Shards) -> list[Described]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
@@ -355,12 +364,17 @@ class Subscription:
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
-        ahead = highest + (0 if self._is_idle() else self._ahead.updates)
-        if own is None:
-            return max(*here[0].editions, ahead) if here[0].editions else ahead
-        least = own - own % self._every + self._every
-        asked_for = [each for each in here[0].editions if each >= least and each % self._every == 0]
-        return max(asked_for) if asked_for else max(least, -(-ahead // self._every) * self._every)
+        ahead, least = highest + (0 if self._is_idle() else self._ahead.updates), self._least(own)
+        most = highest if self._is_idle() else math.inf  # what others wait for may never come
+        shared = [version for version in here[0].editions if all(each.may_have(version) for each in here)]
+        fitting = [each for each in shared if least <= each <= most and (own is None or each % self._every == 0)]
+        if fitting:
+            return max(fitting)
+        return ahead if own is None else max(least, -(-ahead // self._every) * self._every)
+
+    def _least(self, own: int | None) -> int:
+        """Returns the lowest version that comes after one's own."""
+        return 0 if own is None else own - own % self._every + self._every
 
     def _is_idle(self) -> bool:
         return time.monotonic() - self._updated > IDLE_SECONDS
@@ -371,9 +385,9 @@ class Subscription:
             self._told, self._updated = version, time.monotonic()
 
     def _receive(
-        self, shards: _Shards, here: list[Described], version: int, before: Edition | None, is_newer: bool
-    ) -> Edition:
-        """Receives an edition. is_newer: whether the job has one already that is newer than the last"""
+        self, shards: _Shards, here: list[Described], version: int, before: EditionArrays | None, least: int
+    ) -> EditionArrays:
+        """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents
         assert contents is not None
         arriving = Arriving(contents, before)
@@ -385,20 +399,20 @@ class Subscription:
                 least = version if shard.has_one_version else shard.lowest
                 reader.pull(edition_request(self._job, shard, least, self._wire, wanted), take, alive)
 
-        def take(bucket: Bucket) -> None:
+        def take(bucket: ReceivedBucket) -> None:
             arriving.take(bucket.number, bucket.version, bucket.payload, bucket.checksum, f"edition {version}")
 
         def alive(told: int) -> None:
             self._heard_of(told)
-            if not is_newer and self._told < version:
+            if self._told < least:
                 self._equal = time.monotonic()
-            if is_newer and self._told < version and self._is_idle():
+            elif self._told < version and self._is_idle():
                 raise _StandsStill
 
         shards.all(pull)
         return arriving.complete(here[0].run, max(each.timeline for each in here))
 
-    def _publish(self, edition: Edition) -> None:
+    def _publish(self, edition: EditionArrays) -> None:
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
         if is_restored:
@@ -412,8 +426,6 @@ class Subscription:
         self._troubles.over(self._job)
         with self._changed:
             self._restores += is_restored
-            if is_restored or (before is not None and before.run != edition.run):
-                self._told = edition.version
             self._edition, self._trouble = edition, None
             if edition.version >= self._told:
                 self._equal = time.monotonic()

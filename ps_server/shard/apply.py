@@ -119,7 +119,7 @@ class Updates:
                                 zip(work.ranks, work.clocks, strict=True), hosted.index, self._pulls.now()
                             )
                     if isinstance(work, Step):
-                        job.stepped(hosted)
+                        job.stepped(hosted, started)
                 if releases:
                     self._pulls.release(job, hosted)
         except Exception:

@@ -371,12 +371,12 @@ class HostedJob:
             with unit.tensors:
                 self.look(unit)
 
-    def stepped(self, unit: HostedUnit[Any]) -> None:
+    def stepped(self, unit: HostedUnit[Any], now: float) -> None:
         """Copies a unit that was stepped where a snapshot or an edition asks for it. The caller holds `tensors`."""
         if self.snapshot_task is not None:
             self.look(unit)
-        if self.editions.under_way and isinstance(unit.unit, Bucket):
-            self.editions.look(unit.unit)
+        if self.editions.waiting and isinstance(unit.unit, Bucket):
+            self.editions.look(unit.unit, now)
 
     def look(self, unit: HostedUnit[Any]) -> None:
         """Copies a unit for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, an
 from ps_protocol.job import WIRES, JobSpec
 from ps_server.core.requests import EditionCall
 from ps_server.failpoints import failpoint
-from ps_server.shard.editions import CopiedBucket, Edition
+from ps_server.shard.editions import CopiedBucket, TakenEdition, WantedEdition
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
 from ps_server.shard.waiting import EditionBegin, EditionPart, Lent, Outbox
@@ -40,53 +40,57 @@ class WeightsHere(NamedTuple):
     spec: JobSpec
 
 
-class WeightFeed:
+class EditionSender:
     """One reader that gets one edition.
 
     caller: the principal that reads; empty: nobody in particular
     """
 
-    def __init__(self, job: HostedJob, outbox: Outbox, caller: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, job: HostedJob, wanted: WantedEdition, outbox: Outbox, caller: str, now: Callable[[], float]
+    ) -> None:
         self.job, self.outbox, self.caller = job, outbox, caller
-        self._now = now
-        self._edition: Edition | None = None
+        self._wanted, self._now = wanted, now
+        self._edition: TakenEdition | None = None
         self._begun = False
         self._lock = threading.Lock()
         self._sign_due = now() + SIGN_SECONDS
 
-    def begin(self, wanted: Edition) -> None:
-        """Asks for an edition, and sends it once it is complete. Raises as Editions.take."""
-        self._edition = edition = self.job.editions.take(self, wanted, self._over)
-        if edition is wanted:
-            for index in sorted(wanted.wanted):
-                hosted = self.job.buckets[index]
-                with hosted.tensors:
-                    wanted.look(hosted.unit)
-        if edition.is_over:
-            self._over()
+    def begin(self) -> None:
+        """Asks for the edition, and sends it once all that is wanted of it is copied."""
+        editions = self.job.editions
+        self._edition = edition = editions.take(self, self._wanted, self._over)
+        for index, _ in sorted(self._wanted.pieces):
+            hosted = self.job.buckets[index]
+            with hosted.tensors:
+                edition.look(hosted.unit, self._now())
+        editions.looked_at(edition)
+        if edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
+            self._over(edition.error)
 
-    def _over(self) -> None:
+    def _over(self, error: PSError | None) -> None:
         """Sends the edition, or why there is none. May be called twice."""
         with self._lock:
-            edition, begun, self._begun = self._edition, self._begun, True
+            edition, begun, self._begun = self._edition, self._begun, self._edition is not None
         if edition is None or begun:
             return
-        if edition.error is not None:
-            self.outbox.fail(anew(edition.error))
+        if error is not None:
+            self.outbox.fail(anew(error))
             return
-        self.outbox.lend(partial(self._head, edition))
-        for bucket in edition.buckets:
+        buckets = edition.copies(self._wanted.pieces)
+        self.outbox.lend(partial(self._head, buckets))
+        for bucket in buckets:
             self.outbox.lend(partial(self._bucket, edition, bucket))
         self.outbox.finish()
 
     @contextlib.contextmanager
-    def _head(self, edition: Edition) -> Iterator[Lent]:
-        trained = [bucket.version for bucket in edition.buckets if bucket.is_trained]
-        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(edition.buckets))
+    def _head(self, buckets: Sequence[CopiedBucket]) -> Iterator[Lent]:
+        trained = [bucket.version for bucket in buckets if bucket.is_trained]
+        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(buckets))
         yield Lent(EditionPart(lowest(self.job), begin), None)
 
     @contextlib.contextmanager
-    def _bucket(self, edition: Edition, bucket: CopiedBucket) -> Iterator[Lent]:
+    def _bucket(self, edition: TakenEdition, bucket: CopiedBucket) -> Iterator[Lent]:
         failpoint("edition-half-sent")
         if edition.error is not None:  # it was given up meanwhile
             self.outbox.fail(anew(edition.error))
@@ -156,13 +160,13 @@ class WeightFeeds:
         if has_one_version and call.timeline != job.timeline:
             raise OutOfOrder(f"job {call.job!r} is on timeline {job.timeline}, and not on {call.timeline}")
         version = call.version if has_one_version else None
-        wanted = Edition(version, call.version, call.wire, call.buckets or tuple(job.buckets), self._clock())
-        feed = WeightFeed(job, outbox, caller, self._clock)
+        wanted = job.editions.wanted(version, call.version, call.wire, call.buckets or tuple(job.buckets))
+        feed = EditionSender(job, wanted, outbox, caller, self._clock)
         job.add_feed(job.readers, feed, self._limit)
         try:
             if self._hosted.get(call.job, "") is not job:  # it may have ended its feeds meanwhile, without this one
                 raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
-            feed.begin(wanted)
+            feed.begin()
         except PSError:
             feed.forget()
             raise
@@ -174,7 +178,7 @@ class WeightFeeds:
             job.editions.tick(now)
             if job.readers:
                 with job.lock:
-                    readers = [each for each in job.readers if isinstance(each, WeightFeed)]
+                    readers = [each for each in job.readers if isinstance(each, EditionSender)]
                 for reader in readers:
                     reader.tick(now)
 
