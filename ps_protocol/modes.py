@@ -78,6 +78,12 @@ class Consistency:
         return self.one_clock
 
     @property
+    def has_one_version(self) -> bool:
+        """Whether each version, which all buckets of all shards come through, is one state of the model. In the other
+        modes buckets of equal version may have other workers' updates, and after a restore other numbers of them."""
+        return self.one_clock
+
+    @property
     def mixes_clocks(self) -> bool:
         """Whether an update may be made without some live workers, whose contributions count in a later one: then it
         may have contributions of several clocks."""

@@ -14,6 +14,7 @@ by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
+subscription.py `subscribe`: a job's weights in a process that does not train
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from ps_worker.connecting import connect
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session
+    from ps_worker.subscription import WeightFeed, subscribe
     from ps_worker.tables.freezing import freeze
     from ps_worker.tables.given import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
@@ -84,8 +86,10 @@ __all__ = [
     "UnknownWorker",
     "Unreachable",
     "Unsupported",
+    "WeightFeed",
     "connect",
     "freeze",
+    "subscribe",
 ]
 
 __version__ = version()
@@ -117,6 +121,10 @@ def __getattr__(name: str) -> Any:
         from ps_worker import row_feed
 
         return row_feed.RowFeed
+    if name in ("WeightFeed", "subscribe"):
+        from ps_worker import subscription
+
+        return getattr(subscription, name)
     if name in ("Ftrl", "RowWiseAdagrad"):
         from ps_worker.tables import optimizers
 

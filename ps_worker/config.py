@@ -10,7 +10,7 @@ from typing import Any
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import WIRES
 from ps_protocol.modes import Consistency, check_quorum, parse_mode, parse_quorum, with_quorum
-from ps_runtime.credentials import access
+from ps_runtime.credentials import Access, access
 from ps_runtime.launch_id import launch_id
 from ps_runtime.logs import log_settings
 from ps_runtime.rank import Placement, placement
@@ -237,3 +237,24 @@ def _checked_place(
     if not 0 <= rank < world_size:
         raise InvalidRequest(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
     return rank, world_size
+
+
+def reading_from(
+    server: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_ca: str | None,
+    token_file: str | None,
+    insecure: bool | None,
+) -> tuple[str, Access]:
+    """Returns the coordinator's address and what to show it, for a process that reads and does not train.
+
+    Raises InvalidRequest where there is no address, or where settings contradict each other.
+    """
+    names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
+    given = (tls_cert, tls_key, tls_ca, token_file, insecure)
+    shown = access(*(check(name, value) for name, value in zip(names, given, strict=True)))
+    address = check("server", server)
+    if address is None:
+        raise InvalidRequest("a feed needs a server: the argument server='HOST:PORT', or PS_SERVER")
+    return address, shown

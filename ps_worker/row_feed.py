@@ -27,11 +27,11 @@ from ps_protocol.errors import (
 )
 from ps_protocol.row_ids import shards_of
 from ps_runtime.background import guarded, join_within, start
-from ps_runtime.credentials import Access, access
+from ps_runtime.credentials import Access
 from ps_runtime.memory import free_bytes
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
-from ps_worker.config import check
+from ps_worker.config import check, reading_from
 from ps_worker.tables.ahead import flat_ids
 from ps_worker.tables.row_copy import FeedPart, RowCopy, saved_copy
 
@@ -226,12 +226,7 @@ class RowFeed:
         token_file: str | None = None,
         insecure: bool | None = None,
     ) -> None:
-        names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
-        given = (tls_cert, tls_key, tls_ca, token_file, insecure)
-        shown = access(*(check(name, value) for name, value in zip(names, given, strict=True)))
-        address = check("server", server)
-        if address is None:
-            raise InvalidRequest("a feed needs a server: RowFeed(server='HOST:PORT') or PS_SERVER")
+        address, shown = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure)
         if not 0.1 <= period <= 3600:
             raise InvalidRequest(f"period must be 0.1 to 3600 seconds, got {period}")
         where = Path(directory) if directory is not None else None

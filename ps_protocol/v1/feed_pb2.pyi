@@ -3,12 +3,93 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from ps_protocol.v1 import job_pb2 as _job_pb2
 from ps_protocol.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeWeightsRequest(_message.Message):
+    __slots__ = ("job", "run", "with_spec")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    WITH_SPEC_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    run: str
+    with_spec: bool
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ...) -> None: ...
+
+class DescribeWeightsResponse(_message.Message):
+    __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ONE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EDITION_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    highest_version: int
+    timeline: int
+    shard_count: int
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    has_one_version: bool
+    edition_versions: _containers.RepeatedScalarFieldContainer[int]
+    spec: _job_pb2.JobSpec
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ...) -> None: ...
+
+class PullEditionRequest(_message.Message):
+    __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    run: str
+    timeline: int
+    version: int
+    wire_format: _types_pb2.WireFormat
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullEditionResponse(_message.Message):
+    __slots__ = ("header", "begin", "bucket", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.ResponseHeader
+    begin: EditionBegin
+    bucket: EditionBucket
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., begin: _Optional[_Union[EditionBegin, _Mapping]] = ..., bucket: _Optional[_Union[EditionBucket, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class EditionBegin(_message.Message):
+    __slots__ = ("version", "timeline", "bucket_count")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COUNT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    timeline: int
+    bucket_count: int
+    def __init__(self, version: _Optional[int] = ..., timeline: _Optional[int] = ..., bucket_count: _Optional[int] = ...) -> None: ...
+
+class EditionBucket(_message.Message):
+    __slots__ = ("bucket", "version", "wire_format", "checksum")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    version: int
+    wire_format: _types_pb2.WireFormat
+    checksum: int
+    def __init__(self, bucket: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class WatchRowsRequest(_message.Message):
     __slots__ = ("job", "table", "cursor", "period_duration")

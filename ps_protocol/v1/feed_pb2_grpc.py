@@ -41,6 +41,16 @@ class FeedServiceStub:
                 request_serializer=ps__protocol_dot_v1_dot_feed__pb2.WatchRowsRequest.SerializeToString,
                 response_deserializer=ps__protocol_dot_v1_dot_feed__pb2.WatchRowsResponse.FromString,
                 _registered_method=True)
+        self.DescribeWeights = channel.unary_unary(
+                '/ps_protocol.v1.FeedService/DescribeWeights',
+                request_serializer=ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsResponse.FromString,
+                _registered_method=True)
+        self.PullEdition = channel.unary_stream(
+                '/ps_protocol.v1.FeedService/PullEdition',
+                request_serializer=ps__protocol_dot_v1_dot_feed__pb2.PullEditionRequest.SerializeToString,
+                response_deserializer=ps__protocol_dot_v1_dot_feed__pb2.PullEditionResponse.FromString,
+                _registered_method=True)
 
 
 class FeedServiceServicer:
@@ -73,6 +83,38 @@ class FeedServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeWeights(self, request, context):
+        """Says what this shard has of a job's weights: which buckets, and how many updates they have.
+
+        NOT_FOUND: this shard has no such job, or not that run of it; with reason RUN_ENDED a later run has its name.
+        UNAVAILABLE, reason TRY_LATER: the job has no weights yet, or is being restored or rolled back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullEdition(self, request, context):
+        """Streams this shard's buckets of one edition, and ends.
+
+        Where all workers share one clock (DescribeWeightsResponse.has_one_version), `version` says which edition is wanted: a
+        shard copies each bucket when it has exactly so many updates, which may be now or later. All shards count the same
+        updates, so the buckets of all shards belong together. In the other modes each bucket is copied as it is now. Frozen
+        buckets never change.
+
+        The first message that has more than a header is `begin`; a message for each bucket follows. While the edition is not
+        complete, a message with a header alone comes several times a second, as a sign of life.
+
+        The last two editions are kept for a while, for readers that ask for the same.
+
+        FAILED_PRECONDITION, reason OUT_OF_ORDER: a bucket has more updates already, or the job was rolled back since (`timeline`).
+        INVALID_ARGUMENT: no such bucket is here, or the wire format is none that casts. UNAVAILABLE, reason TRY_LATER: as
+        DescribeWeights; or readers that are slow hold two other editions. RESOURCE_EXHAUSTED: too many feeds of the job are
+        open here (--max-feeds), or memory has no room for an edition.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FeedServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +122,16 @@ def add_FeedServiceServicer_to_server(servicer, server):
                     servicer.WatchRows,
                     request_deserializer=ps__protocol_dot_v1_dot_feed__pb2.WatchRowsRequest.FromString,
                     response_serializer=ps__protocol_dot_v1_dot_feed__pb2.WatchRowsResponse.SerializeToString,
+            ),
+            'DescribeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWeights,
+                    request_deserializer=ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsResponse.SerializeToString,
+            ),
+            'PullEdition': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullEdition,
+                    request_deserializer=ps__protocol_dot_v1_dot_feed__pb2.PullEditionRequest.FromString,
+                    response_serializer=ps__protocol_dot_v1_dot_feed__pb2.PullEditionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -111,6 +163,60 @@ class FeedService:
             '/ps_protocol.v1.FeedService/WatchRows',
             ps__protocol_dot_v1_dot_feed__pb2.WatchRowsRequest.SerializeToString,
             ps__protocol_dot_v1_dot_feed__pb2.WatchRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps_protocol.v1.FeedService/DescribeWeights',
+            ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_feed__pb2.DescribeWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullEdition(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ps_protocol.v1.FeedService/PullEdition',
+            ps__protocol_dot_v1_dot_feed__pb2.PullEditionRequest.SerializeToString,
+            ps__protocol_dot_v1_dot_feed__pb2.PullEditionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,7 +78,7 @@ class Limits:
     )
     push_norm: float = _limit(math.inf, "L2 norm of the gradient in one push, which is one bucket's")
     views: int = _limit(64, "calls that watch the cluster (WatchStatus) at the same time; of one caller half as many")
-    feeds: int = _limit(64, "feeds of rows (WatchRows) of one job on one shard; of one caller half as many")
+    feeds: int = _limit(64, "feeds (WatchRows, PullEdition) of one job on one shard; of one caller half as many")
     # of calls
     calls: int = _limit(
         512, "calls in flight of one caller (a token or certificate) from one host; and four times as many that wait"

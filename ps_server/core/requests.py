@@ -166,6 +166,25 @@ class RowsWatch:
     period: float
 
 
+class EditionCall(NamedTuple):
+    """Which edition of a job's weights a reader wants of a shard.
+
+    run:      of the job; empty: the one that is here
+    timeline: that the version is of
+    version:  the updates that each bucket is to have where editions are of one version; elsewhere those that it is to
+              have at least
+    wire:     the type in which float32 elements are to travel
+    buckets:  that are wanted, by index; none: all
+    """
+
+    job: str
+    run: str
+    timeline: int
+    version: int
+    wire: str
+    buckets: tuple[int, ...]
+
+
 class PushedBucket(NamedTuple):
     """One bucket of a PushCall; the fields are those of Push."""
 

@@ -2,6 +2,7 @@
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
 budgets.py    What principals have on a shard, counted over all its jobs
+editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 loans.py      Weights that are sent from where they are, and copied only if an update comes to change them
@@ -17,4 +18,5 @@ stage_room.py Room for what optimizers keep in a later stage of a script
 terms.py      The terms of coordinators, as a shard knows them: it obeys the latest one alone
 threads.py    The threads of a shard: they apply updates, write checkpoints, and tick
 waiting.py    A pull while it is under way: what was asked for, where the answers go, which of its buckets wait
+weight_feeds.py Feeds of weights: each reader is sent an edition, bucket after bucket, once it is complete
 """

@@ -118,8 +118,8 @@ class Updates:
                             job.times.applied(
                                 zip(work.ranks, work.clocks, strict=True), hosted.index, self._pulls.now()
                             )
-                    if job.snapshot_task is not None and isinstance(work, Step):
-                        job.look(hosted)
+                    if isinstance(work, Step):
+                        job.stepped(hosted, started)
                 if releases:
                     self._pulls.release(job, hosted)
         except Exception:

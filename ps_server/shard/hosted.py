@@ -315,6 +315,7 @@ class HostedJobs:
         restoring.begin(store.bytes_to_read(spec.name, files))
         self._let_go(spec.name, restoring)
         job = self._make(spec, request.buckets, request.run, request.shards)
+        job.timeline = request.last_incarnation
 
         def read(count: int) -> None:
             restoring.read(count)

@@ -19,13 +19,24 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import Cast
-from ps_protocol.errors import InvalidRequest, NotFound, NotShared, PSError, RunEnded, TryLater, UnknownWorker
+from ps_protocol.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    NotShared,
+    PSError,
+    RunEnded,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pushed_bytes
 from ps_protocol.segment_layout import PAGE_BYTES, SegmentMap, segment_plan
+from ps_server.core.buckets import Bucket
 from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
+from ps_server.core.limits import share
 from ps_server.core.partition import JobPartition
 from ps_server.core.requests import RowsPull, RowsPush
 from ps_server.core.snapshot import Snapshot
@@ -33,6 +44,7 @@ from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
 from ps_server.core.tables import ShardTable
 from ps_server.core.unit import Unit
+from ps_server.shard.editions import Editions
 from ps_server.shard.loans import Loan, Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
@@ -81,7 +93,10 @@ class OfWorkers:
 
 
 class Feed(Protocol):
-    """A reader's feed of a table: see row_feeds.py. caller: the principal that reads"""
+    """A reader's feed of a table, or an edition that it gets: see row_feeds.py and weight_feeds.py.
+
+    caller: the principal that reads
+    """
 
     caller: str
 
@@ -201,7 +216,11 @@ class Narrowed:
 
 
 class HostedJob:
-    """A run of a job on this shard."""
+    """A run of a job on this shard.
+
+    timeline: which of several series of updates this is: another one begins, with a higher number, with each restore
+    readers:  those that get an edition; the job's lock guards them
+    """
 
     def __init__(self, spec: JobSpec, state: JobPartition, run: str, room: JobRoom) -> None:
         self.name, self.run = spec.name, run
@@ -219,6 +238,9 @@ class HostedJob:
         self.failure: PSError | None = None
         self.snapshot_task: SnapshotTask | None = None  # the one under way, or the last
         self.refusals = Refusals()
+        self.timeline = 0
+        self.editions = Editions(spec.name, state.buckets, self.promised)
+        self.readers: set[Feed] = set()
 
     @property
     def mode(self) -> str:
@@ -349,6 +371,13 @@ class HostedJob:
             with unit.tensors:
                 self.look(unit)
 
+    def stepped(self, unit: HostedUnit[Any], now: float) -> None:
+        """Copies a unit that was stepped where a snapshot or an edition asks for it. The caller holds `tensors`."""
+        if self.snapshot_task is not None:
+            self.look(unit)
+        if self.editions.waiting and isinstance(unit.unit, Bucket):
+            self.editions.look(unit.unit, now)
+
     def look(self, unit: HostedUnit[Any]) -> None:
         """Copies a unit for the snapshot that is under way, if its moment is now. The caller holds `tensors`."""
         with self.lock:
@@ -380,16 +409,36 @@ class HostedJob:
             raise later
 
     def feeds(self) -> list[Feed]:
-        """Returns the feeds of all tables. One that is added meanwhile looks for itself whether the job is there."""
-        if not any(table.feeds for table in self.tables.values()):
+        """Returns the feeds of all tables, and of the weights. One that is added meanwhile looks for itself whether the
+        job is there."""
+        if not self.readers and not any(table.feeds for table in self.tables.values()):
             return []
         with self.lock:
-            return [feed for table in self.tables.values() for feed in table.feeds]
+            return [*self.readers, *(feed for table in self.tables.values() for feed in table.feeds)]
+
+    def add_feed(self, feeds: set[Feed], feed: Feed, limit: float) -> None:
+        """Adds a feed to those of a table or of the weights.
+
+        limit: feeds of the job; of one principal half as many
+        Raises LimitExceeded where there are too many.
+        """
+        with self.lock:
+            tables = (each for table in self.tables.values() for each in table.feeds)
+            callers = [each.caller for each in (*self.readers, *tables)]
+            if len(callers) >= limit:
+                raise LimitExceeded(f"job {self.name!r} has {len(callers)} feeds here: that is the limit max-feeds")
+            own = callers.count(feed.caller)
+            if feed.caller and own >= share(limit):
+                raise LimitExceeded(
+                    f"{feed.caller} has {own} feeds of job {self.name!r} here: its share is half of max-feeds"
+                )
+            feeds.add(feed)
 
     def end_feeds(self, error: PSError) -> None:
         """Ends all feeds with an error: to be tried again later, where the job goes on from a checkpoint."""
         if isinstance(error, UnknownWorker):
             error = TryLater(f"job {self.name!r} is being rolled back to a checkpoint")
+        self.editions.close(error)
         for feed in self.feeds():
             feed.end(error)
 

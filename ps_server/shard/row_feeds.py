@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ps_protocol.codecs import row_codec
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
-from ps_server.core.limits import share
 from ps_server.core.requests import RowsWatch
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
@@ -195,16 +194,7 @@ class RowFeeds:
         job = self._hosted.get(call.job, "")
         table = _table(job, call.table)
         feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
-        with job.lock:
-            callers = [each.caller for other in job.tables.values() for each in other.feeds]
-            if len(callers) >= self._limit:
-                text = f"job {job.name!r} has {len(callers)} feeds of rows here: that is the limit max-feeds"
-                raise LimitExceeded(text)
-            own = callers.count(caller)
-            if caller and own >= share(self._limit):
-                text = f"{caller} has {own} feeds of job {job.name!r} here: its share is half of max-feeds"
-                raise LimitExceeded(text)
-            table.feeds.add(feed)
+        job.add_feed(table.feeds, feed, self._limit)
         with self._lock:
             self._open.add(feed)
         try:  # it may have been closed meanwhile, with the feeds that it had then

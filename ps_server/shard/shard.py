@@ -45,6 +45,7 @@ from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, Saved, SnapshotTask, TableCopying
 from ps_server.shard.threads import OwnThreads, Threads
 from ps_server.shard.waiting import READER, Outbox
+from ps_server.shard.weight_feeds import WeightFeeds
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
 from ps_tables.choosing import library_in_use
@@ -64,7 +65,7 @@ class Shard:
     principal_limit: bytes that one principal may have staged, over all its workers
     pulled_limit: buckets that one principal may have asked for and not got, over all its workers
     norm_limit:  the L2 norm that the gradient in one push may have
-    feed_limit:  feeds of rows that one job may have
+    feed_limit:  feeds of rows and of weights that one job may have
     table_limit: bytes of memory that the tables of one job may take; None: half of what is free
     row_files:   for rows that memory has no room for; None: there are none
     """
@@ -98,17 +99,19 @@ class Shard:
         tables = TablePlaces(index, table_limit, row_files)
         self._hosted = HostedJobs(index, limits, self.principals, self._threads, self._pulls, metrics, tables)
         self.feeds = RowFeeds(self._hosted, clock, feed_limit)
+        self.weight_feeds = WeightFeeds(self._hosted, clock, feed_limit)
         self._notify_at = clock() + NOTICE_AFTER_SECONDS
         self._troubles = Troubles(log, "snapshot")
         self._threads.repeat(STAGED_AFTER_SECONDS, self.tick)
 
     def tick(self) -> None:
         """Tells pulls that wait that their pushes are staged, and which workers they wait for, where it is due. Ends
-        graces, and begins rounds of feeds."""
+        graces, begins rounds of feeds, and forgets editions that nobody reads."""
         now = self._clock()
         self._pulls.tell_staged(now)
         self._updates.end_graces(now)
         self.feeds.tick(now)
+        self.weight_feeds.tick(now)
         if now >= self._notify_at:
             self._notify_at = now + NOTICE_AFTER_SECONDS
             for job in self.jobs().values():

@@ -195,6 +195,30 @@ class FeedPart(NamedTuple):
     payload: bytes | None = None
 
 
+class EditionBegin(NamedTuple):
+    """What an edition is: its lowest version, the timeline that this is of, and how many buckets follow."""
+
+    version: int
+    timeline: int
+    buckets: int
+
+
+class EditionPart(NamedTuple):
+    """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
+
+    now:     the lowest version of the job's buckets here
+    bucket, version, wire_format, checksum: of a bucket; see CopiedBucket in editions.py
+    """
+
+    now: int
+    begin: EditionBegin | None = None
+    bucket: int = 0
+    version: int = 0
+    wire_format: str = ""
+    checksum: int = 0
+    payload: memoryview | None = None
+
+
 class Notice(NamedTuple):
     """What a worker is told of a pull into its segment: buckets that are there now, and for how many seconds
     the pushes that came with the pull have been staged (None: it was told before, or none came). Or, of a pull of no
@@ -205,7 +229,7 @@ class Notice(NamedTuple):
     clock: float | None = None
 
 
-Answer = PulledBucket | PulledRows | PulledTable | PulledState | FeedPart | Notice
+Answer = PulledBucket | PulledRows | PulledTable | PulledState | FeedPart | EditionPart | Notice
 
 
 class Lent(NamedTuple):

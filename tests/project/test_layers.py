@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "ps_worker.tables",
         "ps_runtime",
     },
+    "ps_feed": {"ps_runtime"},
     "ps_torch": {"ps_worker"},
     "ps_worker.ray": {"ps_worker.config", "ps_worker.connecting", "ps_worker.cluster", "ps_runtime", "ps_launch"},
 }

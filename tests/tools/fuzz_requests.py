@@ -141,6 +141,9 @@ _REQUESTS = [
     feed_pb2.WatchRowsRequest(
         job=JOB, table="table", cursor=RowCursor(0, 1, 0).to_bytes(), period_duration={"seconds": 2}
     ),
+    feed_pb2.DescribeWeightsRequest(job=JOB, with_spec=True),
+    feed_pb2.PullEditionRequest(job=JOB, wire_format=types_pb2.WIRE_FORMAT_BFLOAT16),
+    feed_pb2.PullEditionRequest(job=JOB, version=2, buckets=[0]),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),

@@ -109,6 +109,8 @@ class Target:
             "ExchangeRows": lambda raw: data._exchange_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "WatchRows": lambda raw: feeds._watch_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "DescribeWeights": lambda raw: feeds._describe_weights(raw, _Context()),  # type: ignore[arg-type]
+            "PullEdition": lambda raw: feeds._pull_edition(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullTable": lambda raw: data._pull_table(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
         services = [

@@ -1,0 +1,8 @@
+"""Reads a job's weights while it trains, in a process that takes no part in it. Needs no torch.
+
+edition.py       An edition: an unchanging copy of a job's weights, put together from what shards send
+shard.py         What a shard is asked for editions, over gRPC
+subscription.py  Follows a job: the newest edition, in memory
+"""
+
+import ps_runtime  # noqa: F401  # sets what grpc reads when it is imported

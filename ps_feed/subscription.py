@@ -1,0 +1,432 @@
+"""Follows a job: the newest edition of its weights, in memory, while it trains.
+
+Editions are taken when a reader asks. In sync and local modes a reader asks all shards for the same version: first how
+far the job is, then for that version, or for one that another reader has asked for. If a shard is past it by then, the
+next try is for a version further ahead, which shards copy when they come to it. So a reader finds by itself how far
+ahead it has to ask where steps are short. A job that makes no update for a while is asked for what it has. In ssp,
+async and quorum modes each shard is asked for its weights as they are.
+
+A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
+waits for no reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TypeVar
+
+from ps_feed.edition import Arriving, Contents, EditionArrays
+from ps_feed.shard import Described, ReceivedBucket, ShardReader, cluster, edition_request
+from ps_protocol.errors import (
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    OutOfOrder,
+    PSError,
+    TryLater,
+    Unauthenticated,
+    Unreachable,
+    Unsupported,
+)
+from ps_runtime.background import guarded, start
+from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.troubles import Troubles
+
+log = logging.getLogger("ps_feed")
+
+WIRES = ("float32", "bfloat16", "float16")
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
+IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
+PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
+POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
+MOST_AHEAD = 4096  # updates ahead of the job that are asked for
+KEEP_AHEAD = 16  # editions after which a smaller distance is tried
+_FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
+_RANDOM = random.Random()
+
+T = TypeVar("T")
+
+
+class _StandsStill(Exception):
+    """The job makes no update, and has newer weights than the edition."""
+
+
+@dataclass
+class _Ahead:
+    """How many updates ahead of the job an edition is asked for."""
+
+    updates: int = 0
+    _good: int = field(default=0, repr=False)
+
+    def passed(self) -> None:
+        """Notes that a shard was past the version."""
+        self._good = 0
+        self.updates = min(MOST_AHEAD, max(1, 2 * self.updates))
+
+    def arrived(self) -> None:
+        """Notes that an edition came."""
+        self._good += 1
+        if self._good >= KEEP_AHEAD:
+            self._good, self.updates = 0, self.updates // 2
+
+
+class _Shards:
+    """The shards of a cluster, as long as their number and addresses stay: one thread each."""
+
+    def __init__(self, server: str, access: Access) -> None:
+        found = cluster(server, access)
+        missing = [index for index in range(found.shards) if index not in found.addresses]
+        if missing or not found.shards:
+            raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")
+        self.jobs = found.jobs
+        self.readers = [ShardReader(index, found.addresses[index], access) for index in range(found.shards)]
+        self._pool = ThreadPoolExecutor(found.shards, "ps-feed-shard")
+
+    def all(self, call: Callable[[ShardReader], T]) -> list[T]:
+        """Calls all, at the same time. Raises the first error, after the calls of the others are cancelled."""
+        for reader in self.readers:
+            reader.allow()
+        futures = [self._pool.submit(call, reader) for reader in self.readers]
+        first: BaseException | None = None
+        for future in futures:
+            error = future.exception()
+            if error is not None and first is None:
+                first = error
+                self.cancel()
+        if first is not None:
+            raise first
+        return [future.result() for future in futures]
+
+    def cancel(self) -> None:
+        """Ends what is under way."""
+        for reader in self.readers:
+            reader.cancel()
+
+    def end(self) -> None:
+        """Ends all connections, and what is under way."""
+        for reader in self.readers:
+            reader.close()
+
+    def close(self) -> None:
+        """Ends all connections, and the threads."""
+        self.end()
+        self._pool.shutdown(wait=True)
+
+
+class Subscription:
+    """Follows a job's weights. Its methods are thread-safe.
+
+    server: HOST:PORT of the coordinator
+    job:    the job's name
+    every:  updates between two editions, at least
+    wire:   the type in which float32 weights travel, and lie in an edition
+    parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
+    period: seconds between two editions, at least
+    access: needs the role of a reader
+
+    Raises InvalidRequest for settings that cannot be.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        job: str = "default",
+        *,
+        every: int = 1,
+        wire: str = "float32",
+        parameters: Collection[str] | None = None,
+        period: float = 0.0,
+        access: Access = PLAINTEXT,
+    ) -> None:
+        if every < 1:
+            raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
+        if wire not in WIRES:
+            raise InvalidRequest(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
+        if not 0 <= period <= 3600:
+            raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
+        self._server, self._job, self._access = server, job, access
+        self._every, self._wire, self._period = every, wire, period
+        self._wanted = None if parameters is None else frozenset(parameters)
+        self._contents: Contents | None = None
+        self._shards: _Shards | None = None
+        self._ahead = _Ahead()
+        self._edition: EditionArrays | None = None
+        self._trouble: PSError | None = None
+        self._series = "", -1  # the run and the timeline that shards were on last
+        self._told = 0  # the highest version that any shard has told of on these
+        self._updated = time.monotonic()  # when that rose last
+        self._equal: float | None = None  # when the edition was last known to be the newest there is
+        self._ended = False
+        self._restores = 0
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._troubles = Troubles(log, "feed")
+        self._thread = threading.Thread(target=self._run, name="ps-feed", daemon=True)
+        start(self._thread)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- what a reader sees --------------------------------------------------------------------------------------------
+
+    @property
+    def edition(self) -> EditionArrays | None:
+        """The newest edition; None: there was none yet."""
+        return self._edition
+
+    @property
+    def version(self) -> int:
+        """The version of the newest edition; -1: there was none yet."""
+        return -1 if self._edition is None else self._edition.version
+
+    @property
+    def behind(self) -> int:
+        """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
+        return -1 if self._edition is None else max(0, self._told - self._edition.version)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the newest edition was known to be what the shards have; inf: never."""
+        return float("inf") if self._equal is None else time.monotonic() - self._equal
+
+    @property
+    def restores(self) -> int:
+        """How often the job went back to a checkpoint since this began: only then a version may fall."""
+        return self._restores
+
+    @property
+    def trouble(self) -> PSError | None:
+        """The error that keeps editions from arriving; None: no error is known."""
+        return self._trouble
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended: no edition comes after the newest."""
+        return self._ended
+
+    def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
+        """Waits for an edition that has at least so many updates, and returns it.
+
+        Raises:
+            NotFound: The job has ended before.
+            Unreachable: The time is over, or the subscription is closed; the message has the reason.
+            Forbidden, Unauthenticated, InvalidRequest, Unsupported: Waiting cannot help.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._edition is None or self._edition.version < version:
+                trouble, left = self._trouble, deadline - time.monotonic()
+                if isinstance(trouble, _FINAL):
+                    raise type(trouble)(str(trouble))
+                if self._ended:
+                    raise NotFound(f"job {self._job!r} has ended at version {self.version}")
+                if left <= 0 or self._closing.is_set():
+                    closed = "the subscription is closed" if self._closing.is_set() else None
+                    why = closed or trouble or f"it is at {self.version}"
+                    raise Unreachable(f"job {self._job!r} did not come to version {version}: {why}")
+                self._changed.wait(left)
+            return self._edition
+
+    def __iter__(self) -> Iterator[EditionArrays]:
+        """Iterates over editions, from the newest on; one that comes while another is worked on is passed over for a
+        newer one. Ends when the job has ended, or the subscription is closed. Raises as `wait`."""
+        seen: EditionArrays | None = None
+        while True:
+            with self._changed:
+                while self._edition is seen:
+                    if isinstance(self._trouble, _FINAL):
+                        raise type(self._trouble)(str(self._trouble))
+                    if self._ended or self._closing.is_set():
+                        return
+                    self._changed.wait()
+                edition = seen = self._edition
+            assert edition is not None
+            yield edition
+
+    def close(self) -> None:
+        """Ends it. Editions stay as they are."""
+        self._closing.set()
+        shards = self._shards
+        if shards is not None:
+            shards.end()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._closing.is_set() and not self._ended:
+            before = self._edition
+            guarded("ps-feed", self._follow)
+            if self._edition is not before:
+                pause = FIRST_PAUSE_SECONDS
+            self._closing.wait(pause * _RANDOM.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        self._drop_shards()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        """Receives editions until there is a trouble, and records it."""
+        try:
+            while not self._closing.is_set():
+                if self._shards is None:
+                    self._shards = _Shards(self._server, self._access)
+                began = time.monotonic()
+                try:
+                    self._next(self._shards)
+                except OutOfOrder:
+                    self._ahead.passed()
+                    self._closing.wait(PASSED_SECONDS)
+                except _StandsStill:
+                    pass
+                else:
+                    self._closing.wait(max(0.0, self._period - (time.monotonic() - began)))
+        except PSError as error:
+            if self._closing.is_set():
+                return
+            self._drop_shards()
+            self._ended = isinstance(error, NotFound) and self._edition is not None and not self._is_there()
+            with self._changed:
+                self._trouble = error
+                self._changed.notify_all()
+            self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, error)
+
+    def _is_there(self) -> bool:
+        """Whether the coordinator has the job; True if it does not answer."""
+        try:
+            return self._job in cluster(self._server, self._access).jobs
+        except PSError:
+            return True
+
+    def _drop_shards(self) -> None:
+        shards, self._shards = self._shards, None
+        if shards is not None:
+            shards.close()
+
+    def _next(self, shards: _Shards) -> None:
+        """Receives the next edition, which may take as long as the job takes to come to it.
+
+        Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
+        """
+        edition = self._edition
+        here = self._described(shards)
+        highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
+        is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
+        own = edition.version if edition is not None and is_same else None
+        if self._series != (here[0].run, timeline):
+            self._series, self._told = (here[0].run, timeline), 0  # the version may have fallen
+        self._heard_of(highest)
+        version = self._version(here, highest, own)
+        if version is None:
+            self._equal = time.monotonic() if own == highest else self._equal
+            self._closing.wait(POLL_SECONDS)
+            return
+        self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
+
+    def _described(self, shards: _Shards) -> list[Described]:
+        """Asks all shards what they have. Raises TryLater where that does not belong together."""
+        run = None if self._edition is None or self._contents is None else self._edition.run
+        here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
+        first = here[0]
+        if first.shards != len(here):
+            self._drop_shards()
+            raise TryLater(f"job {self._job!r} lies on {first.shards} shards, and {len(here)} were known")
+        if any(each.run != first.run for each in here):
+            raise TryLater(f"job {self._job!r}: not all shards have the same run of it yet")
+        if first.has_one_version and any(each.timeline != first.timeline for each in here):
+            raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
+        spec = first.spec
+        if run is not None and run != first.run:
+            spec = shards.readers[0].describe(self._job, with_spec=True).spec
+        if spec is not None:
+            self._contents = Contents(spec, self._wanted, self._wire)
+        return here
+
+    def _version(self, here: list[Described], highest: int, own: int | None) -> int | None:
+        """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
+        if not here[0].has_one_version:
+            lowest = min(each.lowest for each in here)
+            return lowest if own is None or lowest >= own + self._every else None
+        ahead, least = highest + (0 if self._is_idle() else self._ahead.updates), self._least(own)
+        most = highest if self._is_idle() else math.inf  # what others wait for may never come
+        shared = [version for version in here[0].editions if all(each.may_have(version) for each in here)]
+        fitting = [each for each in shared if least <= each <= most and (own is None or each % self._every == 0)]
+        if fitting:
+            return max(fitting)
+        return ahead if own is None else max(least, -(-ahead // self._every) * self._every)
+
+    def _least(self, own: int | None) -> int:
+        """Returns the lowest version that comes after one's own."""
+        return 0 if own is None else own - own % self._every + self._every
+
+    def _is_idle(self) -> bool:
+        return time.monotonic() - self._updated > IDLE_SECONDS
+
+    def _heard_of(self, version: int) -> None:
+        """Notes that a shard has told of a version."""
+        if version > self._told:
+            self._told, self._updated = version, time.monotonic()
+
+    def _receive(
+        self, shards: _Shards, here: list[Described], version: int, before: EditionArrays | None, least: int
+    ) -> EditionArrays:
+        """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
+        contents = self._contents
+        assert contents is not None
+        arriving = Arriving(contents, before)
+
+        def pull(reader: ShardReader) -> None:
+            shard = here[reader.index]
+            wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
+            if wanted:
+                least = version if shard.has_one_version else shard.lowest
+                reader.pull(edition_request(self._job, shard, least, self._wire, wanted), take, alive)
+
+        def take(bucket: ReceivedBucket) -> None:
+            arriving.take(bucket.number, bucket.version, bucket.payload, bucket.checksum, f"edition {version}")
+
+        def alive(told: int) -> None:
+            self._heard_of(told)
+            if self._told < least:
+                self._equal = time.monotonic()
+            elif self._told < version and self._is_idle():
+                raise _StandsStill
+
+        shards.all(pull)
+        return arriving.complete(here[0].run, max(each.timeline for each in here))
+
+    def _publish(self, edition: EditionArrays) -> None:
+        before = self._edition
+        is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
+        if is_restored:
+            log.warning(
+                "job %s was rolled back to a checkpoint: version %d takes the place of %d",
+                self._job,
+                edition.version,
+                self.version,
+            )
+        self._ahead.arrived()
+        self._troubles.over(self._job)
+        with self._changed:
+            self._restores += is_restored
+            self._edition, self._trouble = edition, None
+            if edition.version >= self._told:
+                self._equal = time.monotonic()
+            self._changed.notify_all()

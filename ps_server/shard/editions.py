@@ -1,0 +1,322 @@
+"""Editions: unchanging copies of a job's weights on one shard, for readers that follow training.
+
+A bucket is copied as a checkpoint's is: by the thread that steps it, at the moment at which it has exactly the updates
+that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
+clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
+
+Copies of `MOST` editions are in memory at a time, however many readers there are: those who ask for the same version
+share them. Another one takes the place of the oldest that nobody reads. If all are read, whoever asks is told to come
+back; readers that are so slow that they hold up others for `HELD_SECONDS` lose theirs. To wait for an edition takes no
+memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ps_protocol.codecs import PLAIN
+from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater
+from ps_protocol.tensors import bytes_of
+from ps_runtime.memory import free_bytes
+from ps_server.core.buckets import Bucket
+
+MOST = 2
+KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
+HELD_SECONDS = 10.0  # for which readers may hold an edition that others wait to replace
+RETRY_SECONDS = 0.05  # after which a reader that finds no room asks again
+
+Piece = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
+Over = Callable[[PSError | None], None]  # called when all that a reader wants is copied, or with why it never will be
+
+
+class CopiedBucket:
+    """A bucket of an edition: its index, the updates that it has, and its elements as they travel.
+
+    is_trained:  an optimizer steps it
+    wire_format: of the elements; empty: the bucket's own type
+    """
+
+    def __init__(self, bucket: Bucket, dtype: str) -> None:
+        """The caller keeps the bucket from being stepped."""
+        weights, codec = bucket.weights.flat, PLAIN[dtype]
+        encoded = codec.encode(weights)
+        self.index, self.version, self.is_trained = bucket.index, bucket.rule.version, bucket.is_trained
+        self.wire_format = codec.wire_format(bucket.spec)
+        self._values: torch.Tensor = weights.clone() if encoded is weights else encoded
+
+    @property
+    def payload(self) -> memoryview:
+        """The elements, as bytes."""
+        return bytes_of(self._values)
+
+    @cached_property
+    def checksum(self) -> int:
+        """The CRC-32 of the payload. Whoever sends the bucket first computes it, and not the thread that copies."""
+        return zlib.crc32(self.payload)
+
+
+@dataclass(frozen=True)
+class WantedEdition:
+    """What a reader wants.
+
+    version: the updates that each bucket is to have; None: those that it has when it is copied
+    least:   without a version, those that each bucket is to have at least
+    pieces:  the buckets, and how each is to travel
+    """
+
+    version: int | None
+    least: int
+    pieces: frozenset[Piece]
+
+
+class TakenEdition:
+    """One edition, while it is taken and as long as it is kept.
+
+    version:  see WantedEdition
+    has_room: is called before the first bucket is copied. Raises PSError if there is no room
+    """
+
+    def __init__(self, version: int | None, has_room: Callable[[TakenEdition, float], None]) -> None:
+        self.version, self._has_room = version, has_room
+        self.error: PSError | None = None
+        self.began: float | None = None  # when the first bucket was copied
+        self.used = 0.0
+        self.is_whole = False  # a reader has all that it wants
+        self._copied: dict[Piece, CopiedBucket] = {}
+        self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
+        self._readers: dict[object, tuple[frozenset[Piece], Over]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether buckets are still to be copied."""
+        return self.error is None and bool(self._missing)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a reader has it."""
+        return bool(self._readers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is copied."""
+        return sum(len(bucket.payload) for bucket in list(self._copied.values()))
+
+    def missing(self) -> list[Piece]:
+        """Returns what is wanted and not copied yet."""
+        with self._lock:
+            return [(index, dtype) for index, dtypes in self._missing.items() for dtype in dtypes]
+
+    def serves(self, wanted: WantedEdition) -> bool:
+        """Whether it will do for a reader."""
+        if self.error is not None or self.version != wanted.version:
+            return False
+        if self.version is not None:
+            return True
+        return all(each.version >= wanted.least for each in list(self._copied.values()) if each.is_trained)
+
+    def hand_to(self, reader: object, wanted: WantedEdition, over: Over) -> None:
+        """Notes a reader until `give_back`, and what it wants."""
+        with self._lock:
+            self._readers[reader] = wanted.pieces, over
+            for index, dtype in wanted.pieces - self._copied.keys():
+                self._missing.setdefault(index, set()).add(dtype)
+
+    def give_back(self, reader: object, now: float) -> None:
+        """Forgets a reader, and what only this reader wants and is not copied yet."""
+        with self._lock:
+            self.used = now
+            self._forget(reader)
+
+    def _forget(self, *readers: object) -> None:
+        """The caller holds the lock."""
+        for reader in readers:
+            self._readers.pop(reader, None)
+        wanted = {piece for pieces, _ in self._readers.values() for piece in pieces}
+        for index, dtypes in list(self._missing.items()):
+            dtypes &= {dtype for dtype in dtypes if (index, dtype) in wanted}
+            if not dtypes:
+                del self._missing[index]
+
+    def has(self, pieces: frozenset[Piece]) -> bool:
+        """Whether all of these are copied."""
+        return pieces <= self._copied.keys()
+
+    def copies(self, pieces: frozenset[Piece]) -> list[CopiedBucket]:
+        """Returns the copies of these, by index."""
+        return [self._copied[piece] for piece in sorted(pieces)]
+
+    def look(self, bucket: Bucket, now: float) -> None:
+        """Copies a bucket if its moment is now. If that is past, readers that want it are told that it is.
+
+        The caller keeps the bucket from being stepped.
+        """
+        index, version = bucket.index, bucket.rule.version
+        dtypes = tuple(self._missing.get(index, ()))
+        if not dtypes or self.error is not None:
+            return
+        if self.version is not None and bucket.is_trained and version != self.version:
+            if version > self.version:
+                self._refuse(index, version)
+            return
+        if self.began is None:
+            try:
+                self._has_room(self, now)
+            except PSError as error:
+                self.fail(error)
+                return
+            self.began = now
+        copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
+        with self._lock:
+            self._copied |= copied
+            left = self._missing.get(index, set()) - set(dtypes)
+            self._missing.pop(index, None)
+            if left:
+                self._missing[index] = left
+            calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
+            self.is_whole = self.is_whole or bool(calls)
+        for over in calls:
+            over(None)
+
+    def _refuse(self, index: int, version: int) -> None:
+        """Tells readers that want a bucket that it has more updates already."""
+        with self._lock:
+            missing = {(index, dtype) for dtype in self._missing.get(index, ())}
+            refused = {reader: over for reader, (pieces, over) in self._readers.items() if missing & pieces}
+            self._forget(*refused)
+        for over in refused.values():
+            over(OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for"))
+
+    def fail(self, error: PSError) -> None:
+        """Gives it up."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            calls = [over for _, over in self._readers.values()]
+        for over in calls:
+            over(error)
+
+
+class Editions:
+    """The editions of one job on one shard. Methods may be called from any thread.
+
+    buckets:  of the job, by index
+    promised: returns the bytes of what is free that training still takes
+    waiting:  editions that wait for updates
+    """
+
+    def __init__(self, job: str, buckets: Mapping[int, Bucket], promised: Callable[[], int]) -> None:
+        self._name, self._buckets, self._promised = job, buckets, promised
+        self._lock = threading.Lock()
+        self._kept: list[TakenEdition] = []  # the oldest first, with those that wait
+        self._closed: PSError | None = None
+        self.waiting: tuple[TakenEdition, ...] = ()
+
+    def wanted(self, version: int | None, least: int, wire: str, buckets: Collection[int]) -> WantedEdition:
+        """Returns what a reader wants that asks for buckets with float32 elements in a type."""
+        specs = [self._buckets[index].spec for index in buckets]
+        pieces = ((each.index, wire if each.dtype == "float32" and not each.frozen else each.dtype) for each in specs)
+        return WantedEdition(version, least, frozenset(pieces))
+
+    def versions(self) -> list[int]:
+        """Returns the versions of editions of one version that are here, or that somebody waits for."""
+        with self._lock:
+            there = [each for each in self._kept if each.is_waiting or each.is_whole]
+            return sorted({each.version for each in there if each.version is not None})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is copied."""
+        with self._lock:
+            return sum(each.nbytes for each in self._kept)
+
+    def take(self, reader: object, wanted: WantedEdition, over: Over) -> TakenEdition:
+        """Returns an edition for a reader, until `give_back`. The caller then has it look at its buckets.
+
+        over: is called, by any thread, when all that is wanted is copied, or when the edition has failed
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            edition = next((each for each in reversed(self._kept) if each.serves(wanted)), None)
+            if edition is None:
+                edition = TakenEdition(wanted.version, self._make_room)
+                self._kept.append(edition)
+            edition.hand_to(reader, wanted, over)
+            self._note_waiting()
+        return edition
+
+    def give_back(self, edition: TakenEdition, reader: object, now: float) -> None:
+        """Ends a reader's use of an edition."""
+        edition.give_back(reader, now)
+        with self._lock:
+            if edition in self._kept and (edition.error or not (edition.is_whole or edition.is_read)):
+                self._kept.remove(edition)
+            self._note_waiting()
+
+    def look(self, bucket: Bucket, now: float) -> None:
+        """Copies a bucket that was stepped for editions whose moment is now. The caller keeps it from being stepped."""
+        for edition in self.waiting:
+            edition.look(bucket, now)
+            self.looked_at(edition)
+
+    def looked_at(self, edition: TakenEdition) -> None:
+        """Forgets an edition that has failed, and notes whether it still waits."""
+        if not edition.is_waiting:
+            with self._lock:
+                if edition.error is not None and edition in self._kept:
+                    self._kept.remove(edition)
+                self._note_waiting()
+
+    def tick(self, now: float) -> None:
+        """Forgets what nobody has read for a while."""
+        if not self._kept:
+            return
+        with self._lock:
+            self._kept = [each for each in self._kept if each.is_read or now - each.used < KEPT_SECONDS]
+            self._note_waiting()
+
+    def close(self, error: PSError) -> None:
+        """Forgets all, and takes nothing more: the job is no longer here, or goes back to a checkpoint."""
+        with self._lock:
+            self._closed = error
+            kept, self._kept, self.waiting = self._kept, [], ()
+        for each in kept:
+            each.fail(error)
+
+    def _note_waiting(self) -> None:
+        """The caller holds the lock."""
+        self.waiting = tuple(each for each in self._kept if each.is_waiting)
+
+    def _make_room(self, edition: TakenEdition, now: float) -> None:
+        """Forgets the oldest editions that nobody reads until there is room for another one.
+
+        Raises TryLater where all are read, LimitExceeded where memory has no room.
+        """
+        with self._lock:
+            oldest = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
+            surplus = len(oldest) - MOST + 1
+            free = [each for each in oldest if not each.is_read or now - (each.began or 0.0) > HELD_SECONDS]
+            if len(free) < surplus:
+                later = TryLater(f"job {self._name!r}: {MOST} editions are being read, which is the most at a time")
+                later.retry_after = RETRY_SECONDS
+                raise later
+            free = free[: max(0, surplus)]
+            for each in free:
+                self._kept.remove(each)
+        for each in free:
+            each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
+        size = sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in edition.missing())
+        left, promised = free_bytes(), self._promised()
+        if left is not None and size + promised > left:
+            raise LimitExceeded(
+                f"job {self._name!r}: this shard's memory has no room for an edition of {size} bytes: {left} are "
+                f"free, of which training still takes {promised}"
+            )

@@ -1,0 +1,199 @@
+"""Feeds of weights: each reader is sent one edition, bucket after bucket, once it is complete.
+
+A message is made when the one before has left, so a reader takes the memory of one message beside the edition, which
+it shares with others (editions.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ps_protocol.codecs import BLOCKS
+from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
+from ps_protocol.job import WIRES, JobSpec
+from ps_server.core.requests import EditionCall
+from ps_server.failpoints import failpoint
+from ps_server.shard.editions import CopiedBucket, TakenEdition, WantedEdition
+from ps_server.shard.hosted import HostedJobs
+from ps_server.shard.job import HostedJob
+from ps_server.shard.waiting import EditionBegin, EditionPart, Lent, Outbox
+
+SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
+
+
+class WeightsHere(NamedTuple):
+    """What a shard has of a job's weights: see DescribeWeightsResponse in feed.proto."""
+
+    run: str
+    lowest: int
+    highest: int
+    timeline: int
+    shards: int
+    buckets: tuple[int, ...]
+    has_one_version: bool
+    editions: tuple[int, ...]
+    spec: JobSpec
+
+
+class EditionSender:
+    """One reader that gets one edition.
+
+    caller: the principal that reads; empty: nobody in particular
+    """
+
+    def __init__(
+        self, job: HostedJob, wanted: WantedEdition, outbox: Outbox, caller: str, now: Callable[[], float]
+    ) -> None:
+        self.job, self.outbox, self.caller = job, outbox, caller
+        self._wanted, self._now = wanted, now
+        self._edition: TakenEdition | None = None
+        self._begun = False
+        self._lock = threading.Lock()
+        self._sign_due = now() + SIGN_SECONDS
+
+    def begin(self) -> None:
+        """Asks for the edition, and sends it once all that is wanted of it is copied."""
+        editions = self.job.editions
+        self._edition = edition = editions.take(self, self._wanted, self._over)
+        for index, _ in sorted(self._wanted.pieces):
+            hosted = self.job.buckets[index]
+            with hosted.tensors:
+                edition.look(hosted.unit, self._now())
+        editions.looked_at(edition)
+        if edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
+            self._over(edition.error)
+
+    def _over(self, error: PSError | None) -> None:
+        """Sends the edition, or why there is none. May be called twice."""
+        with self._lock:
+            edition, begun, self._begun = self._edition, self._begun, self._edition is not None
+        if edition is None or begun:
+            return
+        if error is not None:
+            self.outbox.fail(anew(error))
+            return
+        buckets = edition.copies(self._wanted.pieces)
+        self.outbox.lend(partial(self._head, buckets))
+        for bucket in buckets:
+            self.outbox.lend(partial(self._bucket, edition, bucket))
+        self.outbox.finish()
+
+    @contextlib.contextmanager
+    def _head(self, buckets: Sequence[CopiedBucket]) -> Iterator[Lent]:
+        trained = [bucket.version for bucket in buckets if bucket.is_trained]
+        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(buckets))
+        yield Lent(EditionPart(lowest(self.job), begin), None)
+
+    @contextlib.contextmanager
+    def _bucket(self, edition: TakenEdition, bucket: CopiedBucket) -> Iterator[Lent]:
+        failpoint("edition-half-sent")
+        if edition.error is not None:  # it was given up meanwhile
+            self.outbox.fail(anew(edition.error))
+            yield Lent(EditionPart(lowest(self.job)), None)
+            return
+        copied = bucket.index, bucket.version, bucket.wire_format, bucket.checksum, bucket.payload
+        yield Lent(EditionPart(lowest(self.job), None, *copied), None)
+
+    def tick(self, now: float) -> None:
+        """Sends a sign of life where it is time to. For one thread."""
+        if not self._begun and now >= self._sign_due:
+            self._sign_due = now + SIGN_SECONDS
+            self.outbox.tell(EditionPart(lowest(self.job)))
+
+    def end(self, error: PSError) -> None:
+        """Ends the feed with an error."""
+        with self._lock:
+            self._begun = True
+        self.outbox.fail(error)
+
+    def forget(self) -> None:
+        """Gives the edition back: the stream is over."""
+        with self.job.lock:
+            self.job.readers.discard(self)
+        edition, self._edition = self._edition, None
+        if edition is not None:
+            self.job.editions.give_back(edition, self, self._now())
+
+
+class WeightFeeds:
+    """The feeds of weights of one shard. Methods may be called from any thread.
+
+    limit: feeds of one job, with those of rows; of one principal half as many
+    """
+
+    def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
+        self._hosted, self._clock, self._limit = hosted, clock, limit
+
+    def describe(self, job: str, run: str) -> WeightsHere:
+        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, or TryLater."""
+        hosted = self._begun(job, run)
+        versions = _trained_versions(hosted)
+        return WeightsHere(
+            hosted.run,
+            min(versions, default=0),
+            max(versions, default=0),
+            hosted.timeline,
+            hosted.state.row_checker.place.shards,
+            tuple(sorted(hosted.buckets)),
+            hosted.state.spec.consistency.has_one_version,
+            tuple(hosted.editions.versions()),
+            hosted.state.spec,
+        )
+
+    def pull(self, call: EditionCall, outbox: Outbox, caller: str = "") -> None:
+        """Sends an edition on the outbox, and ends it. Returns at once.
+
+        Raises NotFound, RunEnded, TryLater, InvalidRequest, OutOfOrder or LimitExceeded; see feed.proto.
+        """
+        if call.wire not in WIRES or call.wire in BLOCKS:
+            raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {call.wire}")
+        job = self._begun(call.job, call.run)
+        unknown = [index for index in call.buckets if index not in job.buckets]
+        if unknown:
+            raise InvalidRequest(f"this shard has no bucket {unknown[0]} of job {call.job!r}")
+        has_one_version = job.state.spec.consistency.has_one_version
+        if has_one_version and call.timeline != job.timeline:
+            raise OutOfOrder(f"job {call.job!r} is on timeline {job.timeline}, and not on {call.timeline}")
+        version = call.version if has_one_version else None
+        wanted = job.editions.wanted(version, call.version, call.wire, call.buckets or tuple(job.buckets))
+        feed = EditionSender(job, wanted, outbox, caller, self._clock)
+        job.add_feed(job.readers, feed, self._limit)
+        try:
+            if self._hosted.get(call.job, "") is not job:  # it may have ended its feeds meanwhile, without this one
+                raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
+            feed.begin()
+        except PSError:
+            feed.forget()
+            raise
+        outbox.on_close(feed.forget)
+
+    def tick(self, now: float) -> None:
+        """Sends signs of life, and forgets editions that nobody reads. For one thread."""
+        for job in self._hosted.all().values():
+            job.editions.tick(now)
+            if job.readers:
+                with job.lock:
+                    readers = [each for each in job.readers if isinstance(each, EditionSender)]
+                for reader in readers:
+                    reader.tick(now)
+
+    def _begun(self, name: str, run: str) -> HostedJob:
+        """Returns a job that has its initial weights here."""
+        job = self._hosted.get(name, run)
+        if not all(bucket.rule.initialised for bucket in job.buckets.values()):
+            raise TryLater(f"job {name!r} has no weights yet: rank 0 has not sent them")
+        return job
+
+
+def _trained_versions(job: HostedJob) -> list[int]:
+    return [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
+
+
+def lowest(job: HostedJob) -> int:
+    """Returns the lowest version of the buckets that an optimizer steps; 0 where there are none."""
+    return min(_trained_versions(job), default=0)

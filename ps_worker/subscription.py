@@ -1,0 +1,351 @@
+"""`subscribe`: a job's weights in a process that does not train, as a model that follows training."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ps_feed.edition import EditionArrays
+from ps_feed.subscription import Subscription
+from ps_protocol.errors import InvalidRequest, PSError, Unreachable
+from ps_protocol.tensors import element_name, parts_of, tensor_from, whole_of
+from ps_worker.config import check, reading_from
+
+M = TypeVar("M", bound=nn.Module)
+Names = Mapping[str, str] | Callable[[str], str]
+
+
+class Edition:
+    """An unchanging copy of a job's weights.
+
+    Attributes:
+        run: The run of the job, as `ps-server status` shows it.
+        version: The number of updates that all tensors contain. In sync and local modes every tensor contains exactly
+            these; in the other modes it is the lowest number.
+    """
+
+    def __init__(self, arrays: EditionArrays, job: str) -> None:
+        self._arrays, self._job = arrays, job
+        self.run, self.version = arrays.run, arrays.version
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
+        them."""
+        return {name: self.tensor(name) for name in self._arrays.names() if self._is_saved(name)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor, without a copy: do not write to it. Raises KeyError for a name that it has not."""
+        values, dtype, element = self._arrays.tensor(name)
+        tensor = tensor_from(values.reshape(-1).view("uint8").data, dtype).view(values.shape)
+        return whole_of(tensor, element) if element else tensor
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors, also of those that are in no state_dict."""
+        return list(self._arrays.names())
+
+    def save(self, path: str | Path) -> None:
+        """Writes a safetensors file with the version, the run and the job in its metadata.
+
+        The file appears whole, or not at all. Raises OSError.
+        """
+        target = Path(path)
+        beside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+        tensors = self.state_dict()
+        metadata = {"format": "pt", "job": self._job, "run": self.run, "version": str(self.version)}
+        unknown = {name: each for name, each in tensors.items() if element_name(each.dtype)}
+        if unknown:
+            metadata["element_types"] = json.dumps({name: element_name(each.dtype) for name, each in unknown.items()})
+        try:
+            safetensors.torch.save_file(
+                {**tensors, **{name: parts_of(each) for name, each in unknown.items()}}, beside, metadata
+            )
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _is_saved(self, name: str) -> bool:
+        contents = self._arrays.contents
+        return contents.spec.parameters[contents.tensors[name]].is_saved
+
+
+class _Slot(NamedTuple):
+    """A tensor of a model, and the job's name of it."""
+
+    target: torch.Tensor
+    name: str
+
+
+class _Loaded:
+    """A model that was loaded: where its tensors are, the version in them, and who reads it now."""
+
+    def __init__(self, model: nn.Module, slots: list[_Slot]) -> None:
+        self.model, self.slots = weakref.ref(model), slots
+        self.edition: Edition | None = None
+        self.readers = 0
+        self.changed = threading.Condition()
+
+    def made(self, edition: Edition) -> list[torch.Tensor]:
+        """Returns the tensors of an edition as the model has them: views of it where type and device are the same."""
+        return [edition.tensor(slot.name).to(slot.target.device, slot.target.dtype) for slot in self.slots]
+
+    def put(self, edition: Edition, tensors: list[torch.Tensor]) -> None:
+        """Has the model use them. The caller holds `changed`, and nobody reads."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            slot.target.data = tensor
+        self.edition = edition
+
+
+class WeightFeed:
+    """A job's weights, which follow training. `ps_torch.subscribe` makes it; its methods are thread-safe.
+
+    A feed takes no part in the job. It needs the role reader, and training does not wait for it. It follows servers
+    that are started again or moved, and jobs that are rolled back.
+    """
+
+    def __init__(self, subscription: Subscription, job: str, names: Names | None) -> None:
+        self._subscription, self._job, self._names = subscription, job, names
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Loaded] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> WeightFeed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """The version of the newest edition; -1 before the first."""
+        return self._subscription.version
+
+    @property
+    def behind(self) -> int:
+        """The number of updates that the newest edition lacks, as far as the servers have told; -1 before the first."""
+        return self._subscription.behind
+
+    @property
+    def age(self) -> float:
+        """Seconds since the newest edition was last known to equal the servers' weights; inf: never."""
+        return self._subscription.age
+
+    @property
+    def restores(self) -> int:
+        """How often the job was rolled back to a checkpoint since the feed began. Only then a version falls."""
+        return self._subscription.restores
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended: no edition comes after the newest."""
+        return self._subscription.ended
+
+    @property
+    def trouble(self) -> PSError | None:
+        """The error that keeps editions from arriving; None: no error is known."""
+        return self._subscription.trouble
+
+    def wait_for(self, version: int = 0, timeout: float = 60.0) -> Edition:
+        """Waits for an edition that contains at least `version` updates, and returns it.
+
+        Args:
+            version: The lowest version to wait for.
+            timeout: Seconds to wait.
+
+        Raises:
+            NotFound: The job has ended before.
+            Unreachable: The time is over, or the feed is closed; the message has the reason.
+            Forbidden, Unauthenticated, InvalidRequest, Unsupported: Waiting cannot help.
+        """
+        return Edition(self._subscription.wait(version, timeout), self._job)
+
+    def __iter__(self) -> Iterator[Edition]:
+        """Iterates over editions, from the newest on. One that arrives while the loop's body runs is replaced by a
+        newer one. The iteration ends with the job, or when the feed is closed."""
+        return (Edition(arrays, self._job) for arrays in self._subscription)
+
+    def load(self, model: M, timeout: float = 60.0) -> M:
+        """Waits for an edition, puts its weights into a model, and returns the model.
+
+        The model may have any element types and be on any device. Its parameters become views of the edition where type
+        and device are the same, so do not train it. `reading` brings newer weights later.
+
+        Args:
+            model: Any module whose parameters and persistent buffers the job has, under the same names, or under those
+                that `names` makes of them.
+            timeout: Seconds to wait.
+
+        Raises:
+            InvalidRequest: Names or shapes differ. The message has the first three of each; nothing is loaded.
+            Unreachable, NotFound and others: As `wait_for`.
+        """
+        edition = self.wait_for(timeout=timeout)
+        loaded = _Loaded(model, self._slots(model, edition))
+        tensors = loaded.made(edition)
+        with loaded.changed:
+            loaded.put(edition, tensors)
+        self._models[model] = loaded
+        return model
+
+    @contextmanager
+    def reading(self, model: nn.Module, max_behind: int | None = None, timeout: float = 60.0) -> Iterator[int]:
+        """Gives a block in which a loaded model does not change, and returns the version of its weights.
+
+        The newest edition is put into the model before the block begins, unless another thread is in such a block: then
+        both read the same version.
+
+        Args:
+            model: A model that `load` has returned.
+            max_behind: The largest number of updates that the weights may lack, as far as the servers have told. None:
+                any number.
+            timeout: Seconds to wait for weights that are new enough.
+
+        Raises:
+            InvalidRequest: The model was not loaded.
+            Unreachable: The time is over, or the feed is closed; the message has the reason.
+
+        Example:
+            with feed.reading(model, max_behind=4) as version:
+                answer = model(question)
+        """
+        loaded = self._models.get(model)
+        if loaded is None:
+            raise InvalidRequest("this model was not loaded: call load(model) before reading(model)")
+        edition = self._enter(loaded, max_behind, time.monotonic() + timeout)
+        try:
+            yield edition.version
+        finally:
+            with loaded.changed:
+                loaded.readers -= 1
+                loaded.changed.notify_all()
+
+    def save(self, path: str | Path, timeout: float = 60.0) -> int:
+        """Writes the newest edition as a safetensors file, and returns its version; see Edition.save."""
+        edition = self.wait_for(timeout=timeout)
+        edition.save(path)
+        return edition.version
+
+    def state_dict(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
+        """Returns the newest edition's tensors; see Edition.state_dict."""
+        return self.wait_for(timeout=timeout).state_dict()
+
+    def close(self) -> None:
+        """Ends the feed. Editions and loaded models stay as they are."""
+        self._subscription.close()
+
+    def _enter(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
+        """Returns the edition in the model once it is new enough, and counts a reader in."""
+        while True:
+            newest = self.wait_for(timeout=max(0.0, deadline - time.monotonic()))
+            current = loaded.edition
+            is_newer = current is None or (current.run, current.version) != (newest.run, newest.version)
+            tensors = loaded.made(newest) if is_newer else []
+            with loaded.changed:
+                if is_newer and not loaded.readers:
+                    loaded.put(newest, tensors)
+                current = loaded.edition
+                assert current is not None
+                lag = self.behind + self.version - current.version
+                if max_behind is None or lag <= max_behind:
+                    loaded.readers += 1
+                    return current
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    why = self.trouble or f"{lag} updates behind, more than {max_behind}"
+                    raise Unreachable(f"job {self._job!r}: version {current.version} is too old: {why}")
+                loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
+
+    def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
+        """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
+        known = {name: edition.tensor(name).shape for name in edition.names()}
+        saved = set(edition.state_dict())
+        targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
+        persistent = model.state_dict(keep_vars=True)
+        targets |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        slots = [_Slot(target, self._name(name)) for name, target in targets.items()]
+        missing = [slot.name for slot in slots if slot.name not in known]
+        unlike = [
+            f"{slot.name} {list(slot.target.shape)} for {list(known[slot.name])}"
+            for slot in slots
+            if slot.name in known and slot.target.shape != known[slot.name]
+        ]
+        wanted = {slot.name for slot in slots}
+        more = [name for name in saved if name not in wanted]
+        for problem, names in (
+            ("the job has no", missing),
+            ("the model has no", more),
+            ("the shapes differ of", unlike),
+        ):
+            if names:
+                others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise InvalidRequest(
+                    f"the model does not fit job {self._job!r}: {problem} {', '.join(names[:3])}{others}"
+                )
+        return slots
+
+    def _name(self, name: str) -> str:
+        """Returns the job's name of a tensor of the model."""
+        if self._names is None:
+            return name
+        return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
+
+
+def subscribe(
+    server: str | None = None,
+    job: str | None = None,
+    *,
+    every: int = 1,
+    period: float = 0.0,
+    wire: str = "float32",
+    parameters: Collection[str] | None = None,
+    names: Names | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    token_file: str | None = None,
+    insecure: bool | None = None,
+) -> WeightFeed:
+    """Follows the weights of a job in a process that does not train.
+
+    The servers copy their weights when a feed asks for them: an edition. A feed receives the newest edition in the
+    background, as fast as it can.
+
+    Args:
+        server: HOST:PORT of the coordinator (PS_SERVER).
+        job: The job's name (PS_JOB); "default" by default.
+        every: The smallest number of updates between two editions. In sync and local modes editions have versions that
+            it divides.
+        period: The smallest number of seconds between two editions.
+        wire: The element type in which float32 weights are transferred and kept: "float32", "bfloat16" or "float16".
+            Other types stay as they are.
+        parameters: The names of the tensors to transfer. None: all.
+        names: The job's name of a tensor by the model's name, as a mapping or a function. Names that a mapping lacks
+            are the same in both.
+        tls_cert, tls_key, tls_ca, token_file, insecure: As for `connect`.
+
+    Raises:
+        InvalidRequest: Settings are out of range or contradict each other.
+
+    Example:
+        feed = ps_torch.subscribe("trainer:50051")
+        model = feed.load(Model())
+        with feed.reading(model, max_behind=4) as version:
+            answer = model(question)
+    """
+    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure)
+    name = check("job", job)
+    wanted = None if parameters is None else tuple(parameters)
+    subscription = Subscription(address, name, every=every, wire=wire, parameters=wanted, period=period, access=access)
+    return WeightFeed(subscription, name, names)

@@ -1,0 +1,307 @@
+"""What one shard sends to readers of a job's weights: whole editions, shared, and of one version."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.job import JobSpec
+from ps_protocol.tensors import bytes_of, tensor_from
+from ps_server.core.requests import EditionCall, PushCall, PushedBucket, PushKind
+from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import NoThreads
+from ps_server.shard.waiting import Answer, EditionPart, Lent
+from ps_server.shard.weight_feeds import SIGN_SECONDS
+from tests.tools.raw_worker import vector_job
+
+CELLS, BUCKETS = 64, 4
+
+
+class Reader:
+    """An outbox whose reader takes a message when it wants to."""
+
+    def __init__(self) -> None:
+        self.queued: deque[Callable[[], AbstractContextManager[Lent]]] = deque()
+        self.signs = 0
+        self.error: PSError | None = None
+        self.is_finished = False
+        self.close: Callable[[], None] = lambda: None
+
+    def tell(self, answer: Answer) -> None:
+        assert isinstance(answer, EditionPart)
+        assert answer.begin is None
+        assert answer.payload is None
+        self.signs += 1
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        self.queued.append(lent)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def fail(self, error: PSError) -> None:
+        self.error = self.error or error
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        self.close = callback
+
+    def take(self) -> EditionPart:
+        with self.queued.popleft()() as (part, _):
+            assert isinstance(part, EditionPart)
+        return part
+
+    def edition(self, dtype: str = "float32") -> tuple[int, list[float]]:
+        """Takes all; the version, and the cells."""
+        assert self.is_finished
+        begin = self.take().begin
+        assert begin is not None
+        assert begin.buckets == len(self.queued)
+        cells: list[float] = []
+        while self.queued:
+            part = self.take()
+            assert part.payload is not None
+            assert part.checksum == zlib.crc32(part.payload)
+            cells += tensor_from(part.payload, dtype).float().tolist()
+        self.close()
+        return begin.version, cells
+
+
+class Feeding:
+    """A shard with a job of one vector, whose worker's steps count its cells up, and whose time a test moves."""
+
+    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None) -> None:
+        self.now, self.clock = 0.0, 0
+        self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), clock=lambda: self.now, feed_limit=limit)
+        self.spec = spec or vector_job("job", mode, CELLS, 1)
+        self.shard.create_job(self.spec, range(BUCKETS))
+        self.shard.add_worker("job", 0, 1, 0)
+
+    @property
+    def job(self) -> object:
+        return self.shard.jobs()["job"]
+
+    def push(self, value: float, kind: PushKind = PushKind.GRADIENT, buckets: range = range(BUCKETS)) -> None:
+        payload = bytes_of(torch.full((16 * len(buckets),), value))
+        pushed = tuple(PushedBucket(index, kind) for index in buckets)
+        self.shard.push(PushCall("job", 0, 1, self.clock, pushed, payload))
+
+    def begin(self) -> Feeding:
+        self.push(0.0, PushKind.INITIAL_VALUE)
+        return self
+
+    def step(self, buckets: range = range(BUCKETS)) -> None:
+        self.clock += buckets.start == 0
+        self.push(-1.0, buckets=buckets)
+
+    def pull(
+        self, version: int, wire: str = "float32", buckets: tuple[int, ...] = (), timeline: int = 0, caller: str = ""
+    ) -> Reader:
+        reader = Reader()
+        call = EditionCall("job", "", timeline, version, wire, buckets)
+        self.shard.weight_feeds.pull(call, reader, caller)  # type: ignore[arg-type]
+        return reader
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.shard.tick()
+
+
+def test_a_job_without_weights_is_to_be_asked_later() -> None:
+    feeding = Feeding()
+    with pytest.raises(TryLater, match=r"job 'job' has no weights yet: rank 0 has not sent them"):
+        feeding.pull(0)
+    with pytest.raises(TryLater, match="has no weights yet"):
+        feeding.shard.weight_feeds.describe("job", "")
+    with pytest.raises(NotFound, match="knows no job 'other'"):
+        feeding.shard.weight_feeds.describe("other", "")
+
+
+def test_an_edition_of_now_is_there_at_once() -> None:
+    feeding = Feeding().begin()
+    feeding.step()
+    here = feeding.shard.weight_feeds.describe("job", "")
+    assert (here.lowest, here.highest, here.timeline, here.has_one_version) == (1, 1, 0, True)
+    assert here.buckets == tuple(range(BUCKETS))
+    assert feeding.pull(1).edition() == (1, [1.0] * CELLS)
+
+
+def test_an_edition_ahead_is_copied_when_each_bucket_comes_to_it() -> None:
+    feeding = Feeding().begin()
+    reader = feeding.pull(2)
+    feeding.step()
+    feeding.step(range(2))
+    assert not reader.is_finished
+    assert feeding.shard.weight_feeds.describe("job", "").editions == (2,)
+    feeding.step(range(2, 4))
+    feeding.step()
+    assert reader.edition() == (2, [2.0] * CELLS), "though training went on"
+
+
+def test_while_an_edition_is_not_complete_its_reader_hears_that_the_shard_lives() -> None:
+    feeding = Feeding().begin()
+    reader = feeding.pull(1)
+    feeding.pass_time(SIGN_SECONDS / 2)
+    assert reader.signs == 0
+    for _ in range(3):
+        feeding.pass_time(SIGN_SECONDS)
+    assert reader.signs == 3
+    feeding.step()
+    feeding.pass_time(SIGN_SECONDS)
+    assert reader.signs == 3
+
+
+def test_a_version_that_is_past_is_refused() -> None:
+    feeding = Feeding().begin()
+    feeding.step()
+    feeding.step(range(1))
+    reader = feeding.pull(1)
+    assert isinstance(reader.error, OutOfOrder)
+    assert "bucket 0 has 2 updates: more than the 1 asked for" in str(reader.error)
+    assert feeding.shard.weight_feeds.describe("job", "").editions == ()
+
+
+def test_a_version_of_another_timeline_is_refused() -> None:
+    feeding = Feeding().begin()
+    with pytest.raises(OutOfOrder, match=r"job 'job' is on timeline 0, and not on 3"):
+        feeding.pull(0, timeline=3)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1"])
+def test_where_workers_share_no_clock_each_bucket_is_copied_as_it_is(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    feeding.step()
+    feeding.step(range(2))
+    assert not feeding.shard.weight_feeds.describe("job", "").has_one_version
+    assert feeding.pull(0).edition() == (1, [2.0] * 32 + [1.0] * 32)
+
+
+def test_readers_of_one_version_share_its_copies() -> None:
+    feeding = Feeding().begin()
+    both = [feeding.pull(1), feeding.pull(1)]
+    narrow, part = feeding.pull(1, "bfloat16"), feeding.pull(1, buckets=(2,))
+    feeding.step()
+    editions = feeding.shard.jobs()["job"].editions
+    assert editions.nbytes == CELLS * 4 + CELLS * 2
+    assert [each.edition() for each in both] == [(1, [1.0] * CELLS)] * 2
+    assert narrow.edition("bfloat16") == (1, [1.0] * CELLS)
+    assert part.edition() == (1, [1.0] * 16)
+
+
+def test_a_reader_of_another_type_that_comes_too_late_is_told_so_and_the_others_are_served() -> None:
+    feeding = Feeding().begin()
+    first = feeding.pull(1)
+    feeding.step()
+    feeding.step()
+    assert isinstance(feeding.pull(1, "bfloat16").error, OutOfOrder)
+    assert first.edition() == (1, [1.0] * CELLS)
+
+
+def test_to_wait_takes_no_memory_and_keeps_nobody_out() -> None:
+    feeding = Feeding().begin()
+    waiting = [feeding.pull(version) for version in (7, 8, 9, 10)]
+    assert feeding.pull(0).edition() == (0, [0.0] * CELLS)
+    for version in range(1, 11):
+        feeding.step()
+        if version > 6:
+            assert waiting[version - 7].edition() == (version, [float(version)] * CELLS)
+
+
+def test_a_part_of_the_buckets_may_be_asked_for() -> None:
+    feeding = Feeding().begin()
+    assert feeding.pull(0, buckets=(1, 3)).edition() == (0, [0.0] * 32)
+    with pytest.raises(InvalidRequest, match="has no bucket 4 of job 'job'"):
+        feeding.pull(0, buckets=(1, 4))
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "nonsense"])
+def test_an_edition_travels_in_a_type_that_casts(wire: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"float32, bfloat16 or float16, not in {wire}"):
+        Feeding().begin().pull(0, wire)
+
+
+def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
+    feeding = Feeding().begin()
+    slow = [feeding.pull(0), feeding.pull(0)]
+    feeding.step()
+    slow.append(feeding.pull(1))
+    feeding.step()
+    refused = feeding.pull(2).error
+    assert isinstance(refused, TryLater)
+    assert "2 editions are being read, which is the most at a time" in str(refused)
+    assert refused.retry_after
+    assert feeding.shard.jobs()["job"].editions.nbytes == 2 * CELLS * 4
+
+    feeding.pass_time(HELD_SECONDS + 1)
+    assert feeding.pull(2).edition() == (2, [2.0] * CELLS), "in place of the oldest"
+    for reader in slow[:2]:
+        reader.take()
+        assert reader.take().payload is None, "no more of an edition that was taken from its reader"
+        assert isinstance(reader.error, TryLater)
+        assert "it was not read in time" in str(reader.error)
+    assert slow[2].edition() == (1, [1.0] * CELLS)
+
+
+def test_an_edition_that_nobody_reads_is_forgotten() -> None:
+    feeding = Feeding().begin()
+    editions = feeding.shard.jobs()["job"].editions
+    feeding.pull(0).edition()
+    assert editions.versions() == [0]
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert editions.versions() == []
+    waiting = feeding.pull(9)
+    assert editions.waiting
+    waiting.close()
+    assert not editions.waiting, "nobody waits for it"
+    assert editions.versions() == []
+
+
+def test_the_end_of_a_job_ends_its_readers() -> None:
+    feeding = Feeding().begin()
+    reader = feeding.pull(1)
+    feeding.shard.drop_job("job")
+    assert isinstance(reader.error, NotFound)
+
+
+def test_frozen_buckets_are_there_at_any_version() -> None:
+    spec = replace(vector_job("job", "sync", 48, 1, frozen=16))
+    feeding = Feeding(spec=spec)
+    for index in range(BUCKETS):
+        feeding.push(float(index), PushKind.INITIAL_VALUE, range(index, index + 1))
+    reader = feeding.pull(1)
+    feeding.clock = 1
+    feeding.push(-1.0, buckets=range(3))
+    assert reader.edition() == (1, [1.0] * 16 + [2.0] * 16 + [3.0] * 16 + [3.0] * 16)
+
+
+def test_readers_are_counted_with_other_feeds() -> None:
+    feeding = Feeding(limit=4).begin()
+    for _ in range(2):
+        feeding.pull(0, caller="one")
+    with pytest.raises(LimitExceeded, match="one has 2 feeds of job 'job' here: its share is half of max-feeds"):
+        feeding.pull(0, caller="one")
+    others = [feeding.pull(0, caller=name) for name in ("two", "three")]
+    with pytest.raises(LimitExceeded, match="has 4 feeds here: that is the limit max-feeds"):
+        feeding.pull(0, caller="four")
+    others[0].close()
+    feeding.pull(0, caller="four")
+
+
+def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding().begin()
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    refused = feeding.pull(0).error
+    assert isinstance(refused, LimitExceeded)
+    assert "no room for an edition of 256 bytes: 255 are free" in str(refused)
+    feeding.step()
+    assert feeding.shard.weight_feeds.describe("job", "").lowest == 1, "training goes on"

@@ -1,0 +1,319 @@
+"""A process that does not train has a job's weights as training has them, whatever happens to servers and itself."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import ps_torch as ps
+from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
+from tests.tools.cases import cases
+from tests.tools.cluster import Cluster, until
+from tests.tools.rollbacks import QUICK
+
+
+class Model(nn.Module):
+    """Some of each: tied parameters, one without elements, buffers, a frozen layer."""
+
+    def __init__(self, width: int = 40) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(20, width), nn.Linear(width, 20, bias=False)
+        self.tied = nn.Linear(width, 20, bias=False)
+        self.tied.weight = self.last.weight
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Linear(20, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x))) + self.tied(self.first(x))  # type: ignore[no-any-return]
+
+
+class Trainer:
+    """A worker that trains the model, and remembers its weights by clock."""
+
+    def __init__(self, session: ps.Session, bucket_bytes: int = 1024) -> None:
+        self.session, own = session, Model()
+        optimizer = torch.optim.Adam([each for each in own.parameters() if each.requires_grad], lr=0.01)
+        self.model, self._optimizer = session.prepare(own, optimizer, bucket_bytes=bucket_bytes)
+        self.past: dict[int, dict[str, torch.Tensor]] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        self.past[self.session.clock] = copy.deepcopy(self.model.state_dict())
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        x = torch.randn(4, 20)
+        (self.model(x) - x).square().sum().backward()
+        self._optimizer.step()
+        self._remember()
+
+    def steps(self, count: int) -> int:
+        for _ in range(count):
+            self.step()
+        return self.session.clock
+
+    def has(self, state: dict[str, torch.Tensor], version: int) -> bool:
+        """Whether these were the weights at a clock, to the bit."""
+        expected = self.past[version]
+        names = expected.keys() - {"tied.weight"}  # the job has it under its other name
+        return state.keys() == names and all(torch.equal(state[name], expected[name]) for name in names)
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[Trainer]:
+    with shared.connect("sync", job=job) as session:
+        yield Trainer(session)
+
+
+def in_background(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("mode", cases(["sync", "local:2/2"], ["local:2"]))
+def test_each_edition_is_the_weights_of_one_version_to_the_bit(shared: Cluster, job: str, mode: str) -> None:
+    with shared.connect(mode, job=job) as session, ps.subscribe(shared.address, job) as feed:
+        trainer = Trainer(session)
+        editions: list[Any] = []
+        reader = in_background(lambda: editions.extend(feed))
+        until(lambda: bool(editions), "the first edition")
+        trainer.steps(30)  # in local modes all are in the warm-up, whose rounds are of one step
+        until(lambda: feed.version == 30, "the last edition")
+        assert feed.behind == 0
+        assert feed.trouble is None
+        feed.close()
+        reader.join()
+    versions = [edition.version for edition in editions]
+    assert versions == sorted(set(versions))
+    assert len(versions) > 3
+    for edition in editions:
+        assert trainer.has(edition.state_dict(), edition.version)
+
+
+@pytest.mark.parametrize("mode", cases(["async"], ["ssp:1"]))
+def test_where_workers_share_no_clock_the_newest_edition_is_the_weights_once_training_rests(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    with shared.connect(mode, job=job) as session, ps.subscribe(shared.address, job) as feed:
+        trainer = Trainer(session)
+        trainer.steps(20)
+        edition = feed.wait_for(20)
+        assert edition.version == 20
+        assert trainer.has(edition.state_dict(), 20)
+        assert feed.age < 60
+
+
+def test_editions_have_versions_that_every_divides(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job, every=8) as feed:
+        feed.wait_for()
+        seen = []
+        reader = in_background(lambda: seen.extend(edition.version for edition in feed))
+        trainer.steps(20)
+        feed.wait_for(16)
+        assert feed.behind <= 4
+        feed.close()
+        reader.join()
+    assert set(seen[1:]) <= {8, 16}
+    assert feed.version == 16
+
+
+def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, trainer: Trainer) -> None:
+    trainer.step()
+    with (
+        ps.subscribe(shared.address, job) as whole,
+        ps.subscribe(shared.address, job, wire="bfloat16") as narrow,
+        ps.subscribe(shared.address, job, parameters=["first.bias", "scale"]) as part,
+    ):
+        trainer.steps(5)
+        for feed in (whole, narrow, part):
+            assert feed.wait_for(6).version == 6
+        assert trainer.has(whole.state_dict(), 6)
+        assert part.state_dict().keys() == {"first.bias", "scale"}
+        assert torch.equal(part.state_dict()["first.bias"], trainer.past[6]["first.bias"])
+        rounded = narrow.state_dict()
+        assert rounded["first.weight"].dtype == torch.bfloat16
+        assert torch.equal(rounded["first.weight"], trainer.past[6]["first.weight"].bfloat16())
+        assert rounded["frozen.weight"].dtype == torch.float32, "what is not trained is sent once, as it is"
+        with pytest.raises(InvalidRequest, match=r"has no parameter nonsense; it has \d+, such as "):
+            ps.subscribe(shared.address, job, parameters=["nonsense"]).wait_for()
+
+
+def test_a_model_follows_training_and_does_not_change_while_it_is_read(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(Model())
+        x = torch.randn(3, 20)
+        with feed.reading(model) as version:
+            assert version == 0
+            before = model(x)
+            trainer.steps(3)
+            feed.wait_for(3)
+            with feed.reading(model) as nested:
+                assert nested == 0, "it is in use"
+            assert torch.equal(model(x), before)
+        with feed.reading(model, max_behind=0) as version:
+            assert version == 3
+            assert torch.equal(model(x), trainer.model(x))
+            assert model.tied.weight is model.last.weight
+
+
+def test_max_behind_waits_for_those_who_read_an_old_version(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(Model())
+        trainer.step()
+        feed.wait_for(1)
+        got: list[int] = []
+
+        def read() -> None:
+            with feed.reading(model, max_behind=0) as version:
+                got.append(version)
+
+        with feed.reading(model) as first:
+            assert first == 1
+            trainer.step()
+            feed.wait_for(2)
+            thread = in_background(read)
+            with pytest.raises(Unreachable, match=r"version 1 is too old: 1 updates behind, more than 0"):
+                feed.reading(model, max_behind=0, timeout=0.2).__enter__()
+            assert not got
+        thread.join()
+        assert got == [2]
+
+
+def test_a_model_of_another_type_gets_the_weights_in_its_own(shared: Cluster, job: str, trainer: Trainer) -> None:
+    trainer.step()
+    with ps.subscribe(shared.address, job) as feed:
+        feed.wait_for(1)
+        model = feed.load(Model().to(torch.float64))
+        assert torch.equal(model.first.weight, trainer.past[1]["first.weight"].double())
+
+
+def test_names_of_the_model_may_be_others(shared: Cluster, job: str, trainer: Trainer) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+    for names in (lambda name: name.removeprefix("inner."), {f"inner.{name}": name for name in Model().state_dict()}):
+        with ps.subscribe(shared.address, job, names=names) as feed:  # type: ignore[arg-type]
+            model = feed.load(Wrapped())
+            assert torch.equal(model.inner.first.weight, trainer.past[0]["first.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "more", nn.Linear(1, 1)), "the job has no more.weight, more.bias"),
+        (lambda model: delattr(model, "frozen"), "the model has no frozen.weight, frozen.bias"),
+        (lambda model: setattr(model, "first", nn.Linear(20, 7)), r"differ of first.weight \[7, 20\] for \[40, 20\]"),
+    ],
+    ids=["more", "less", "shape"],
+)
+def test_a_model_that_does_not_fit_is_left_as_it_is(
+    shared: Cluster, job: str, trainer: Trainer, change: Callable[[nn.Module], None], message: str
+) -> None:
+    model = Model()
+    change(model)
+    before = copy.deepcopy(model.state_dict())
+    with ps.subscribe(shared.address, job) as feed:
+        with pytest.raises(InvalidRequest, match=message):
+            feed.load(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with pytest.raises(InvalidRequest, match="this model was not loaded"):
+            feed.reading(model).__enter__()
+
+
+def test_an_edition_is_saved_whole_with_what_it_is(shared: Cluster, job: str, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.steps(2)
+    with ps.subscribe(shared.address, job) as feed:
+        feed.wait_for(2)
+        assert feed.save(tmp_path / "model.safetensors") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert trainer.has(load_file(tmp_path / "model.safetensors"), 2)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        about = file.metadata()
+    assert (about["job"], about["version"], len(about["run"])) == (job, "2", 16)
+
+
+def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: str) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        until(lambda: isinstance(feed.trouble, NotFound), "the trouble")
+        with pytest.raises(Unreachable, match=f"knows no job '{job}'"):
+            feed.wait_for(timeout=0.1)
+        with shared.connect("sync", job=job) as session:
+            trainer = Trainer(session)
+            trainer.step()
+            edition = feed.wait_for(1)
+        until(lambda: feed.ended, "the end")
+        with pytest.raises(NotFound, match=r"has ended at version 1"):
+            feed.wait_for(2)
+        assert [each.version for each in feed] == [1], "the newest stays"
+        assert trainer.has(edition.state_dict(), 1)
+
+
+def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> None:
+    running = Cluster(checkpoint_dir=tmp_path, timing=QUICK)
+    try:
+        with running.connect("sync") as session, ps.subscribe(running.address) as feed:
+            trainer = Trainer(session)
+            trainer.steps(3)
+            asked = in_background(lambda: running.coordinator.job("default").checkpoint())
+            while asked.is_alive():
+                trainer.step()
+            asked.join()
+            last = trainer.steps(5)
+            feed.wait_for(last)
+            assert feed.restores == 0
+            running.start_again(1)
+            trainer.step()
+            until(lambda: feed.restores == 1, "the rollback")
+            edition = feed.wait_for(session.clock)
+            assert feed.trouble is None
+            assert trainer.has(edition.state_dict(), edition.version)
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": 0}, "every must be a number of updates from 1, got 0"),
+        ({"wire": "int8"}, "wire must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"period": -1.0}, "period must be 0 to 3600 seconds, got -1"),
+        ({"server": None}, "a feed needs a server"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ps.subscribe(**({"server": "127.0.0.1:1"} | wrong))
+
+
+def test_a_feed_that_may_not_read_says_so(tmp_path: Path) -> None:
+    secret = "0123456789abcdef" * 2
+    for name, text in (("tokens", f"worker:own {secret}\ncluster {secret[::-1]}\n"), ("own", secret)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    running = Cluster(shards=1, tokens=tmp_path / "tokens")
+    try:
+        with (
+            ps.subscribe(running.address, "other", token_file=str(tmp_path / "own")) as feed,
+            pytest.raises(Forbidden),
+        ):
+            feed.wait_for()
+    finally:
+        running.stop()
