@@ -23,6 +23,7 @@ import torch
 from grpc_health.v1.health import HealthServicer
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.messages.envelope import Origin
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
@@ -60,7 +61,6 @@ from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
-from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.interceptor import CallInterceptor
@@ -322,9 +322,9 @@ class Server:
             row_files=self._row_files(),
         )
         self.shard = shard
-        answers = Answers(self._config.index or 0, self.process)
+        origin = Origin(self._config.index or 0, self.process)
         pool, connections = self._threads.pool, self._threads.connections
-        data, feeds = DataService(shard, answers, pool), FeedService(shard, answers, pool)
+        data, feeds = DataService(shard, origin, pool), FeedService(shard, origin, pool)
         data.register(self._grpc)
         feeds.register(self._grpc)
         config = self._config

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from ps_protocol.data import DataRange
-from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
@@ -149,30 +147,7 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True)
-class BucketPush:
-    """One bucket's part of a step.
-
-    absent: positions of slices without a gradient in this step
-    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
-            the worker's step is left out of it
-    groups: hyper-parameters of the groups that have parameters in the bucket
-    ranges: the leased data that the step used
-    weight: what it weighs in the mean; 0: all weigh the same
-    stage:  of the script: that of the groups
-    """
-
-    bucket: BucketSpec
-    clock: int
-    empty: bool
-    absent: Sequence[int]
-    groups: dict[int, HyperParameters]
-    ranges: Sequence[DataRange] = ()
-    weight: float = 0.0
-    stage: int = 0
-
-
-@dataclass(frozen=True)
-class Assignment:
+class BucketAssignment:
     """Weights, or one kind of optimizer state, that a script has set in a bucket before its next step.
 
     absent:  positions of the slices that stay as they are
@@ -199,40 +174,6 @@ class PushResult:
     wire: str
 
 
-class ShardTimes(NamedTuple):
-    """When a shard had staged this worker's push of a bucket, applied it, and admitted the pull: in seconds of its own
-    clock."""
-
-    staged: float
-    applied: float
-    admitted: float
-
-
-@dataclass(frozen=True)
-class PulledBucket:
-    """One message of a pull: a bucket's payload, or (`waiting`) the ranks that the shard waits for, and why.
-
-    waited:      seconds for which the shard held it back
-    checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
-    wire_format: of the payload's elements; empty: the bucket's own type
-    times:       where they were asked for
-    version:     updates that are in it
-    """
-
-    bucket: int
-    waited: float
-    payload: memoryview
-    waiting: tuple[tuple[int, ...], str] | None
-    checkpoint: bool = False
-    wire_format: str = ""
-    times: ShardTimes | None = None
-    version: int = 0
-
-    def without_payload(self) -> PulledBucket:
-        """Returns all but the payload."""
-        return replace(self, payload=memoryview(b""))
-
-
 @dataclass(frozen=True)
 class PullResult:
     """A pull that has landed.
@@ -245,21 +186,6 @@ class PullResult:
     sizes: Mapping[str, int]
     waited: float
     checkpoint: bool
-
-
-@dataclass(frozen=True)
-class StateChunk:
-    """One kind of optimizer state of one bucket.
-
-    absent: positions of the slices that have none
-    stage:  to which the bucket has come
-    """
-
-    bucket: int
-    state: str
-    absent: frozenset[int]
-    payload: memoryview
-    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where protobuf messages become the server's values, and back, but for the data path (data_messages.py).
+"""Where protobuf messages become the server's values, and back, but for the data path (ps_protocol/messages).
 
 A message of a few plain fields is made and read where it is sent and served.
 """

@@ -18,14 +18,14 @@ import numpy as np
 from ps_protocol.codecs import row_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
 from ps_server.core.limits import share
-from ps_server.core.requests import RowsWatch
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
+from ps_server.shard.waiting import Lent, Outbox
 from ps_tables.changes import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
@@ -131,13 +131,13 @@ class RowFeed:
     def _next(self) -> Iterator[Lent]:
         """Makes the next message, and sees to it that the one behind it is made when this one has left."""
         hosted = self._hosted
-        yield Lent(FeedPart(0) if hosted is None else self._part(*hosted), None)
+        yield Lent(FeedPart() if hosted is None else self._part(*hosted), None)
 
     def _part(self, job: HostedJob, table: HostedTable) -> FeedPart:
         begin = self._begin(job, table) if self._walk is None else None
         walk = self._walk
         if walk is None:  # the feed was ended meanwhile
-            return FeedPart(table.index)
+            return FeedPart()
         codec = row_codec(job.state.spec.weight_wire)
         removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
         pieces: list[list[Buffer]] = [[], []]
@@ -158,7 +158,7 @@ class RowFeed:
         else:
             self.outbox.lend(self._next)
         content = len(removed), rows, wire_format_of(codec), cursor, payload or None
-        return FeedPart(table.index, self._told, begin, *content)
+        return FeedPart(self._told, begin, *content)
 
     def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
         now = self._clock()
@@ -168,7 +168,8 @@ class RowFeed:
             self._told = table.rule.version
         self._removed = walk.removed  # what may take long to put together, updates do not wait for
         self._walk = walk
-        return RoundBegin(walk.full, self._told, job.state.row_checker.place.shards, table.unit.weights.spec)
+        spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
+        return RoundBegin(walk.full, self._told, shards, spec.dim, spec.initializer)
 
 
 class RowFeeds:

@@ -20,7 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import Fenced, NoCheckpoints, NotFound, PSError, TryLater, anew
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.data import PullCall, PushCall
+from ps_protocol.messages.rows import RowsPull, RowsPush, TablePull, TablePush
 from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
@@ -31,13 +34,12 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.figures import ShardFigures
 from ps_server.core.membership import Arrival, Counted
-from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs, RestoreRequest, TablePlaces
-from ps_server.shard.job import Connected, HostedJob
+from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
@@ -208,26 +210,24 @@ class Shard:
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 
-    def attach(
-        self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
-    ) -> None:
+    def attach(self, worker: Identity, offer: SegmentOffer) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
-        self._pushes.attach(self._hosted.get(name, run, True), rank, incarnation, offer, key)
+        self._pushes.attach(self._of(worker), worker, offer)
 
-    def check_worker(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> None:
+    def check_worker(self, worker: Identity) -> None:
         """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
-        job = self._hosted.get(name, run, True)
-        with job.lock:
-            job.state.check_worker(rank, incarnation, key)
+        self._of(worker).check_worker(worker)
 
-    def connect(
-        self, name: str, rank: int, incarnation: int, end: Callable[[], None], key: bytes = b"", run: str = ""
-    ) -> Callable[[], None]:
+    def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
         """Notes a live worker's data connection, to be ended with its place; returns what is to be called at its end.
 
         Raises as check_worker. An earlier connection of the worker ends.
         """
-        return self._hosted.get(name, run, True).connect(rank, Connected(incarnation, end), key)
+        return self._of(worker).connect(worker, end)
+
+    def _of(self, worker: Identity) -> HostedJob:
+        """Returns the job of a worker; see HostedJobs.get."""
+        return self._hosted.get(worker.job, worker.run, of_worker=True)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
@@ -248,13 +248,13 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._hosted.get(call.job, call.run, True), call, principal)
+        return self._pushes.push(self._of(call.worker), call, principal)
 
     def exchange(
         self, push: PushCall | RowsPush, pull: PullCall | RowsPull, outbox: Outbox, principal: str = ""
     ) -> None:
         """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows are those of one table."""
-        job = self._hosted.get(push.job, push.run, True)
+        job = self._of(push.worker)
         if isinstance(push, RowsPush):
             assert isinstance(pull, RowsPull)
             self._pushes.exchange_rows(job, push, principal, pull, outbox)
@@ -264,7 +264,7 @@ class Shard:
 
     def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
-        job = self._hosted.get(call.job, call.run, call.incarnation != READER)
+        job = self._hosted.get(call.worker.job, call.worker.run, call.worker.incarnation != READER)
         if isinstance(call, RowsPull | TablePull):
             pull, table = self._pulls.check_rows(job, call, outbox, principal)
             indices: tuple[int, ...] = (table,)
@@ -280,11 +280,11 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push_rows(self._hosted.get(push.job, push.run, True), push, principal)
+        return self._pushes.push_rows(self._of(push.worker), push, principal)
 
     def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox, principal)
+        self._pulls.send_state(self._of(call.worker), call, outbox, principal)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import data_ranges, job_spec_message, worker_figures_message
+from ps_protocol.convert import data_ranges, identity_message, job_spec_message, worker_figures_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
@@ -144,13 +144,13 @@ class CoordinatorClient:
     def save_state(self, worker: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
-        request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(worker), state=saved)
+        request = membership_pb2.SaveWorkerStateRequest(worker=identity_message(worker), state=saved)
         self._call(self._members.SaveWorkerState, request)
 
     def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
         """Answers the coordinator's request for what this worker's script has set; one attempt: it asks again."""
         message = membership_pb2.SaveWorkerStateRequest(
-            worker=convert.identity(worker), script=convert.worker_state(script), script_request=request
+            worker=identity_message(worker), script=convert.worker_state(script), script_request=request
         )
         try:
             self._members.SaveWorkerState(message, timeout=CALL_SECONDS)
@@ -171,7 +171,7 @@ class CoordinatorClient:
         heard:  called with news while the round is open; where it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
-        identity = convert.identity(worker)
+        identity = identity_message(worker)
         request = rounds_pb2.GatherValuesRequest(worker=identity, round=number, clock=clock, value=value)
         while True:
             values: dict[int, bytes] = {}
@@ -203,7 +203,7 @@ class CoordinatorClient:
         One more, without the state, where that is too large for a message or arrives too slowly.
         """
         request = membership_pb2.LeaveRequest(
-            worker=convert.identity(worker), done=done, script=convert.worker_state(script)
+            worker=identity_message(worker), done=done, script=convert.worker_state(script)
         )
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content

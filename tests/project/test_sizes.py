@@ -87,9 +87,8 @@ LARGER_CLASSES = {
 # Names that a class of workers and one of servers share. No name may be added: a traceback, a log or a search cannot
 # distinguish two classes of one name.
 SHARED_NAMES = {
-    *("Answers", "Assignment", "Call", "Changes", "Continued", "CoordinatorClient", "DataConnection"),
-    *("FeedPart", "JoinResult", "Kind", "Membership", "ParameterServer", "PulledBucket", "Registration"),
-    *("RoundBegin", "Rounds", "RowFeed", "RowsPush", "Terms", "Watch", "WorkerProcess"),
+    *("Call", "Changes", "Continued", "CoordinatorClient", "DataConnection", "JoinResult", "Kind"),
+    *("Membership", "ParameterServer", "Registration", "Rounds", "RowFeed", "Terms", "Watch", "WorkerProcess"),
 }
 
 

@@ -14,11 +14,12 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import CheckpointFailed, TryLater
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.members import Joined
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.core.membership import JoinRequest
-from ps_server.core.requests import PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
@@ -430,7 +431,7 @@ class Seconds:
 
 def push(shard: Shard, clock: int, kind: PushKind = PushKind.GRADIENT) -> bool:
     """Pushes a bucket; whether it was new."""
-    call = PushCall("job", 0, 1, clock, (PushedBucket(0, kind),), bytes(bytes_of(torch.ones(16))), run="1")
+    call = PushCall(Identity("job", 0, 1, run="1"), clock, (PushedBucket(0, kind),), bytes(bytes_of(torch.ones(16))))
     [staged] = shard.push(call)
     return not staged.duplicate
 

@@ -19,8 +19,10 @@ from ps_protocol.errors import (
     TryLater,
     UnknownWorker,
 )
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PullCall
 from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -28,7 +30,6 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.core.placement import place_job
-from ps_server.core.requests import PullCall
 from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -99,7 +100,7 @@ def test_what_it_held_is_let_go_before_it_reads_and_workers_are_told_to_join(sha
     restore(shard, "000002", 6, seconds=0.0)
     assert disk.reached.wait(30)
     assert shard.jobs() == {}
-    call = PullCall("job", 0, 6, 3, (0,), run=RUN)
+    call = PullCall(Identity("job", 0, 6, run=RUN), 3, (0,))
     with pytest.raises(UnknownWorker, match="join again"):
         shard.pull_state(call, None)  # type: ignore[arg-type]
     with pytest.raises(NotFound):

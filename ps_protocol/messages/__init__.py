@@ -1,0 +1,10 @@
+"""The messages of the contract as values: what each carries, and both directions side by side.
+
+A message is written by one process, and read by another that may have another version. So a value, the function that
+writes it and the function that reads it stand in one file. A new field is added there, in `proto/`, where its value is
+made, and where it is used.
+
+data.py       Pushes and pulls of buckets, and what shards answer
+envelope.py   What the messages of the data path have in common: a payload, the header of an answer, a notice of a wait
+rows.py       Pushes, pulls and feeds of rows of tables, and what shards answer
+"""
