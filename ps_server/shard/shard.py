@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +34,11 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.figures import ShardFigures
 from ps_server.core.membership import Arrival, Counted
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
+from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
-from ps_server.shard.hosted import HostedJobs, RestoreRequest, TablePlaces
+from ps_server.shard.hosted import HostedJobs, TablePlaces
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
@@ -145,19 +145,8 @@ class Shard:
         """Makes room for the buckets of a run of a job; see HostedJobs.create."""
         self._hosted.create(spec, buckets, run, shards)
 
-    def restore_job(
-        self,
-        spec: JobSpec,
-        buckets: Sequence[int],
-        checkpoint: str,
-        last_incarnation: int,
-        run: str = "",
-        own: Sequence[StoredPart] = (),
-        shards: int = 1,
-        seconds: float = 0.0,
-    ) -> RestoreProgress:
+    def restore_job(self, request: RestoreRequest, seconds: float = 0.0) -> RestoreProgress:
         """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
-        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, tuple(own), shards)
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
@@ -288,32 +277,16 @@ class Shard:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_snapshot(
-        self,
-        job: str,
-        checkpoint: str,
-        clock: int | None,
-        run: str = "",
-        refusal: float = 0.0,
-        last_incarnation: int = 0,
-        kept: Collection[str] = (),
-        built_on: str = "",
-    ) -> None:
-        """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
-
-        refusal: for so many seconds, pushes are refused that would not be in the snapshot
-        last_incarnation: a worker of a later one ends the refusal
-        kept: the checkpoints that stay, if this shard's parts are on a disk of its own
-        built_on: the SHA-256 of this shard's part of the last checkpoint, which this one may build on; empty: none
-        """
-        hosted, store = self._hosted.get(job, run), self._store()
-        store.path(job, checkpoint)
+    def begin_snapshot(self, request: SnapshotRequest) -> None:
+        """Copies each bucket of a job when it has applied the request's clock, or now. Returns at once."""
+        hosted, store, job = self._hosted.get(request.job, request.run), self._store(), request.job
+        store.path(job, request.checkpoint)
 
         saved: dict[int, Saved] = {}  # by table, what the part has of it
 
         def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
-                part = store.write_shard(job, checkpoint, self._index, snapshots, kept)
+                part = store.write_shard(job, checkpoint, self._index, snapshots, request.kept)
             except PSError as error:
                 # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
                 level = logging.DEBUG if store.is_given_up(job, checkpoint) else logging.WARNING
@@ -330,15 +303,16 @@ class Shard:
                 saved[index] = snapshot.saved
             return snapshot
 
+        clock = request.clock
         trained = {index: unit.unit.is_trained for index, unit in hosted.units.items()}
-        task = SnapshotTask(checkpoint, clock, trained, copy, write, self._threads, self._clock)
-        seconds = max(refusal, hosted.refusals.seconds)
-        newest = None if hosted.refusals.seconds else last_incarnation
+        task = SnapshotTask(request.checkpoint, clock, trained, copy, write, self._threads, self._clock)
+        seconds = max(request.refusal, hosted.refusals.seconds)
+        newest = None if hosted.refusals.seconds else request.last_incarnation
         until = self._clock() + seconds
-        hosted.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
-        self._updates.schedule(
-            hosted, hosted.units
-        )  # what waited for more pushes may be made without: see UpdateRule.close
+        refusal = Refusal(clock, until, self._clock, newest) if seconds else None
+        hosted.begin_snapshot(task, refusal, request.built_on)
+        # What waited for more pushes may be made without: see UpdateRule.close.
+        self._updates.schedule(hosted, hosted.units)
 
     def await_snapshot(self, job: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

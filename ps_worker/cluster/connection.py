@@ -21,6 +21,7 @@ from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import BucketPush, PulledState, write_open
+from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
@@ -40,7 +41,7 @@ from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import BucketAssignment, JoinResult, PullResult, PushResult, ShardMap
+from ps_worker.values import BucketAssignment, PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 

@@ -25,16 +25,16 @@ from ps_protocol.errors import (
     Unauthenticated,
     UnknownWorker,
 )
+from ps_protocol.messages.workers import Continued, JoinResult, SavedState, write_heartbeat
 from ps_runtime.background import guarded, join_within, start
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
-from ps_worker.cluster import convert
 from ps_worker.cluster.coordinator import CoordinatorClient, Watch
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
-from ps_worker.values import Continued, JoinResult, Roster, SavedState
+from ps_worker.values import Roster
 
 log = logging.getLogger("ps_worker")
 
@@ -254,7 +254,7 @@ class Membership:
         """Returns the heartbeat of now, without what the worker has measured."""
         place = self.place
         assert place is not None
-        return convert.heartbeat(place.identity, self._reached(place)).SerializeToString()
+        return write_heartbeat(place.identity, self._reached(place)).SerializeToString()
 
     def _beat_once(self, timeout: float) -> None:
         place = self.place

@@ -22,6 +22,7 @@ from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
+from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
@@ -32,7 +33,6 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 
 log = logging.getLogger("ps_worker")
 

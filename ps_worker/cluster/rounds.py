@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.messages.workers import RoundNews
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
-from ps_worker.values import RoundNews
 
 log = logging.getLogger("ps_worker")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
@@ -25,7 +26,7 @@ from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
 from ps_worker.model.stages import Stage
 from ps_worker.tables.server_rows import ServerTables
-from ps_worker.values import BucketAssignment, JoinResult
+from ps_worker.values import BucketAssignment
 
 log = logging.getLogger("ps_worker")
 

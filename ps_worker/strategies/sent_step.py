@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.workers import JoinResult
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.flat import FlatModel
-from ps_worker.values import JoinResult, PullResult, PushResult
+from ps_worker.values import PullResult, PushResult
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ LARGER_CLASSES = {
 # Names that a class of workers and one of servers share. No name may be added: a traceback, a log or a search cannot
 # distinguish two classes of one name.
 SHARED_NAMES = {
-    *("Call", "Changes", "Continued", "CoordinatorClient", "DataConnection", "JoinResult", "Kind"),
+    *("Call", "Changes", "CoordinatorClient", "DataConnection", "Kind"),
     *("Membership", "ParameterServer", "Registration", "Rounds", "RowFeed", "Terms", "Watch", "WorkerProcess"),
 }
 

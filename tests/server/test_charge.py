@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import Deposed, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.charge import Charge
-from ps_server.core.membership import JoinRequest
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.shard.terms import Terms
 from ps_server.storage.disk import Disk

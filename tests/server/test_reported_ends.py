@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ps_protocol.errors import InvalidRequest, TryLater, UnknownWorker
-from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess
+from ps_protocol.messages.workers import JoinRequest
+from ps_server.core.membership import Member, Membership, WorkerProcess
 from tests.tools.one_process import OneProcess, join_all, train
 
 PROCESS = WorkerProcess("launch", "host", 7)

@@ -190,7 +190,7 @@ class ShardProcess:
         }
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods["process"] = lambda: self.process
-        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, seconds=RESTORE_SECONDS)
+        self.host.methods["restore_job"] = lambda request: shard.restore_job(request, RESTORE_SECONDS)
         self.host.methods["for_coordinator"] = partial(self._obey, Terms(), dict(self.host.methods))
         self.host.spawn("registration", self._register)
 

@@ -20,8 +20,9 @@ from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.membership import JoinedMember
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.fragments import StreamedRound
 from tests.simulation.network import Call
@@ -52,7 +53,7 @@ class PlaceLost(Exception):
 class Place:
     """A worker's place in the job, and its connections from there. closed: they are cut off."""
 
-    result: JoinResult
+    result: JoinedMember
     addresses: dict[int, str]
     clock: int
     since: float
@@ -520,7 +521,7 @@ class Worker:
             call = PullCall(worker, clock, tuple(missing), whole=frozenset(whole), all_staged=all_staged)
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
-                if isinstance(answer, PulledBucket) and answer.payload is not None:
+                if isinstance(answer, PulledBucket) and answer.waiting is None:
                     self._land(answer, answer.payload)
                     missing.pop(answer.bucket, None)
                     if answer.save_state:

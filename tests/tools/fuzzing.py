@@ -31,7 +31,8 @@ from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_protocol.v1 import shard_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.rpc import convert
+from ps_server.core.snapshot import SnapshotRequest
+from ps_server.rpc import shard_messages
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
@@ -130,7 +131,7 @@ class Target:
             request = shard_pb2.AwaitSnapshotRequest.FromString(raw)
         except DecodeError:
             return
-        convert.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
+        shard_messages.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
 
     def _fill(self) -> None:
         """Makes the job with its two workers, and a checkpoint on disk of a job that is not there any more."""
@@ -140,7 +141,7 @@ class Target:
         self._make(BEGINNING_SPEC, KEY)  # whose table has not begun
         self._make(replace(SPEC, name=KEPT), KEY)
         assert self.store.begin(KEPT, CHECKPOINT)
-        self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
+        self.shard.begin_snapshot(SnapshotRequest(KEPT, CHECKPOINT, None))
         part = self.shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
         self.shard.drop_job(KEPT)
         self.store.commit(KEPT, manifest_of(replace(SPEC, name=KEPT), CHECKPOINT, part, clock=0))

@@ -18,12 +18,13 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.membership import JoinedMember
 from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -203,12 +204,12 @@ class DirectWorker:
         self.run = cluster.coordinator.register_job(spec, launch)[0].placed.run
         self.place = self.join(JoinRequest(host="here", run=self.run, launch=launch))
 
-    def join(self, request: JoinRequest) -> JoinResult:
+    def join(self, request: JoinRequest) -> JoinedMember:
         self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
         self.clock = self.place.clock
         return self.place
 
-    def rejoin(self) -> JoinResult:
+    def rejoin(self) -> JoinedMember:
         previous = self.place.member.incarnation
         return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
@@ -297,7 +298,7 @@ class _Outbox(Outbox):
         self._over = False
 
     def tell(self, answer: Answer) -> None:
-        if isinstance(answer, PulledBucket) and answer.payload is not None:
+        if isinstance(answer, PulledBucket) and answer.waiting is None:
             weights = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
             self._buckets.append((answer.bucket, answer.save_state, weights))
 
