@@ -68,7 +68,7 @@ from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.own_ports import OwnPorts
-from ps_server.rpc.registration import Registration
+from ps_server.rpc.registration import ShardRegistration
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
@@ -175,10 +175,10 @@ class Server:
         config, name = self._config, self.address.rpartition(":")[0].strip("[]")
         return OwnPorts(config.host, port, self._data_port, config.tls, name, self._serving)
 
-    def _register(self, index: int, port: int) -> Registration:
+    def _register(self, index: int, port: int) -> ShardRegistration:
         config = self._config
         address = config.coordinator or f"{_reachable(config.host)}:{port}"
-        return Registration(
+        return ShardRegistration(
             Peer("coordinator", address, self._access),
             *(index, self.address, self.metrics_address, self.process),
             restart_count=config.restart_count,

@@ -46,7 +46,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import JoinedMember, Member, Membership, WorkerProcess
+from ps_server.core.membership import JoinedMember, Member, Membership, NamedProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -320,7 +320,7 @@ class CoordinatedJob:
             self.data.gone(member.rank, member.incarnation)
         self._announce()
 
-    def expire(self, process: WorkerProcess | None = None) -> list[int]:
+    def expire(self, process: NamedProcess | None = None) -> list[int]:
         """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
 
         process: of a worker, which has ended, as its launcher has seen: its lease is over, too

@@ -91,7 +91,7 @@ UNKNOWN = JoinRequest()
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
+class NamedProcess:
     """A process as it named itself when it joined.
 
     incarnation: of the worker that is meant; 0: any. Containers have the same pid one after the other
@@ -438,7 +438,7 @@ class Membership:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
-    def ended(self, process: WorkerProcess, now: float) -> list[Member]:
+    def ended(self, process: NamedProcess, now: float) -> list[Member]:
         """Returns the workers of a process that is gone. If one of it is expected to come back, it is not any more."""
         self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
         for rank in [rank for rank, member in self.away.items() if process.was(member)]:

@@ -18,7 +18,7 @@ from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
-from ps_server.core.membership import Counted, WorkerProcess
+from ps_server.core.membership import Counted, NamedProcess
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import figure_messages
@@ -180,11 +180,11 @@ def _told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveR
     return (request.script.clock, request.script.content) if request.HasField("script") else None
 
 
-def _process(request: membership_pb2.ReportWorkerEndRequest) -> WorkerProcess:
+def _process(request: membership_pb2.ReportWorkerEndRequest) -> NamedProcess:
     """Returns the process that a launcher has seen end. Raises InvalidRequest unless it is named as a worker names
     itself."""
     check_host(request.host)
     check_launch(request.launch)
     if not request.launch or not request.pid:
         raise InvalidRequest(f"a process is named by its launch and pid, got {request.launch!r} and {request.pid}")
-    return WorkerProcess(request.launch, request.host, request.pid, request.incarnation)
+    return NamedProcess(request.launch, request.host, request.pid, request.incarnation)

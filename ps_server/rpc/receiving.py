@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import Changes, Kind, Origin, RequestPlaces, Terms
+from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestPlaces, Terms
 
 # Of methods by name; all others are quick.
 KINDS = {
-    "/ps_protocol.v1.DataService/Exchange": Kind.EXCHANGE,
-    "/ps_protocol.v1.DataService/ExchangeRows": Kind.EXCHANGE,
-    "/ps_protocol.v1.DataService/PullRows": Kind.DATA,  # it brings the ids
-    "/ps_protocol.v1.DataService/Push": Kind.DATA,
-    "/ps_protocol.v1.DataService/PushRows": Kind.DATA,
-    "/ps_protocol.v1.DataService/PushTable": Kind.DATA,
-    "/ps_protocol.v1.JobService/RegisterJob": Kind.LARGE,
-    "/ps_protocol.v1.MembershipService/Leave": Kind.LARGE,  # it brings what SaveWorkerState does
-    "/ps_protocol.v1.MembershipService/SaveWorkerState": Kind.LARGE,
-    "/ps_protocol.v1.RoundService/GatherValues": Kind.LARGE,
-    "/ps_protocol.v1.ShardService/CreateJob": Kind.LARGE,
-    "/ps_protocol.v1.ShardService/RestoreJob": Kind.LARGE,
+    "/ps_protocol.v1.DataService/Exchange": RequestKind.EXCHANGE,
+    "/ps_protocol.v1.DataService/ExchangeRows": RequestKind.EXCHANGE,
+    "/ps_protocol.v1.DataService/PullRows": RequestKind.DATA,  # it brings the ids
+    "/ps_protocol.v1.DataService/Push": RequestKind.DATA,
+    "/ps_protocol.v1.DataService/PushRows": RequestKind.DATA,
+    "/ps_protocol.v1.DataService/PushTable": RequestKind.DATA,
+    "/ps_protocol.v1.JobService/RegisterJob": RequestKind.LARGE,
+    "/ps_protocol.v1.MembershipService/Leave": RequestKind.LARGE,  # it brings what SaveWorkerState does
+    "/ps_protocol.v1.MembershipService/SaveWorkerState": RequestKind.LARGE,
+    "/ps_protocol.v1.RoundService/GatherValues": RequestKind.LARGE,
+    "/ps_protocol.v1.ShardService/CreateJob": RequestKind.LARGE,
+    "/ps_protocol.v1.ShardService/RestoreJob": RequestKind.LARGE,
 }
 
 
@@ -68,7 +68,7 @@ class _Call:
 class Receiving:
     """The places of each kind of request. Thread-safe."""
 
-    def __init__(self, kinds: Mapping[Kind, Terms]) -> None:
+    def __init__(self, kinds: Mapping[RequestKind, Terms]) -> None:
         self._lock = threading.Lock()
         self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
         self._was_broken_off = False
@@ -81,7 +81,7 @@ class Receiving:
     @contextlib.contextmanager
     def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
         """Holds a place for the request of a call. Raises Refused if too many wait for one."""
-        kind, call = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(context)
+        kind, call = self._kinds[KINDS.get(method, RequestKind.QUICK)], _Call(context)
         with self._lock:
             _tell(kind.ask(call, origin, time.monotonic()))
         try:
@@ -111,7 +111,7 @@ class Receiving:
         return was
 
 
-def _tell(changes: Changes[_Call]) -> None:
+def _tell(changes: AdmissionChanges[_Call]) -> None:
     for call in changes.admitted:
         call.admit()
     for call in changes.refused:

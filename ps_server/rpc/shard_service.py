@@ -18,7 +18,7 @@ from ps_server.core.validation import check_job_spec
 from ps_server.rpc import figure_messages, shard_messages
 from ps_server.rpc.call_limits import in_pool, may_see
 from ps_server.shard.shard import Shard
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 
 AWAIT_SECONDS = 5.0
 RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
@@ -41,7 +41,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         self._shard = shard
         self._limits = limits
         self._process = process
-        self._terms = Terms()
+        self._terms = CoordinatorTerms()
         for method in shard_pb2.DESCRIPTOR.services_by_name["ShardService"].methods:
             setattr(self, method.name, in_pool(getattr(self, method.name), pool))
 

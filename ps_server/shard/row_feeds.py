@@ -72,7 +72,7 @@ SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
 
 
-class RowFeed:
+class ShardFeed:
     """One reader's feed of one table.
 
     since:  the version up to which the reader has all changes; None: it has nothing to go on from
@@ -180,7 +180,7 @@ class RowFeeds:
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
         self._hosted, self._clock, self._limit = hosted, clock, limit
-        self._open: set[RowFeed] = set()
+        self._open: set[ShardFeed] = set()
         self._lock = threading.Lock()
 
     def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
@@ -195,7 +195,7 @@ class RowFeeds:
         cursor = row_cursor(call.cursor) if call.cursor else None
         job = self._hosted.get(call.job, "")
         table = _table(job, call.table)
-        feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
+        feed = ShardFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
         with job.lock:
             callers = [each.caller for other in job.tables.values() for each in other.feeds]
             if len(callers) >= self._limit:
@@ -217,7 +217,7 @@ class RowFeeds:
         outbox.on_close(partial(self._forget, feed))
         feed.begin()
 
-    def _forget(self, feed: RowFeed) -> None:
+    def _forget(self, feed: ShardFeed) -> None:
         feed.forget()
         with self._lock:
             self._open.discard(feed)

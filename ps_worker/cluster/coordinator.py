@@ -44,7 +44,7 @@ ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting befor
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
-class Watch:
+class RosterWatch:
     """The roster as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -233,9 +233,9 @@ class CoordinatorClient:
                 log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
                 self.leave(worker, done=done, script=script)
 
-    def watch(self, job: str) -> Watch:
+    def watch(self, job: str) -> RosterWatch:
         """Watches the roster: as it is now, and after every change."""
-        return Watch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
+        return RosterWatch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -44,7 +44,7 @@ class Stepper(Protocol):
         """Goes on in another place, after this worker's was lost."""
 
 
-class Rounds:
+class ValueRounds:
     """One process' calls, in their order. For the training thread."""
 
     def __init__(self, participation: Participation, stepper: Stepper) -> None:

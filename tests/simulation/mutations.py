@@ -39,7 +39,7 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedUnit
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
@@ -577,7 +577,7 @@ def forgets_that_all_died(patch: pytest.MonkeyPatch) -> None:
 def goes_on_when_deposed(patch: pytest.MonkeyPatch) -> None:
     """A coordinator whose lease another one has taken over goes on, and shards obey it."""
     patch.setattr(Charge, "lost", "")
-    patch.setattr(Terms, "check", lambda *_, **__: None)
+    patch.setattr(CoordinatorTerms, "check", lambda *_, **__: None)
 
 
 DEPOSED = frozenset({"lost its place", "wrong roster", "wrong members", "gave up", "stuck", "another run", "no job"})
