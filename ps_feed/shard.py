@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from ps_protocol.convert import job_spec, wire_format_number
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.framing import split_message
-from ps_protocol.job import JobSpec
+from ps_protocol.messages.editions import (
+    EditionBucket,
+    EditionCall,
+    WeightsAsked,
+    WeightsHere,
+    read_edition_part,
+    read_weights_here,
+    write_edition_call,
+    write_weights_asked,
+)
 from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
@@ -45,33 +53,6 @@ def cluster(server: str, access: Access) -> Cluster:
     return Cluster({each.index: each.address for each in status.shards}, status.coordinator.shard_count, jobs)
 
 
-class Described(NamedTuple):
-    """What a shard has of a job's weights: see DescribeWeightsResponse in feed.proto."""
-
-    run: str
-    lowest: int
-    highest: int
-    timeline: int
-    shards: int
-    buckets: tuple[int, ...]
-    has_one_version: bool
-    editions: tuple[int, ...]
-    spec: JobSpec | None
-
-    def may_have(self, version: int) -> bool:
-        """Whether the shard has an edition of a version, or may still take one."""
-        return version in self.editions or version >= self.highest
-
-
-class ReceivedBucket(NamedTuple):
-    """A bucket as it comes: its index, its version, its elements and their checksum."""
-
-    number: int
-    version: int
-    payload: memoryview
-    checksum: int
-
-
 class ShardReader:
     """One shard. `cancel` may be called from any thread, all else is for one at a time."""
 
@@ -85,33 +66,19 @@ class ShardReader:
         self._is_cancelled = self._is_closed = False
         self._lock = threading.Lock()
 
-    def describe(self, job: str, with_spec: bool) -> Described:
+    def describe(self, job: str, with_spec: bool) -> WeightsHere:
         """Asks what the shard has of a job's weights. Raises PSError."""
-        request = feed_pb2.DescribeWeightsRequest(job=job, with_spec=with_spec).SerializeToString()
         if self._is_closed:
             raise self._cancelled()
         try:
-            data = self._describe(request, timeout=CALL_SECONDS)
+            data = self._describe(write_weights_asked(WeightsAsked(job, with_spec=with_spec)), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         except ValueError:  # what gRPC raises where a channel is closed
             raise self._cancelled() from None
-        answer = feed_pb2.DescribeWeightsResponse.FromString(data)
-        return Described(
-            answer.header.run,
-            answer.header.version,
-            answer.highest_version,
-            answer.timeline,
-            answer.shard_count,
-            tuple(answer.buckets),
-            answer.has_one_version,
-            tuple(answer.edition_versions),
-            job_spec(answer.spec) if answer.HasField("spec") else None,
-        )
+        return read_weights_here(data)
 
-    def pull(
-        self, request: feed_pb2.PullEditionRequest, take: Callable[[ReceivedBucket], None], alive: Callable[[int], None]
-    ) -> None:
+    def pull(self, call: EditionCall, take: Callable[[EditionBucket], None], alive: Callable[[int], None]) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
         take:  is handed each bucket
@@ -120,19 +87,17 @@ class ShardReader:
         with self._lock:
             if self._is_cancelled:
                 raise self._cancelled()
-            self._call = self._pull(request.SerializeToString())
+            self._call = self._pull(write_edition_call(call))
         left = None
         try:
             for data in self._call:
-                fields, payload = split_message(data)
-                message = feed_pb2.PullEditionResponse.FromString(fields)
-                alive(message.header.version)
-                if message.HasField("begin"):
-                    left = message.begin.bucket_count
-                elif message.HasField("bucket"):
-                    sent = message.bucket
+                part = read_edition_part(*split_message(data))
+                alive(part.now)
+                if part.begin is not None:
+                    left = part.begin.buckets
+                elif part.bucket is not None:
                     left = 0 if left is None else left - 1
-                    take(ReceivedBucket(sent.bucket, sent.version, payload or memoryview(b""), sent.checksum))
+                    take(part.bucket)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         finally:
@@ -160,17 +125,3 @@ class ShardReader:
         self._is_closed = True
         self.cancel()
         self._channel.close()
-
-
-def edition_request(
-    job: str, described: Described, version: int, wire: str, buckets: tuple[int, ...]
-) -> feed_pb2.PullEditionRequest:
-    """Returns the request for some buckets of an edition. described: by any shard; version: see PullEditionRequest"""
-    return feed_pb2.PullEditionRequest(
-        job=job,
-        run=described.run,
-        timeline=described.timeline,
-        version=version,
-        wire_format=wire_format_number(wire),
-        buckets=buckets,
-    )

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ps_feed.edition import Arriving, Contents, EditionArrays
-from ps_feed.shard import Described, ReceivedBucket, ShardReader, cluster, edition_request
+from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,
@@ -36,6 +36,7 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.troubles import Troubles
@@ -340,7 +341,7 @@ class Subscription:
             return
         self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
 
-    def _described(self, shards: _Shards) -> list[Described]:
+    def _described(self, shards: _Shards) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
         run = None if self._edition is None or self._contents is None else self._edition.run
         here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
@@ -359,7 +360,7 @@ class Subscription:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
 
-    def _version(self, here: list[Described], highest: int, own: int | None) -> int | None:
+    def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
@@ -385,7 +386,7 @@ class Subscription:
             self._told, self._updated = version, time.monotonic()
 
     def _receive(
-        self, shards: _Shards, here: list[Described], version: int, before: EditionArrays | None, least: int
+        self, shards: _Shards, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
     ) -> EditionArrays:
         """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents
@@ -397,10 +398,13 @@ class Subscription:
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
                 least = version if shard.has_one_version else shard.lowest
-                reader.pull(edition_request(self._job, shard, least, self._wire, wanted), take, alive)
+                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
+                reader.pull(call, take, alive)
 
-        def take(bucket: ReceivedBucket) -> None:
-            arriving.take(bucket.number, bucket.version, bucket.payload, bucket.checksum, f"edition {version}")
+        def take(bucket: EditionBucket) -> None:
+            arriving.take(
+                bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
+            )
 
         def alive(told: int) -> None:
             self._heard_of(told)

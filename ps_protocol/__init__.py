@@ -14,6 +14,7 @@ identity.py        The identity of a worker, which all its messages carry
 job.py             The specification of a job, which servers compare between workers
 layout.py          Cuts a model's parameters into buckets: one pure function that servers and workers run
 local.py           Local steps: the modes `local:H`, `local:H/F` and `local:Ts`, their rounds, and the outer optimizer
+messages/          The messages of the contract as values, and both directions of each
 modes.py           The modes of training, and the one rule behind four of them
 optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
 optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments

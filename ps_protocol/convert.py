@@ -14,6 +14,7 @@ from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.local import Local
@@ -38,6 +39,18 @@ _DISTRIBUTIONS = {0: "constant", **_names(job_pb2.RowDistribution, "ROW_DISTRIBU
 _DISTRIBUTION_NUMBERS: dict[str, Any] = {name: number for number, name in _DISTRIBUTIONS.items()}
 _NON_FINITE = {0: "refuse", **_names(job_pb2.NonFinitePolicy, "NON_FINITE_POLICY_")}
 _NON_FINITE_NUMBERS: dict[str, Any] = {name: number for number, name in _NON_FINITE.items()}
+
+
+def identity(message: types_pb2.WorkerIdentity) -> Identity:
+    """Returns the caller that a message of a worker names."""
+    return Identity(message.job, message.rank, message.incarnation, message.lease_key, message.run)
+
+
+def identity_message(worker: Identity) -> types_pb2.WorkerIdentity:
+    """Returns the message of the caller, which every message of a worker carries."""
+    return types_pb2.WorkerIdentity(
+        job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
+    )
 
 
 def job_spec(message: job_pb2.JobSpec) -> JobSpec:

@@ -23,6 +23,7 @@ import torch
 from grpc_health.v1.health import HealthServicer
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.messages.envelope import Origin
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
@@ -61,7 +62,6 @@ from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
 from ps_server.rpc.data_listener import Where
-from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.interceptor import CallInterceptor
@@ -69,7 +69,7 @@ from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.lease_service import DataLeaseService
 from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.own_ports import OwnPorts
-from ps_server.rpc.registration import Registration
+from ps_server.rpc.registration import ShardRegistration
 from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
@@ -176,10 +176,10 @@ class Server:
         config, name = self._config, self.address.rpartition(":")[0].strip("[]")
         return OwnPorts(config.host, port, self._data_port, config.tls, name, self._serving)
 
-    def _register(self, index: int, port: int) -> Registration:
+    def _register(self, index: int, port: int) -> ShardRegistration:
         config = self._config
         address = config.coordinator or f"{_reachable(config.host)}:{port}"
-        return Registration(
+        return ShardRegistration(
             Peer("coordinator", address, self._access),
             *(index, self.address, self.metrics_address, self.process),
             restart_count=config.restart_count,
@@ -323,9 +323,9 @@ class Server:
             row_files=self._row_files(),
         )
         self.shard = shard
-        answers = Answers(self._config.index or 0, self.process)
+        origin = Origin(self._config.index or 0, self.process)
         pool, connections = self._threads.pool, self._threads.connections
-        data, feeds = DataService(shard, answers, pool), FeedService(shard, answers, pool)
+        data, feeds = DataService(shard, origin, pool), FeedService(shard, origin, pool)
         data.register(self._grpc)
         feeds.register(self._grpc)
         config = self._config

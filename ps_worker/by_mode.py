@@ -10,14 +10,14 @@ from ps_runtime.launch_id import report_started
 from ps_worker.config import WorkerConfig
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.strategies.ddp import Ddp
-from ps_worker.strategies.parameter_server import ParameterServer
+from ps_worker.strategies.parameter_server import ServerStrategy
 from ps_worker.strategies.single import Single
 from ps_worker.strategies.strategy import Strategy
 from ps_worker.timeline.recording import Timeline
 
 
 def _on_servers(config: WorkerConfig, metrics: WorkerMetrics, device: torch.device, timeline: Timeline) -> Strategy:
-    return ParameterServer(config, metrics, device, report_started, timeline)
+    return ServerStrategy(config, metrics, device, report_started, timeline)
 
 
 # By mode, without the number in `ssp:K` and `local:H`.

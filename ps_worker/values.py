@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from ps_protocol.data import DataRange
-from ps_protocol.hyper_parameters import HyperParameters
-from ps_protocol.identity import Identity
 from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
+from ps_protocol.messages.workers import ShardMap
 from ps_protocol.stages import StageSpec
 
 
@@ -48,80 +46,6 @@ class Registration:
 
 
 @dataclass(frozen=True)
-class ShardMap:
-    """Addresses of the shards by index, and the shard of each bucket."""
-
-    addresses: dict[int, str]
-    bucket_shards: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """A worker's own state. clock: of the checkpoint that has it, or the worker's own when it left"""
-
-    clock: int
-    content: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Continued:
-    """What a worker's launch goes on with: when the job began, when it was trained last (None: not known), in seconds
-    since 1970, and how many other workers are live."""
-
-    began: float
-    trained: float | None
-    live: int
-
-
-@dataclass(frozen=True)
-class ShardPushed:
-    """How far workers of one rank have pushed on one shard.
-
-    clock:   the last of which they have pushed every bucket that trains there, and its part of every table
-    further: by bucket or table, the last clock that they have pushed of it, where it is a later one. Tables are behind
-             all buckets of the job
-    """
-
-    clock: int
-    further: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class JoinResult:
-    """A worker's place in its job, as it got it when it joined.
-
-    clock:         the one it starts from
-    lease:         seconds for which it counts as live without a heartbeat
-    shard_map:     where the buckets are now; None: where they were at the registration
-    restore_count: how often the whole job was rolled back to a checkpoint
-    state:         what a worker of this rank had saved; None if there is nothing
-    pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
-    on_shards:     the same for each shard; empty: not known
-    continued:     for the first worker of a launch, if others have trained the job
-    """
-
-    identity: Identity
-    clock: int
-    lease: float
-    shard_map: ShardMap | None = None
-    restore_count: int = 0
-    state: SavedState | None = None
-    pushed: int | None = None
-    on_shards: Mapping[int, ShardPushed] = field(default_factory=dict)
-    continued: Continued | None = None
-
-    def has_had(self, shard: int, part: int, clock: int) -> bool:
-        """Whether a bucket or a table there has had what workers of this rank push for a clock."""
-        pushed = self.on_shards.get(shard)
-        return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
-
-    def has_some(self, clock: int) -> bool:
-        """Whether any bucket or table has had what workers of this rank push for a clock."""
-        every = [(pushed.clock, *pushed.further.values()) for pushed in self.on_shards.values()]
-        return any(clock <= most for each in every for most in each)
-
-
-@dataclass(frozen=True)
 class Roster:
     """The workers that take part.
 
@@ -135,44 +59,7 @@ class Roster:
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswer:
-    """What the coordinator answers to a sign of life.
-
-    script_request: this worker is to tell what its script has set; 0: it is not
-    script:         what the job's script has set, for a worker that asked
-    script_coming:  another worker is to tell it, and has not yet
-    """
-
-    script_request: int
-    script: SavedState | None
-    script_coming: bool
-
-
-@dataclass(frozen=True)
-class BucketPush:
-    """One bucket's part of a step.
-
-    absent: positions of slices without a gradient in this step
-    empty:  none of them has one: nothing is sent; with `absent` naming all it counts as zero in a mean, with none named
-            the worker's step is left out of it
-    groups: hyper-parameters of the groups that have parameters in the bucket
-    ranges: the leased data that the step used
-    weight: what it weighs in the mean; 0: all weigh the same
-    stage:  of the script: that of the groups
-    """
-
-    bucket: BucketSpec
-    clock: int
-    empty: bool
-    absent: Sequence[int]
-    groups: dict[int, HyperParameters]
-    ranges: Sequence[DataRange] = ()
-    weight: float = 0.0
-    stage: int = 0
-
-
-@dataclass(frozen=True)
-class Assignment:
+class BucketAssignment:
     """Weights, or one kind of optimizer state, that a script has set in a bucket before its next step.
 
     absent:  positions of the slices that stay as they are
@@ -199,40 +86,6 @@ class PushResult:
     wire: str
 
 
-class ShardTimes(NamedTuple):
-    """When a shard had staged this worker's push of a bucket, applied it, and admitted the pull: in seconds of its own
-    clock."""
-
-    staged: float
-    applied: float
-    admitted: float
-
-
-@dataclass(frozen=True)
-class PulledBucket:
-    """One message of a pull: a bucket's payload, or (`waiting`) the ranks that the shard waits for, and why.
-
-    waited:      seconds for which the shard held it back
-    checkpoint:  this version is kept for a checkpoint, to which this worker's own state belongs
-    wire_format: of the payload's elements; empty: the bucket's own type
-    times:       where they were asked for
-    version:     updates that are in it
-    """
-
-    bucket: int
-    waited: float
-    payload: memoryview
-    waiting: tuple[tuple[int, ...], str] | None
-    checkpoint: bool = False
-    wire_format: str = ""
-    times: ShardTimes | None = None
-    version: int = 0
-
-    def without_payload(self) -> PulledBucket:
-        """Returns all but the payload."""
-        return replace(self, payload=memoryview(b""))
-
-
 @dataclass(frozen=True)
 class PullResult:
     """A pull that has landed.
@@ -245,37 +98,3 @@ class PullResult:
     sizes: Mapping[str, int]
     waited: float
     checkpoint: bool
-
-
-@dataclass(frozen=True)
-class StateChunk:
-    """One kind of optimizer state of one bucket.
-
-    absent: positions of the slices that have none
-    stage:  to which the bucket has come
-    """
-
-    bucket: int
-    state: str
-    absent: frozenset[int]
-    payload: memoryview
-    stage: int = 0
-
-
-@dataclass(frozen=True)
-class RoundNews:
-    """One message about a round.
-
-    complete:    nothing more comes; if not `refused`, the values are all there
-    values:      by rank; perhaps only some of them
-    refused:     why there are none, in words
-    waiting_for: ranks that have not given their value
-    step_wanted: one of those is in a step that waits for a step of this worker
-    """
-
-    number: int
-    complete: bool
-    values: dict[int, bytes] = field(repr=False)
-    refused: str
-    waiting_for: tuple[int, ...]
-    step_wanted: bool

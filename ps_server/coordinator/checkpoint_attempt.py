@@ -21,7 +21,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -42,7 +42,7 @@ from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shards import answers_of
 from ps_server.coordinator.worker_states import States, StatesOnDisk, WorkerStates
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import ShardSnapshot, StoredPart, VersionRange, union
+from ps_server.core.snapshot import ShardSnapshot, SnapshotRequest, StoredPart, VersionRange, union
 from ps_server.core.statistics import CheckpointStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.manifest import Manifest, WorkerPart
@@ -353,13 +353,13 @@ class CheckpointAttempt:
                 return
 
     def _begin_on_shards(self) -> None:
-        job, name, clock, run = self._spec.name, self._name, self._clock, self._job.placed.run
-        pool, shards = self._job.pool, self._shards.all()
-        refusal, last_incarnation = self._refusal(), self._job.members.last_incarnation()
+        pool, refusal = self._job.pool, self._refusal()
         parts = self._job.progress.base.shards if self._job.progress.base is not None else {}
         on = {index: part.sha256 for index, part in parts.items()}
-        wanted = job, name, clock, run, refusal, last_incarnation, self._job.kept()
-        answers_of([pool.submit(shard.api.begin_snapshot, *wanted, on.get(shard.index, "")) for shard in shards])
+        run, last, kept = self._job.placed.run, self._job.members.last_incarnation(), tuple(self._job.kept())
+        wanted = SnapshotRequest(self._spec.name, self._name, self._clock, run, refusal, last, kept)
+        requests = [(shard.api, replace(wanted, built_on=on.get(shard.index, ""))) for shard in self._shards.all()]
+        answers_of([pool.submit(api.begin_snapshot, request) for api, request in requests])
 
     def _refusal(self) -> float:
         """Returns for how many seconds shards take no push that would not be in the checkpoint; 0: they take all."""

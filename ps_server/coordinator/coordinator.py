@@ -22,6 +22,7 @@ from functools import partial
 from ps_protocol.convert import job_spec_from_data
 from ps_protocol.errors import JobMismatch, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, difference
+from ps_protocol.messages.workers import JoinRequest, ShardMap
 from ps_protocol.optimizers import with_defaults
 from ps_runtime.background import Background, guarded
 from ps_runtime.pools import Pool
@@ -45,7 +46,7 @@ from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.coordinator.together import Together
 from ps_server.core.limits import DEFAULTS, Limits
-from ps_server.core.membership import JoinRequest, JoinResult
+from ps_server.core.membership import JoinedMember
 from ps_server.core.placement import sized
 from ps_server.core.statistics import CoordinatorStatistics
 from ps_server.core.validation import check_address, check_host, check_job_spec, check_launch, check_memory_place
@@ -179,6 +180,10 @@ class Coordinator:
     def shards(self) -> dict[int, RegisteredShard]:
         """Returns the shards that have called in, by index."""
         return self._cluster.shards.known()
+
+    def shard_map(self, placement: Sequence[int]) -> ShardMap:
+        """Returns where the shards are, and which bucket is on which. placement: the shard of each bucket"""
+        return ShardMap({index: shard.address for index, shard in self.shards().items()}, tuple(placement))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -360,7 +365,7 @@ class Coordinator:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, rank: int | None, request: JoinRequest) -> JoinResult:
+    def join(self, name: str, rank: int | None, request: JoinRequest) -> JoinedMember:
         """Makes the caller a live worker of a job; see CoordinatedJob.join."""
         check_host(request.host)
         check_launch(request.launch)

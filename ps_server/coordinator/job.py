@@ -25,6 +25,7 @@ from typing import Any
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
@@ -45,7 +46,7 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.shared_room import Owner
 from ps_server.coordinator.watchers import Watchers
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import Continued, JoinRequest, JoinResult, Member, Membership, WorkerProcess
+from ps_server.core.membership import JoinedMember, Member, Membership, NamedProcess
 from ps_server.core.placement import PlacedJob
 from ps_server.core.statistics import JobStatistics, Wait
 from ps_server.storage.manifest import Manifest
@@ -163,7 +164,7 @@ class CoordinatedJob:
 
     # -- workers come and go -----------------------------------------------------------------------------------------
 
-    def join(self, rank: int | None, request: JoinRequest) -> JoinResult:
+    def join(self, rank: int | None, request: JoinRequest) -> JoinedMember:
         """Makes the caller a live worker; returns its place and the clock it starts from.
 
         Raises JobInUse where live workers of another launch are in the way; TryLater while it is not clear whether they
@@ -225,14 +226,16 @@ class CoordinatedJob:
         log.log(logging.INFO if continued.live else logging.WARNING, "job %s: %s", self.spec.name, text)
         self._cluster.events.note("join", self.spec.name, text)
 
-    def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinResult:
+    def _result(self, member: Member, request: JoinRequest, continued: Continued | None) -> JoinedMember:
         is_new = request.previous is None
         state = self.checkpoints.state_of(member.rank, is_new) if self.checkpoints is not None else None
         placed = self.placed
         restore_count = self.members.restore_count
         if not member.clock:
             continued = None
-        return JoinResult(*(member, member.clock, list(placed.placement), restore_count, state, placed.run, continued))
+        return JoinedMember(
+            *(member, member.clock, list(placed.placement), restore_count, state, placed.run, continued)
+        )
 
     def leave(
         self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None, done: bool = False
@@ -317,7 +320,7 @@ class CoordinatedJob:
             self.data.gone(member.rank, member.incarnation)
         self._announce()
 
-    def expire(self, process: WorkerProcess | None = None) -> list[int]:
+    def expire(self, process: NamedProcess | None = None) -> list[int]:
         """Takes off the workers whose lease ran out, and stops waiting for those that did not come back in time.
 
         process: of a worker, which has ended, as its launcher has seen: its lease is over, too

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.errors import PSError
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Registry
 from ps_server.coordinator.data import JobData
 from ps_server.coordinator.lifecycle import Lifecycle
@@ -19,7 +20,7 @@ from ps_server.coordinator.members import JobMembers, Joined
 from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.together import Together
 from ps_server.core.accounting import StepAccounting
-from ps_server.core.membership import WORKERS_A_CALL, JoinRequest, Member
+from ps_server.core.membership import WORKERS_A_CALL, Member
 
 log = logging.getLogger("ps_server")
 

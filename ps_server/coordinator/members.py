@@ -21,13 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
 from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.membership import Arrival, Counted, JoinRequest, Member, Membership, WorkerProcess, check_key
+from ps_server.core.membership import Arrival, Counted, Member, Membership, NamedProcess, check_key
 from ps_server.failpoints import failpoint
 
 log = logging.getLogger("ps_server")
@@ -384,7 +385,7 @@ class JobMembers:
                     return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
             return None
 
-    def take_gone(self, process: WorkerProcess | None = None) -> tuple[list[Member], list[Member]]:
+    def take_gone(self, process: NamedProcess | None = None) -> tuple[list[Member], list[Member]]:
         """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""
         with self._lock:
             now = self._clock.now()

@@ -22,7 +22,7 @@ from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.shards import RegisteredShard, Shards
 from ps_server.core.placement import PlacedJob
-from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, StoredPart, VersionRange
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.failpoints import failpoint
 from ps_server.storage.checkpoints import PASSED_OVER, last_whole
@@ -178,10 +178,11 @@ class Recovery:
         self, job: PlacedJob, shards: list[RegisteredShard], rollback: Rollback, own: Mapping[int, Sequence[StoredPart]]
     ) -> list[VersionRange]:
         def restore(shard: RegisteredShard) -> VersionRange:
-            buckets, unchanged = job.buckets_of(shard.index), 0
-            wanted = rollback.checkpoint, rollback.incarnation, job.run, own[shard.index], self._shards.count
+            buckets, files, unchanged = tuple(job.buckets_of(shard.index)), tuple(own[shard.index]), 0
+            at = rollback.checkpoint, rollback.incarnation, job.run
+            request = RestoreRequest(job.spec, buckets, *at, files, self._shards.count)
             while unchanged < ANSWERS_WITHOUT_PROGRESS:
-                progress = shard.api.restore_job(job.spec, buckets, *wanted)
+                progress = shard.api.restore_job(request)
                 unchanged = 0 if rollback.note(shard.index, progress) else unchanged + 1
                 if progress.extent is not None:
                     return progress.extent

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from ps_protocol.errors import JobInUse, PSError, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_runtime.quantities import ranks_text
-from ps_server.core.membership import JoinRequest, Member, Rivals
+from ps_server.core.membership import Member, Rivals
 
 HOSTS_NAMED = 4
 PIDS_NAMED = 4

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ps_protocol.errors import NotFound, PSError, TryLater, UnknownWorker, anew
+from ps_protocol.messages.workers import GatherRequest
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.shared_room import Owner
@@ -33,18 +34,6 @@ class Standing:
     complete: Round | None = None
     waiting_for: tuple[int, ...] = ()
     step_wanted: bool = False
-
-
-@dataclass(frozen=True)
-class GatherRequest:
-    """One worker's value for a round; see GatherValuesRequest."""
-
-    rank: int
-    incarnation: int
-    number: int
-    clock: int
-    value: bytes = field(repr=False)
-    key: bytes = field(default=b"", repr=False)
 
 
 class Listener(Protocol):
@@ -113,25 +102,26 @@ class JobRounds:
 
     def gather_values(self, request: GatherRequest, listener: Listener) -> Callable[[], None]:
         """Takes a worker's value, and tells it how the round stands until it is complete. Returns how to stop that."""
+        rank, incarnation = request.worker.rank, request.worker.incarnation
         with self._lock:
-            self._members.check(request.rank, request.incarnation, request.key)
+            self._members.check(rank, incarnation, request.worker.key)
             if self._over is not None:
                 raise anew(self._over)
             if not request.number:
                 listener.tell(Standing(self._rounds.following(request.clock)))
                 listener.finish()
                 return lambda: None
-            given = Given(request.incarnation, request.clock, request.value)
+            given = Given(incarnation, request.clock, request.value)
             before = self._rounds.completed
             live, started = self._members.live()
-            self._room.hold(self._rounds.more(request.rank, request.number, given))
+            self._room.hold(self._rounds.more(rank, request.number, given))
             try:
-                complete = self._rounds.contribute(request.rank, request.number, given, live, started)
+                complete = self._rounds.contribute(rank, request.number, given, live, started)
             finally:
                 self._count()
             now = self._clock.now()
             if complete is None:
-                waiter = _Waiter(request.rank, request.incarnation, request.clock, listener, now, now)
+                waiter = _Waiter(rank, incarnation, request.clock, listener, now, now)
                 self._waiters.append(waiter)
                 listener.tell(Standing(request.number, waiting_for=self._missing(live)))
                 return lambda: self._drop(waiter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from ps_server.coordinator.timing import DEFAULT_TIMING, Clock, Timing
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Arrival, Counted
-from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, ShardSnapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.core.validation import check_address, check_memory_place
 
@@ -56,44 +56,14 @@ class ShardApi(Protocol):
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
 
-    def begin_snapshot(
-        self,
-        job: str,
-        checkpoint: str,
-        clock: int | None,
-        run: str,
-        refusal: float,
-        last_incarnation: int,
-        kept: Collection[str] = (),
-        built_on: str = "",
-    ) -> None:
-        """Has the shard take its part of a checkpoint: at a clock, or now.
-
-        refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
-        last_incarnation: a worker of a later one ends the refusal
-        kept: the checkpoints that stay; a shard with a disk of its own removes its parts of the other ones before this
-        built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
-        """
+    def begin_snapshot(self, request: SnapshotRequest) -> None:
+        """Has the shard take its part of a checkpoint: at a clock, or now."""
 
     def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
-    def restore_job(
-        self,
-        spec: JobSpec,
-        buckets: list[int],
-        checkpoint: str,
-        last_incarnation: int,
-        run: str,
-        own: Sequence[StoredPart],
-        shards: int,
-    ) -> RestoreProgress:
-        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does.
-
-        own:    the file that has the buckets, and before it those that it builds on, on a disk of the shard's own;
-                none: as the manifest says, which all share
-        shards: as in create_job
-        """
+    def restore_job(self, request: RestoreRequest) -> RestoreProgress:
+        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

@@ -20,7 +20,6 @@ membership.py    The live workers of a job: leases, incarnations, ranks
 named_values.py  Hyper-parameters: which were found good, and whose an update is made with
 partition.py     One job's buckets and tables on one shard: roster, rules and weights, changed by commands alone
 placement.py     How large a job's buckets are, and which shard holds which: by bytes, largest first
-requests.py      What workers push and pull, as it came over the wire: nothing in it is checked yet
 rounds.py        Rounds: values that all live workers of a job exchange, one round after the other
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records

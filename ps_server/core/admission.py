@@ -32,7 +32,7 @@ HELD_SECONDS = 5.0  # for which a refusal to one of these is kept back: told at 
 C = TypeVar("C", bound=Hashable)
 
 
-class Kind(enum.Enum):
+class RequestKind(enum.Enum):
     """Requests that wait for the same places."""
 
     QUICK = "quick"  # of a few bytes: they come with their headers
@@ -62,21 +62,26 @@ Origin = tuple[str, ...]  # where a request comes from, the widest first: princi
 
 
 @dataclass(frozen=True)
-class Changes(Generic[C]):
+class AdmissionChanges(Generic[C]):
     """Calls that have a place now, and calls that are turned away."""
 
     admitted: tuple[C, ...] = ()
     refused: tuple[C, ...] = ()
 
 
-def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Kind, Terms]:
+def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[RequestKind, Terms]:
     """Returns the terms of each kind of request on a server.
 
     pool: threads of each pool of calls. A request that has a place has a thread, and most are left for others
 
     Raises InvalidRequest if the budget has no room for one request of each kind.
     """
-    least = {Kind.QUICK: 2, Kind.LARGE: 1, Kind.EXCHANGE: int(is_shard), Kind.DATA: int(is_shard)}
+    least = {
+        RequestKind.QUICK: 2,
+        RequestKind.LARGE: 1,
+        RequestKind.EXCHANGE: int(is_shard),
+        RequestKind.DATA: int(is_shard),
+    }
     windows = limits.all_calls * WINDOW_BYTES
     places = (limits.receiving_bytes - windows) // limits.message_bytes
     needed = sum(least.values())
@@ -86,16 +91,16 @@ def terms(limits: Limits, is_shard: bool, pool: int = MOST_OF_A_POOL) -> dict[Ki
             f"--max-message-bytes and {WINDOW_BYTES} times --max-all-calls, got {limits.receiving_bytes}"
         )
     # A second place, of which one caller never takes both, before there are more for pushes.
-    wanted = ([Kind.EXCHANGE, Kind.LARGE] if is_shard else [])[: places - needed]
+    wanted = ([RequestKind.EXCHANGE, RequestKind.LARGE] if is_shard else [])[: places - needed]
     for kind in wanted:
         least[kind] += 1
-    least[Kind.DATA if is_shard else Kind.LARGE] += min(places - needed - len(wanted), pool // 4)
+    least[RequestKind.DATA if is_shard else RequestKind.LARGE] += min(places - needed - len(wanted), pool // 4)
     quick = min(limits.request_seconds, limits.upload_seconds)
     return {
-        Kind.QUICK: Terms(least[Kind.QUICK], _WAITING, quick, 0.5),
-        Kind.LARGE: Terms(least[Kind.LARGE], _WAITING, limits.upload_seconds, 5.0),
-        Kind.EXCHANGE: Terms(least[Kind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
-        Kind.DATA: Terms(least[Kind.DATA], _WAITING, limits.upload_seconds, 10.0),
+        RequestKind.QUICK: Terms(least[RequestKind.QUICK], _WAITING, quick, 0.5),
+        RequestKind.LARGE: Terms(least[RequestKind.LARGE], _WAITING, limits.upload_seconds, 5.0),
+        RequestKind.EXCHANGE: Terms(least[RequestKind.EXCHANGE], _WAITING, limits.upload_seconds, 1.0),
+        RequestKind.DATA: Terms(least[RequestKind.DATA], _WAITING, limits.upload_seconds, 10.0),
     }
 
 
@@ -138,7 +143,7 @@ class RequestPlaces(Generic[C]):
         """How many wait for a place."""
         return len(self._waiting)
 
-    def ask(self, call: C, origin: Origin, now: float) -> Changes[C]:
+    def ask(self, call: C, origin: Origin, now: float) -> AdmissionChanges[C]:
         """Asks for a place. Where too many wait, the last one of the connection that has most waiting is refused."""
         self._is_active(origin, now)
         self._waiting[call] = origin, now
@@ -149,12 +154,12 @@ class RequestPlaces(Generic[C]):
         self._queued.update(_beginnings(origin))
         admitted = self._admit(now)
         if len(self._waiting) <= self._terms.waiting:
-            return Changes(admitted)
+            return AdmissionChanges(admitted)
         refused = self._last_of_most()
         self._forget(refused)
-        return Changes(admitted, (refused,))
+        return AdmissionChanges(admitted, (refused,))
 
-    def leave(self, call: C, now: float) -> Changes[C]:
+    def leave(self, call: C, now: float) -> AdmissionChanges[C]:
         """Ends a call's wait, or gives back its place; returns which calls are admitted in its stead."""
         if call in self._received:
             origin, _ = self._received.pop(call)
@@ -162,7 +167,7 @@ class RequestPlaces(Generic[C]):
             _take_one(self._held, origin)
         elif call in self._waiting:
             self._forget(call)
-        return Changes(self._admit(now))
+        return AdmissionChanges(self._admit(now))
 
     def overdue(self, now: float) -> list[C]:
         """Returns the calls that have to give back their places: their time is over, or others have waited too long."""

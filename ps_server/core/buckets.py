@@ -107,22 +107,22 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         raise TypeError(f"expected a command for a bucket, got {type(command).__name__}")
 
     def _draft(self, command: DraftGradient) -> Staged:
-        pending = self._pending_at(command.rank, command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock)
         if pending is not None and pending.commit is not None:
             return self._stage(_committed(command, pending.commit))
         self._room.draft(
             self.index,
-            command.rank,
+            command.worker.rank,
             command.gradient.nbytes,
             command.principal,
             beside_staged=self.rule.drafts_take_room,
-            is_awaited=self.rule.awaits_draft(command.rank, command.clock),
+            is_awaited=self.rule.awaits_draft(command.worker.rank, command.clock),
         )
-        self._make_pending(command.rank, command.clock).draft = command
+        self._make_pending(command.worker.rank, command.clock).draft = command
         return self._kept()
 
     def _commit(self, command: Commit) -> Staged:
-        pending = self._make_pending(command.rank, command.clock)
+        pending = self._make_pending(command.worker.rank, command.clock)
         if pending.draft is None:
             pending.commit = command
             return self._kept()
@@ -131,16 +131,16 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
     def _assign(self, command: Assign) -> Staged:
         if command.assignment.next is not None:
             self._checker.begin(self.index, command.assignment.next)
-        pending = self._pending_at(command.rank, command.clock) or PendingGradient(command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock) or PendingGradient(command.clock)
         assignment = pending.assigned(command.assignment)
         self._reserve_assigned(command, assignment.nbytes)
-        self._make_pending(command.rank, command.clock).assignment = assignment
+        self._make_pending(command.worker.rank, command.clock).assignment = assignment
         return self._kept()
 
     def _stage(self, command: StageGradient, is_here: bool = False) -> Staged:
         """Stages a contribution, with what was assigned for its clock. is_here: as a draft: it is never refused"""
         gradient = command.gradient
-        pending = self._pending_at(command.rank, command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock)
         assignment = None if pending is None else pending.assignment
         if assignment is not None:
             self._checker.check_assigned(self.spec, assignment)
@@ -152,7 +152,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
         try:
             return self._count(command, gradient, command.ranges)
         except LimitExceeded:
-            self._room.staged.release(self.index, command.rank)
+            self._room.staged.release(self.index, command.worker.rank)
             raise
 
     def _make_pending(self, rank: int, clock: int) -> PendingGradient:
@@ -192,5 +192,4 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
 def _committed(draft: DraftGradient, commit: Commit) -> StageGradient:
     """Returns a draft as the contribution that it is with its commit."""
     gradient = replace(draft.gradient, groups=commit.groups, stage=commit.stage)
-    worker = draft.rank, draft.incarnation, draft.key, draft.unit
-    return StageGradient(*worker, draft.clock, gradient, commit.ranges, principal=draft.principal)
+    return StageGradient(draft.worker, draft.unit, draft.clock, gradient, commit.ranges, principal=draft.principal)

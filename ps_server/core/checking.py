@@ -13,9 +13,11 @@ import torch
 
 from ps_protocol.codecs import PLAIN, Codec, gradient_codec, plain_codec
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient, NotFound
+from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.optimizers import check_change, check_hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec, first_stage, stage_difference
@@ -24,7 +26,6 @@ from ps_server.core.commands import Assign, Commit, DraftGradient, Initialise, S
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.dense import Assignment, Gradient
 from ps_server.core.named_values import GoodValues
-from ps_server.core.requests import Push, PushKind
 from ps_server.core.sums import wide
 from ps_server.core.validation import check_stage
 
@@ -104,49 +105,53 @@ class PushChecker:
             raise InvalidRequest(f"bucket {bucket.index} of job {self._spec.name!r}: stage {number} is not known here")
         return stage
 
-    def check(self, push: Push, principal: str = "") -> UnitCommand:
-        """Returns the command that stages a push. Raises InvalidRequest naming what was expected and what came.
+    def check(self, call: PushCall, pushed: PushedBucket, payload: Buffer, principal: str = "") -> UnitCommand:
+        """Returns the command that stages one bucket of a call. Raises InvalidRequest naming what was expected and what
+        came.
 
+        payload:   of the bucket
         principal: whose bytes they are
         """
-        bucket = self.bucket(push.bucket) if push.kind is PushKind.INITIAL_VALUE else self.trained(push.bucket)
-        if push.ranges:
-            check_ranges(push.ranges)
-        _check_positions(bucket, push.absent)
-        if push.kind is PushKind.NEXT_OPTIMIZER:
-            return self._next(push, bucket, principal)
-        stage = self.stage(bucket, push.stage)
-        self._check_groups(push.groups or {}, stage)
-        self._check_weight(push)
-        values = self._values(push, bucket)
-        worker = push.rank, push.incarnation, push.key, push.bucket
-        if push.kind is PushKind.INITIAL_VALUE:
+        kind = pushed.kind
+        bucket = (self.bucket if kind is PushKind.INITIAL_VALUE else self.trained)(pushed.bucket)
+        if call.ranges:
+            check_ranges(call.ranges)
+        _check_positions(bucket, pushed.absent)
+        if kind is PushKind.NEXT_OPTIMIZER:
+            return self._next(call, pushed, bucket, payload, principal)
+        stage = self.stage(bucket, call.stage)
+        self._check_groups(call.groups, stage)
+        self._check_weight(call, kind)
+        values = self._values(call, pushed, bucket, payload)
+        unit = call.worker, pushed.bucket
+        if kind is PushKind.INITIAL_VALUE:
             assert values is not None
-            return Initialise(*worker, values)
-        if push.kind in ASSIGNING:
-            assignment = self._assignment(push, bucket, values)
-            if push.kind is PushKind.ASSIGN_STATE and push.clock == 0:
-                return Initialise(*worker, assignment)
-            return Assign(*worker, push.clock, assignment, principal=principal)
-        if push.kind is PushKind.COMMIT:
-            return Commit(*worker, push.clock, push.groups or {}, push.ranges, push.stage)
-        gradient = self._gradient(push, bucket, values)
-        if push.kind is PushKind.DRAFT:
-            return DraftGradient(*worker, push.clock, gradient, principal=principal)
-        return StageGradient(*worker, push.clock, gradient, push.ranges, principal=principal)
+            return Initialise(*unit, values)
+        if kind in ASSIGNING:
+            assignment = self._assignment(call, pushed, bucket, values)
+            if kind is PushKind.ASSIGN_STATE and call.clock == 0:
+                return Initialise(*unit, assignment)
+            return Assign(*unit, call.clock, assignment, principal=principal)
+        if kind is PushKind.COMMIT:
+            return Commit(*unit, call.clock, call.groups, call.ranges, call.stage)
+        gradient = self._gradient(call, pushed, bucket, payload, values)
+        if kind is PushKind.DRAFT:
+            return DraftGradient(*unit, call.clock, gradient, principal=principal)
+        return StageGradient(*unit, call.clock, gradient, call.ranges, principal=principal)
 
-    def _next(self, push: Push, bucket: BucketSpec, principal: str) -> Assign:
+    def _next(
+        self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, principal: str
+    ) -> Assign:
         """Returns the command that has something else train a bucket."""
-        if push.next_optimizer is None or push.clock == 0 or len(push.payload):
+        following = pushed.next_optimizer
+        if following is None or call.clock == 0 or len(payload):
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected what trains it from a step on, without a payload, got a clock of "
-                f"{push.clock} and {len(push.payload)} bytes" + " without it" * (push.next_optimizer is None)
+                f"bucket {pushed.bucket}: expected what trains it from a step on, without a payload, got a clock of "
+                f"{call.clock} and {len(payload)} bytes" + " without it" * (following is None)
             )
-        check_stage(push.next_optimizer, bucket)
-        number = push.next_optimizer.number
-        worker = push.rank, push.incarnation, push.key, push.bucket
-        assignment = Assignment(stage=number, next=push.next_optimizer)
-        return Assign(*worker, push.clock, assignment, principal=principal)
+        check_stage(following, bucket)
+        assignment = Assignment(stage=following.number, next=following)
+        return Assign(call.worker, pushed.bucket, call.clock, assignment, principal=principal)
 
     def payload_size(self, index: int, kind: PushKind, state: str, stage: int = 0) -> int:
         """Returns the bytes that a push of this kind to a bucket has in a message. state: that is assigned"""
@@ -171,55 +176,62 @@ class PushChecker:
             return PLAIN["float32"], len(bucket.slices)
         return plain_codec(bucket), bucket.numel
 
-    def _values(self, push: Push, bucket: BucketSpec) -> torch.Tensor | None:
-        """Returns the payload of a push as a flat tensor; None where it has none to have."""
-        optimizer = self.stage(bucket, push.stage).optimizer
-        codec, count = self._encoding(bucket, push.kind, push.state, optimizer, push.borrowed)
-        if push.kind in GRADIENTS:  # those in a segment have the bucket's type
-            codec.check_format(bucket, push.wire_format)
+    def _values(self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer) -> torch.Tensor | None:
+        """Returns the payload of a bucket as a flat tensor; None where it has none to have."""
+        optimizer = self.stage(bucket, call.stage).optimizer
+        codec, count = self._encoding(bucket, pushed.kind, pushed.state, optimizer, call.payload is None)
+        if pushed.kind in GRADIENTS:  # those in a segment have the bucket's type
+            codec.check_format(bucket, pushed.wire_format)
         expected = codec.size(count)
-        if len(push.payload) != expected:
+        if len(payload) != expected:
             raise InvalidRequest(
-                f"bucket {push.bucket}: expected {expected} bytes ({count} x {codec.name}), got {len(push.payload)}"
+                f"bucket {pushed.bucket}: expected {expected} bytes ({count} x {codec.name}), got {len(payload)}"
             )
-        if count and self._gradients.looks and not codec.is_finite(push.payload):
-            self._gradients.refuse_or_skip(push.rank, f"a block of bucket {push.bucket}")
+        if count and self._gradients.looks and not codec.is_finite(payload):
+            self._gradients.refuse_or_skip(call.worker.rank, f"a block of bucket {pushed.bucket}")
             return None
-        return codec.decode(push.payload, count) if count else None
+        return codec.decode(payload, count) if count else None
 
-    def _gradient(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Gradient:
-        none = Gradient(None, push.absent, push.groups, stage=push.stage)
+    def _gradient(
+        self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, payload: Buffer, values: torch.Tensor | None
+    ) -> Gradient:
+        rank, absent = call.worker.rank, pushed.absent
+        none = Gradient(None, absent, call.groups, stage=call.stage)
         if values is None:
             return none
-        limited, borrowed = self._gradients.limits, push.borrowed
-        codec, _ = self._encoding(bucket, push.kind, push.state, "", borrowed)
-        own = codec.copies or not (borrowed or memoryview(push.payload).readonly)
-        if limited and borrowed:
+        borrowed = call.payload is None
+        is_checked = borrowed and pushed.finite  # only the owner of a segment has looked at what lies there
+        codec, _ = self._encoding(bucket, pushed.kind, pushed.state, "", borrowed)
+        own = codec.copies or not (borrowed or memoryview(payload).readonly)
+        if self._gradients.limits and borrowed:
             # A copy: its worker could write another gradient there after this one was checked.
             values, borrowed, own = values.clone(), False, True
-        if self._gradients.looks and not (push.finite or codec.copies):
+        if self._gradients.looks and not (is_checked or codec.copies):
             for position, part in enumerate(bucket.slices):
-                if position not in push.absent and not is_finite(values[part.offset : part.offset + part.length]):
-                    self._gradients.refuse_or_skip(push.rank, self._spec.parameters[part.parameter].name)
+                if position not in absent and not is_finite(values[part.offset : part.offset + part.length]):
+                    self._gradients.refuse_or_skip(rank, self._spec.parameters[part.parameter].name)
                     return none
-        if limited:
-            self._gradients.check_norm(push.rank, f"bucket {push.bucket}", _norm(bucket, values, push.absent))
-        return Gradient(values, push.absent, push.groups, borrowed, own, weight=push.weight or 1, stage=push.stage)
+        if self._gradients.limits:
+            self._gradients.check_norm(rank, f"bucket {pushed.bucket}", _norm(bucket, values, absent))
+        return Gradient(values, absent, call.groups, borrowed, own, weight=call.weight or 1, stage=call.stage)
 
-    def _assignment(self, push: Push, bucket: BucketSpec, values: torch.Tensor | None) -> Assignment:
+    def _assignment(
+        self, call: PushCall, pushed: PushedBucket, bucket: BucketSpec, values: torch.Tensor | None
+    ) -> Assignment:
         """Returns what an assigning push sets."""
-        present = [position for position in range(len(bucket.slices)) if position not in push.absent]
+        name, number = pushed.state, call.stage
+        present = [position for position in range(len(bucket.slices)) if position not in pushed.absent]
         if values is None:
-            return Assignment(reset=frozenset(present), stage=push.stage)
-        optimizer = self.stage(bucket, push.stage).optimizer
-        if push.kind is PushKind.ASSIGN_STATE and is_scalar_state(optimizer, push.state):
+            return Assignment(reset=frozenset(present), stage=number)
+        optimizer = self.stage(bucket, number).optimizer
+        if pushed.kind is PushKind.ASSIGN_STATE and is_scalar_state(optimizer, name):
             if not bool(torch.isfinite(values[present]).all()):
-                raise InvalidRequest(f"the state {push.state!r} of bucket {push.bucket} is not finite")
-            return Assignment(state={p: {push.state: values[p].clone()} for p in present}, stage=push.stage)
+                raise InvalidRequest(f"the state {name!r} of bucket {pushed.bucket} is not finite")
+            return Assignment(state={p: {name: values[p].clone()} for p in present}, stage=number)
         slices = {p: values[bucket.slices[p].offset :][: bucket.slices[p].length] for p in present}
-        if push.kind is PushKind.ASSIGN:
-            return Assignment(slices, stage=push.stage)
-        return Assignment(state={p: {push.state: tensor} for p, tensor in slices.items()}, stage=push.stage)
+        if pushed.kind is PushKind.ASSIGN:
+            return Assignment(slices, stage=number)
+        return Assignment(state={p: {name: tensor} for p, tensor in slices.items()}, stage=number)
 
     def check_assigned(self, bucket: BucketSpec, assignment: Assignment) -> None:
         """Raises InvalidRequest for state that the optimizer could not go on with."""
@@ -246,17 +258,16 @@ class PushChecker:
                 check_change(name, registered, values)
                 self._good.note((stage.number, group), values)
 
-    def _check_weight(self, push: Push) -> None:
+    def _check_weight(self, call: PushCall, kind: PushKind) -> None:
         weighted = self._spec.local is not None and self._spec.local.seconds is not None
-        if not weighted and push.weight:
+        rank, weight = call.worker.rank, call.weight
+        if not weighted and weight:
             raise InvalidRequest(
-                f"worker {push.rank}: all gradients weigh the same in mode {self._spec.mode}, got the weight "
-                f"{push.weight:g}"
+                f"worker {rank}: all gradients weigh the same in mode {self._spec.mode}, got the weight {weight:g}"
             )
-        if weighted and push.kind in GRADIENTS and not 1 <= push.weight <= MAX_WEIGHT:  # nor NaN
+        if weighted and kind in GRADIENTS and not 1 <= weight <= MAX_WEIGHT:  # nor NaN
             raise InvalidRequest(
-                f"worker {push.rank}: a gradient has a weight from 1 to 2^53 in mode {self._spec.mode}, got "
-                f"{push.weight:g}"
+                f"worker {rank}: a gradient has a weight from 1 to 2^53 in mode {self._spec.mode}, got {weight:g}"
             )
 
 

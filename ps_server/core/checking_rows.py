@@ -15,6 +15,7 @@ from ps_protocol.errors import InvalidRequest, NotFound
 from ps_protocol.framing import Buffer
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.rows import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, shards_of
 from ps_protocol.row_optimizers import check_row_optimizer, numbers_kept
 from ps_protocol.tables import MAX_UPDATES, JobTable
@@ -23,7 +24,6 @@ from ps_server.core.commands import AssignRows, BeginRows, StageRows
 from ps_server.core.data_commits import check_ranges
 from ps_server.core.named_values import GoodValues
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePush
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.sums import are_finite
@@ -62,9 +62,7 @@ class RowChecker:
         if not self._is_finite(table, push, rows.gradients):
             rows, in_mean = RowGradients.none(table.rows.dim), False
         return StageRows(
-            push.rank,
-            push.incarnation,
-            push.key,
+            push.worker,
             self.first + push.table,
             push.clock,
             rows,
@@ -102,10 +100,10 @@ class RowChecker:
         self._check_place(table, ids)
         _check_distinct(table, ids)
         if not are_finite(values):
-            raise InvalidRequest(f"table {name!r}: rows of worker {push.rank} that are assigned are not finite")
-        worker = push.rank, push.incarnation, push.key, self.first + push.table
-        rows = RowValues(ids, values.view(push.count, dim))
-        return AssignRows(*worker, push.clock, rows, push.first, push.total, push.assignment, principal=principal)
+            raise InvalidRequest(f"table {name!r}: rows of worker {push.worker.rank} that are assigned are not finite")
+        unit, rows = self.first + push.table, RowValues(ids, values.view(push.count, dim))
+        which = push.clock, rows, push.first, push.total, push.assignment
+        return AssignRows(push.worker, unit, *which, principal=principal)
 
     def beginning(self, push: TablePush) -> BeginRows:
         """Returns the command that takes one message with what a table begins with."""
@@ -128,8 +126,8 @@ class RowChecker:
                 f"table {name!r}: expected up to 2^62 updates, and ids that wait only with admit_after above 1, got "
                 f"{beginning.version} updates and {beginning.waiting} ids"
             )
-        worker = push.rank, push.incarnation, push.key, self.first + push.table
-        return BeginRows(*worker, beginning, push.first, self._part(table, push), push.rows + push.waiting, push.last)
+        part, count = self._part(table, push), push.rows + push.waiting
+        return BeginRows(push.worker, self.first + push.table, beginning, push.first, part, count, push.last)
 
     def _part(self, table: JobTable, push: TablePush) -> dict[str, torch.Tensor]:
         """Returns the rows of a payload, or the ids that wait, as Table.restore takes them."""
@@ -216,10 +214,10 @@ class RowChecker:
         """Whether gradients may count; false where they are to be left out. Raises NonFiniteGradient, LimitExceeded."""
         what = f"table {table.rows.name!r}"
         if self._gradients.looks and not are_finite(gradients):
-            self._gradients.refuse_or_skip(push.rank, what)
+            self._gradients.refuse_or_skip(push.worker.rank, what)
             return False
         if self._gradients.limits:
-            self._gradients.check_norm(push.rank, what, float(torch.linalg.vector_norm(gradients)))
+            self._gradients.check_norm(push.worker.rank, what, float(torch.linalg.vector_norm(gradients)))
         return True
 
     def _check_values(self, number: int, values: HyperParameters) -> None:

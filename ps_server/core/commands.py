@@ -13,6 +13,7 @@ import torch
 from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.identity import Identity
 from ps_protocol.tables import Beginning
 from ps_server.core.data_commits import UNUSED, Use
 from ps_server.core.dense import Assignment, Gradient
@@ -106,9 +107,7 @@ class Close(Command[None]):
 class UnitCommand(Command[Staged]):
     """What a worker does to one unit. unit: the index of a bucket, or of a table, which come behind the buckets"""
 
-    rank: int
-    incarnation: int
-    key: bytes = field(repr=False)
+    worker: Identity
     unit: int
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, Forbidden, InvalidRequest, UnknownWorker
+from ps_protocol.messages.workers import Continued, JoinRequest
 
 TOGETHER_PER_LEASE = 8  # part of a lease: heartbeats that come no further apart were held back; a worker pauses longer
 DELAYED_PER_LEASE = 16  # part of a lease: a heartbeat may lie so long in a queue before it is seen, its sender dead
@@ -86,38 +87,11 @@ class Member:
     replaced: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class JoinRequest:
-    """A process that asks to join.
-
-    previous:     for a worker that comes back, its incarnation before
-    clock:        how many steps it had finished then
-    attempt:      the same for all repeats of one call; 0: no two calls are repeats of each other
-    launch:       the launch that started it; empty: not known
-    take_over:    live workers of other launches are to be fenced
-    waited:       seconds since it was told first that it has to wait for a launch that may be dead; 0: it was not yet
-    launch_ranks: the ranks of all workers that the launch is about to start
-    run:          of the job that the process registered; empty: any
-    """
-
-    pid: int = 0
-    host: str = ""
-    metrics_address: str = ""
-    previous: int | None = None
-    clock: int = 0
-    attempt: int = field(default=0, repr=False)
-    launch: str = ""
-    take_over: bool = False
-    waited: float = 0.0
-    launch_ranks: range = range(0)
-    run: str = ""
-
-
 UNKNOWN = JoinRequest()
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
+class NamedProcess:
     """A process as it named itself when it joined.
 
     incarnation: of the worker that is meant; 0: any. Containers have the same pid one after the other
@@ -150,21 +124,7 @@ class Rivals:
 
 
 @dataclass(frozen=True)
-class Continued:
-    """What a launch goes on with that has taken no part in a job before.
-
-    began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
-    trained: when it was trained last; None: not known
-    live:    how many other workers train it
-    """
-
-    began: float
-    trained: float | None
-    live: int
-
-
-@dataclass(frozen=True)
-class JoinResult:
+class JoinedMember:
     """What a worker that joined gets.
 
     clock:         the clock that it starts from
@@ -478,7 +438,7 @@ class Membership:
         """Returns the workers whose lease has run out."""
         return [member for member in self.members.values() if member.expires <= now]
 
-    def ended(self, process: WorkerProcess, now: float) -> list[Member]:
+    def ended(self, process: NamedProcess, now: float) -> list[Member]:
         """Returns the workers of a process that is gone. If one of it is expected to come back, it is not any more."""
         self.absent = {rank: member for rank, member in self.absent.items() if not process.was(member)}
         for rank in [rank for rank, member in self.away.items() if process.was(member)]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ps_protocol.errors import Fenced, InvalidRequest, OutOfOrder, PSError, anew
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import Layout, bucket_layout
 from ps_server.core.agreement import Agreement
@@ -117,15 +118,15 @@ class JobPartition:
         """Returns the bucket with this index. Raises NotFound when this shard does not hold it."""
         return self.buckets[self.checker.bucket(index).index]
 
-    def check_worker(self, rank: int, incarnation: int, key: bytes | None = None) -> None:
-        """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if a key is given and not its own."""
+    def check_worker(self, worker: Identity) -> None:
+        """Raises UnknownWorker or Fenced unless this is a live worker, Forbidden if the key is not its own."""
         if self._closed is not None:
             raise anew(self._closed)
-        live = self.roster.get(rank)
-        if live is None or live.incarnation != incarnation:
-            check_incarnation(rank, incarnation, live.incarnation if live else None)
-        elif key is not None:
-            check_key(rank, key, live.key)
+        rank, live = worker.rank, self.roster.get(worker.rank)
+        if live is None or live.incarnation != worker.incarnation:
+            check_incarnation(rank, worker.incarnation, live.incarnation if live else None)
+        else:
+            check_key(rank, worker.key, live.key)
 
     def highest_incarnation(self) -> int:
         """Returns the highest incarnation that is live, was removed, or is fenced."""
@@ -153,12 +154,12 @@ class JobPartition:
         return result  # type: ignore[no-any-return]
 
     def _of_unit(self, command: UnitCommand) -> Staged:
-        self.check_worker(command.rank, command.incarnation, command.key)
+        self.check_worker(command.worker)
         if isinstance(command, PushCommand):
-            start = self.roster[command.rank].start
+            rank, start = command.worker.rank, self.roster[command.worker.rank].start
             if command.clock <= start:  # taken for a repeat, it would be acknowledged and lost
                 pushed = "a commit of" if isinstance(command, Commit) else "a push of clock"
-                raise OutOfOrder(f"worker {command.rank} joined at clock {start}, and {pushed} {command.clock} came")
+                raise OutOfOrder(f"worker {rank} joined at clock {start}, and {pushed} {command.clock} came")
         unit = self.units.get(command.unit)
         return (self.bucket(command.unit) if unit is None else unit).execute(command)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import shards_of
 from ps_protocol.stages import StageSpec
 from ps_server.core.data_commits import Committed, in_all
@@ -205,3 +206,45 @@ def joined(parts: Sequence[TableSnapshot], place: Place) -> TableSnapshot:
         parts[0].seed,
         {rank: max(part.pushed.get(rank, part.clocks.get(rank, 0)) for part in parts) for rank in ranks},
     )
+
+
+# -- what a coordinator asks of a shard --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SnapshotRequest:
+    """A shard's part of a checkpoint that a coordinator asks for.
+
+    clock:   the snapshot has so many updates of each bucket; None: those that are there
+    refusal: for so many seconds the shard takes no push that would not be in it; 0: it takes all
+    last_incarnation: a worker of a later one ends the refusal
+    kept:    the checkpoints that stay: a shard with a disk of its own removes its parts of the others before this
+    built_on: the SHA-256 of the shard's part of the last checkpoint, which this one may build on; empty: it may not
+    """
+
+    job: str
+    checkpoint: str
+    clock: int | None
+    run: str = ""
+    refusal: float = 0.0
+    last_incarnation: int = 0
+    kept: tuple[str, ...] = ()
+    built_on: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """A job that a shard is to continue as of a checkpoint: with some of its buckets, and the workers that it fences.
+
+    own:    the file that has the buckets, the last one, and those that it builds on, oldest first, on a disk of this
+            shard's own; none: as the manifest says, which all share
+    shards: how many have a part of the job's tables
+    """
+
+    spec: JobSpec
+    buckets: tuple[int, ...]
+    checkpoint: str
+    last_incarnation: int
+    run: str = ""
+    own: tuple[StoredPart, ...] = ()
+    shards: int = 1

@@ -80,14 +80,14 @@ class ComingRows:
     def take(self, command: BeginRows, rows: TableRows) -> bool:
         """Takes a message; returns whether there was anything new in it. See BeginRows."""
         beginning, end = command.beginning, command.first + command.count
-        is_known = command.incarnation == self.incarnation
+        is_known = command.worker.incarnation == self.incarnation
         came = self.came if is_known else 0
         self._check(command, rows, came, is_known)
         if not command.count and not command.last:
             return True  # it only asks
         if not is_known:
             rows.begin(beginning.seed, beginning.version)
-            self.incarnation, self.beginning, self.came = command.incarnation, beginning, 0
+            self.incarnation, self.beginning, self.came = command.worker.incarnation, beginning, 0
         is_new = not is_known or end > came
         if end > came:
             try:
@@ -177,7 +177,7 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
 
     def assign(self, command: AssignRows) -> Staged:
         """Takes a message of rows that are set for a worker's next step; see AssignRows."""
-        pending = self._pending_at(command.rank, command.clock) or PendingRows(command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock) or PendingRows(command.clock)
         known, number = pending.assigned, command.assignment
         if known is not None and number < known.number:
             return self._duplicate()  # another one has taken its place
@@ -188,16 +188,16 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         if not known.parts:
             self._reserve_assigned(command, self._size(command, "assign", "rows"))
         known.parts[command.first] = command
-        pending.assigned, self.pending[command.rank] = known, pending
+        pending.assigned, self.pending[command.worker.rank] = known, pending
         return self._kept()
 
     def stage(self, command: StageRows) -> Staged:
         """Takes a message of a worker's step; stages the contribution if all are here."""
-        pending = self._pending_at(command.rank, command.clock) or PendingRows(command.clock)
+        pending = self._pending_at(command.worker.rank, command.clock) or PendingRows(command.clock)
         known = pending.step
         if known is not None and known.total and not (command.total or command.in_mean):
             # Another message of the step was refused: the worker leaves all out.
-            self._room.staged.release(self.index, command.rank)
+            self._room.staged.release(self.index, command.worker.rank)
             known = pending.step = None
         if known is None:
             known = Gathered(command.total)
@@ -208,7 +208,7 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
             if size:
                 self._reserve(command, size)
         known.parts[command.first] = command
-        pending.step, self.pending[command.rank] = known, pending
+        pending.step, self.pending[command.worker.rank] = known, pending
         if not known.is_complete:
             return self._kept()
         try:
@@ -221,8 +221,8 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         """Whether a message is here already. Raises InvalidRequest where it contradicts those that are. says: it"""
         if known.total != command.total:
             raise InvalidRequest(
-                f"table {self.spec.rows.name!r}: a message of worker {command.rank} says that {says}, and another "
-                f"{known.total}"
+                f"table {self.spec.rows.name!r}: a message of worker {command.worker.rank} says that {says}, and "
+                f"another {known.total}"
             )
         return command.first in known.parts
 
@@ -247,8 +247,8 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
             found = pending.assigned
             if found is None or found.number != command.assignment or not found.is_complete:
                 raise InvalidRequest(
-                    f"table {self.spec.rows.name!r}: the step of worker {command.rank} came before all rows that are "
-                    f"assigned with it (number {command.assignment})"
+                    f"table {self.spec.rows.name!r}: the step of worker {command.worker.rank} came before all rows "
+                    f"that are assigned with it (number {command.assignment})"
                 )
             assigned = tuple(part.rows for part in found.in_order())
         rows = tuple(part.rows for part in known.in_order() if len(part.rows))
@@ -262,9 +262,9 @@ class ShardTable(Unit[RowsContribution, TableRows, PendingRows]):
         del known.parts[command.first]
         if not known.parts:
             pending.step = None
-            self._room.staged.release(self.index, command.rank)
+            self._room.staged.release(self.index, command.worker.rank)
             if pending.assigned is None:
-                del self.pending[command.rank]
+                del self.pending[command.worker.rank]
 
     def drop_pending(self, rank: int) -> None:
         """Forgets what is pending of a worker."""

@@ -94,13 +94,13 @@ class Unit(ABC, Generic[C, W, P]):
         """Carries out a command of a worker that may give it. Changes nothing if it raises what the command says."""
         if isinstance(command, PushCommand):
             self._check_begun(command)
-            if self.rule.is_repeat(command.rank, command.clock):
+            if self.rule.is_repeat(command.worker.rank, command.clock):
                 return self._duplicate()
-            if self._pending_at(command.rank, command.clock) is None:
-                self.drop_pending(command.rank)  # of another clock; before anything is reserved for this one
+            if self._pending_at(command.worker.rank, command.clock) is None:
+                self.drop_pending(command.worker.rank)  # of another clock; before anything is reserved for this one
             return self._push(command)
-        if command.rank != 0:
-            raise InvalidRequest(f"{self.first} are rank 0's to send, got them from rank {command.rank}")
+        if command.worker.rank != 0:
+            raise InvalidRequest(f"{self.first} are rank 0's to send, got them from rank {command.worker.rank}")
         return self._begin(command)
 
     def _check_begun(self, command: PushCommand) -> None:
@@ -134,22 +134,22 @@ class Unit(ABC, Generic[C, W, P]):
         """
         self._room.stage(
             self.index,
-            command.rank,
+            command.worker.rank,
             size,
             command.principal,
             borrowed=borrowed,
             beside_drafts=self.rule.drafts_take_room,
-            always=lambda: is_here or self.rule.is_awaited(command.rank, command.clock),
+            always=lambda: is_here or self.rule.is_awaited(command.worker.rank, command.clock),
         )
 
     def _reserve_assigned(self, command: PushCommand, size: int) -> None:
         """Reserves the bytes of what a script has set. Raises Backlogged if there is no room for them."""
         self._room.assign(
             self.index,
-            command.rank,
+            command.worker.rank,
             size,
             command.principal,
-            always=lambda: self.rule.is_awaited(command.rank, command.clock),
+            always=lambda: self.rule.is_awaited(command.worker.rank, command.clock),
         )
 
     def _count(self, command: PushCommand, contribution: C, ranges: Sequence[DataRange]) -> Staged:
@@ -157,7 +157,7 @@ class Unit(ABC, Generic[C, W, P]):
 
         Raises LimitExceeded, and changes nothing, where the ranges of leased data are in too many pieces.
         """
-        rank = command.rank
+        rank = command.worker.rank
         use = self._data.use(self.index, ranges) if ranges else UNUSED
         if self.pending.pop(rank, None) is not None:
             self._room.release_pending(self.index, rank)

@@ -18,7 +18,7 @@ from ps_runtime.credentials import PLAINTEXT, Access, is_loopback
 from ps_runtime.retry import Peer
 from ps_runtime.signals import await_event
 from ps_runtime.web import Site, serve
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 from ps_server.rpc.position import Position
 
@@ -86,7 +86,7 @@ def serve_page(server: str, host: str, port: int, insecure: bool, access: Access
         raise InvalidRequest(
             f"the page on {host} would be open to all that reach its port: listen on 127.0.0.1, or say --page-insecure"
         )
-    with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
+    with OperatorClient(Peer("coordinator", server, access)) as coordinator:
         coordinator.view(Position())  # what is wrong with the address or the certificates is said here
         bound, stop = serve(host, port, page_site(coordinator.view).app, "the page", "--page-port")
         print(

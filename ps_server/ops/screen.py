@@ -17,7 +17,7 @@ from ps_server.ops.columns import cut, wrapped
 from ps_server.ops.race import race
 from ps_server.ops.status import job_lines, mode_text, process_lines, steps_text
 from ps_server.ops.text import printable
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 
 LEAST_RACE = 5  # lines of a job's race, in however low a window: its head, two workers, how many more, and the fastest
@@ -45,7 +45,7 @@ def watch(
     seen = False
     while True:
         try:
-            with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
+            with OperatorClient(Peer("coordinator", server, access)) as coordinator:
                 for response in coordinator.watch(period):
                     seen = True
                     draw(out, plain(response))

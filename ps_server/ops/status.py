@@ -15,7 +15,7 @@ from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
 from ps_server.ops.columns import folded, lines_of
 from ps_server.ops.text import printable
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 
 FEWER = 1.05  # as many times fewer bytes than sync moves are said; below, they are those of sync with some padding
@@ -49,8 +49,8 @@ def checkpoint_job(server: str, job: str, access: Access = PLAINTEXT) -> str:
 
 
 @contextlib.contextmanager
-def _coordinator(server: str, access: Access) -> Iterator[CoordinatorClient]:
-    with CoordinatorClient(Peer("coordinator", server, access)) as coordinator:
+def _coordinator(server: str, access: Access) -> Iterator[OperatorClient]:
+    with OperatorClient(Peer("coordinator", server, access)) as coordinator:
         try:
             yield coordinator
         except PSError as error:

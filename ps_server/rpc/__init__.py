@@ -4,11 +4,9 @@ auth.py             Tells the principal of a call: by its bearer token, its cert
 call_limits.py      Authenticates and limits every call, and cancels slow peers
 calls_in_flight.py  How many calls each principal has in flight from each host, and all together
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
-convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator
 data_connections.py Calls that a worker makes over a data connection, each as if it came by gRPC
 data_listener.py    Where workers open data connections: a TCP port, and a unix socket
-data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
 figure_messages.py  What processes measure of their own work, as messages, and back
@@ -27,9 +25,9 @@ position.py         Where a reader of views is: what it has been told already
 receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
-row_messages.py     Where the messages of rows become the server's values, and back
 round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards
+shard_messages.py   What a coordinator asks of a shard and hears from it, as values and as messages
 shard_service.py    Serves what the coordinator asks of a shard
 streams.py          Server streams that hold no thread while they wait
 view_messages.py    The view of a cluster as messages: what one caller may see of it

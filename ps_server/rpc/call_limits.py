@@ -25,7 +25,7 @@ from ps_protocol.job import MAX_NAME_LENGTH
 from ps_runtime import audit
 from ps_runtime.background import guarded, start
 from ps_runtime.pools import FairPool, Pool
-from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, Kind, terms, waiting_threads
+from ps_server.core.admission import HELD_SECONDS, WINDOW_BYTES, RequestKind, terms, waiting_threads
 from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.auth import Authenticator, host_of
@@ -195,7 +195,7 @@ class CallLimits:
         self._kept_back: deque[tuple[float, Callable[[], None]]] = deque()  # calls that are refused, and when
         self._second, self._in_second = -math.inf, 0  # since when refusals are counted, and how many there were
         self._pressed_until = -math.inf
-        self._few, self._threads_waiting = waiting_threads(pool), Counter[Kind]()
+        self._few, self._threads_waiting = waiting_threads(pool), Counter[RequestKind]()
         self.answers = FairPool(Pool(pool, "answers"), max(LEAST_ANSWERS, pool // SHARE_OF_ANSWERS))
         self._next = 0
         self._stopping = threading.Event()

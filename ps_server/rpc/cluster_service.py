@@ -16,7 +16,7 @@ from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
-from ps_server.rpc import convert
+from ps_server.rpc import view_messages
 from ps_server.rpc.call_limits import caller_name, in_pool, may_see, what_the_caller_sees
 from ps_server.rpc.permissions import REFLECTION_V1
 from ps_server.rpc.streams import ResponseStream, Send
@@ -69,8 +69,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         answers = self._pool.map(_ask_statistics, (shard for _, shard in shards))
         return cluster_pb2.GetStatusResponse(
             coordinator=self._views.about(),
-            shards=[convert.shard_status(shard, statistics, 0.0, may_see) for shard, statistics in answers],
-            jobs=[convert.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
+            shards=[view_messages.shard_status(shard, statistics, 0.0, may_see) for shard, statistics in answers],
+            jobs=[view_messages.job_status(job) for name, job in sorted(jobs.items()) if may_see(name)],
         )
 
     def _watch_status(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:

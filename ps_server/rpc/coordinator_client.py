@@ -20,14 +20,14 @@ CALL_SECONDS = 10.0
 CHECKPOINT_SECONDS = 310.0
 
 
-class CoordinatorClient:
+class OperatorClient:
     """The coordinator, from the side of operators and shards. Methods make one attempt, and raise PSError."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._channel = open_channel(peer.address, peer.access)
 
-    def __enter__(self) -> CoordinatorClient:
+    def __enter__(self) -> OperatorClient:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -415,12 +415,12 @@ def _stream(guarded: Callable[..., None]) -> Method:
     return carry_out
 
 
-def check_sender(context: Any, job: str, rank: int, incarnation: int) -> None:
+def check_sender(context: Any, sender: Identity) -> None:
     """Raises Forbidden for a request of another worker than the one whose connection it came by."""
     if isinstance(context, ConnectionCall):
         worker = context.worker
-        if (job, rank, incarnation) != (worker.job, worker.rank, worker.incarnation):
+        if (sender.job, sender.rank, sender.incarnation) != (worker.job, worker.rank, worker.incarnation):
             raise Forbidden(
                 f"this data connection is that of worker {worker.rank} of job {worker.job!r} in its place; the request "
-                f"names worker {rank} of job {job!r}"
+                f"names worker {sender.rank} of job {sender.job!r}"
             )

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 
 from ps_protocol.frames import KINDS
+from ps_protocol.identity import Identity
+from ps_protocol.messages import data, rows
+from ps_protocol.messages.envelope import Origin, Request
 from ps_protocol.v1 import data_pb2
 from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
-from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc import data_messages, row_messages
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.data_connections import (
     ConnectionCall,
@@ -26,7 +27,6 @@ from ps_server.rpc.data_connections import (
     method,
 )
 from ps_server.rpc.data_listener import DataListener, Where
-from ps_server.rpc.data_messages import Answers, Request
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.receive_buffers import ReceiveBuffers
 from ps_server.rpc.streams import PullStream, Send
@@ -41,10 +41,10 @@ class DataService:
 
     NAME = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 
-    def __init__(self, shard: Shard, answers: Answers, threads: int = MOST_OF_A_POOL) -> None:
+    def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
         """threads: of each of its pools"""
         self._shard = shard
-        self._answers = answers
+        self._origin = origin
         self.senders = Pool(threads, "send")
         self._push_pool = Pool(threads, "push")
         self._pull_pool = Pool(threads, "pull")
@@ -94,8 +94,12 @@ class DataService:
         for pool in (self._push_pool, self._pull_pool, self.senders):
             pool.shutdown(wait=True)
 
-    def _answers_of(self, call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush) -> Answers:
-        return self._answers.of(call.run or self._shard.run_of(call.job))
+    def _origin_of(self, worker: Identity) -> Origin:
+        return self._origin.of(worker.run or self._shard.run_of(worker.job))
+
+    def _of_this_run(self, worker: Identity) -> Identity:
+        """Returns a caller with the run of its job: a reader, which need not name it, gets one run's weights."""
+        return worker if worker.run else replace(worker, run=self._shard.run_of(worker.job))
 
     def _outbox(self, context: Any, send: Send, write: Any) -> Outbox:
         """Returns where the answers to a pull go."""
@@ -104,84 +108,87 @@ class DataService:
         return PullStream(send, context, self.senders, write)
 
     def _push(self, request: Request, context: grpc.ServicerContext) -> bytes:
-        call = data_messages.push(request)
-        _check_caller(call, context)
-        return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
+        call = data.read_push(request)
+        _check_caller(call.worker, context)
+        staged = self._shard.push(call, caller_name())
+        version = min((each.version for each in staged), default=0)
+        return data.write_pushed(self._origin_of(call.worker), version, sum(each.duplicate for each in staged))
 
     def _push_rows(self, request: Request, context: grpc.ServicerContext) -> bytes:
-        push = row_messages.push(request)
-        _check_caller(push, context)
-        return row_messages.pushed(self._answers_of(push), self._shard.push_rows(push, caller_name()))
+        push = rows.read_push(request)
+        _check_caller(push.worker, context)
+        staged = self._shard.push_rows(push, caller_name())
+        return rows.write_pushed(self._origin_of(push.worker), staged.version, staged.duplicate)
 
     def _push_table(self, request: Request, context: grpc.ServicerContext) -> bytes:
-        push = row_messages.push_table(request)
-        _check_caller(push, context)
-        return row_messages.begun(self._answers_of(push), self._shard.push_rows(push, caller_name()))
+        push = rows.read_table_push(request)
+        _check_caller(push.worker, context)
+        staged = self._shard.push_rows(push, caller_name())
+        duplicate, begun = staged.duplicate and staged.kept, staged.duplicate and not staged.kept
+        answer = rows.TablePushed(staged.version, duplicate, begun, staged.seed)
+        return rows.write_table_pushed(self._origin_of(push.worker), answer)
 
     def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        worker, offer = data_messages.attach_request(request)
+        worker, offer = data.read_attach(request)
         check_job(worker.job)
-        self._shard.attach(worker.job, worker.rank, worker.incarnation, offer, worker.key, worker.run)
-        return self._answers.of(worker.run).attached()
+        self._shard.attach(worker, offer)
+        return data.write_attached(self._origin.of(worker.run))
 
     def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        worker = data_messages.open_request(request)
+        worker = data.read_open(request)
         check_job(worker.job)
-        self._shard.check_worker(worker.job, worker.rank, worker.incarnation, worker.key, worker.run)
+        self._shard.check_worker(worker)
         shown = tuple((name, value) for name, value in context.invocation_metadata() or () if name == "authorization")
         opener = Opener(worker, context.peer(), shown, context.auth_context(), caller_name())
-        ticket = self._tickets.issue(opener)
+        ticket, origin = self._tickets.issue(opener), self._origin.of(worker.run)
         if self._listener is None:
-            return self._answers.of(worker.run).opened(ticket, 0, "", 0)
+            return data.write_opened(origin, ticket, 0, "", 0)
         places = self._listener.places
-        return self._answers.of(worker.run).opened(ticket, places.port, places.location, places.inode)
+        return data.write_opened(origin, ticket, places.port, places.location, places.inode)
 
     def _admit(self, opener: Opener, end: Any) -> Any:
-        worker = opener.worker
-        return self._shard.connect(worker.job, worker.rank, worker.incarnation, end, worker.key, worker.run)
+        return self._shard.connect(opener.worker, end)
 
     def _pull(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        call = data_messages.pull(request)
-        _check_caller(call, context)
-        call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
-        outbox = self._outbox(context, send, self._answers_of(call).pulled)
+        call = data.read_pull(request)
+        _check_caller(call.worker, context)
+        call = replace(call, worker=self._of_this_run(call.worker))
+        outbox = self._outbox(context, send, partial(data.write_pulled, self._origin_of(call.worker)))
         self._shard.pull(call, outbox, caller_name())
 
     def _exchange(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        push, pull = data_messages.exchange(request)
-        _check_caller(push, context)
-        outbox = self._outbox(context, send, self._answers_of(push).exchanged)
+        push, pull = data.read_exchange(request)
+        _check_caller(push.worker, context)
+        outbox = self._outbox(context, send, partial(data.write_exchanged, self._origin_of(push.worker)))
         self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        call = row_messages.pull(request)
-        _check_caller(call, context)
-        call = replace(call, run=call.run or self._shard.run_of(call.job))  # as _pull
-        outbox = self._outbox(context, send, partial(row_messages.pulled, self._answers_of(call)))
+        call = rows.read_pull(request)
+        _check_caller(call.worker, context)
+        call = replace(call, worker=self._of_this_run(call.worker))
+        outbox = self._outbox(context, send, partial(rows.write_pulled, self._origin_of(call.worker)))
         self._shard.pull(call, outbox, caller_name())
 
     def _exchange_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        push, pull = row_messages.exchange(request)
-        _check_caller(push, context)
-        outbox = self._outbox(context, send, partial(row_messages.exchanged, self._answers_of(push)))
+        push, pull = rows.read_exchange(request)
+        _check_caller(push.worker, context)
+        outbox = self._outbox(context, send, partial(rows.write_exchanged, self._origin_of(push.worker)))
         self._shard.exchange(push, pull, outbox, caller_name())
 
     def _pull_table(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        call = row_messages.pull_table(request)
-        _check_caller(call, context)
-        outbox = self._outbox(context, send, partial(row_messages.pulled_table, self._answers_of(call)))
+        call = rows.read_table_pull(request)
+        _check_caller(call.worker, context)
+        outbox = self._outbox(context, send, partial(rows.write_pulled_table, self._origin_of(call.worker)))
         self._shard.pull(call, outbox, caller_name())
 
     def _pull_state(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        call = data_messages.pull_state(request)
-        _check_caller(call, context)
-        outbox = self._outbox(context, send, self._answers_of(call).state)
+        call = data.read_pull_state(request)
+        _check_caller(call.worker, context)
+        outbox = self._outbox(context, send, partial(data.write_state, self._origin_of(call.worker)))
         self._shard.pull_state(call, outbox, caller_name())
 
 
-def _check_caller(
-    call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush, context: grpc.ServicerContext
-) -> None:
+def _check_caller(worker: Identity, context: grpc.ServicerContext) -> None:
     """Raises Forbidden for a job that the caller may not use, or a worker that it is not."""
-    check_job(call.job)
-    check_sender(context, call.job, call.rank, call.incarnation)
+    check_job(worker.job)
+    check_sender(context, worker)

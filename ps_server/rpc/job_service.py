@@ -9,11 +9,11 @@ import grpc
 
 from ps_protocol.convert import job_spec
 from ps_protocol.errors import NotFound
+from ps_protocol.messages.workers import shard_map_message
 from ps_protocol.stages import MAX_STAGES
 from ps_protocol.v1 import jobs_pb2, jobs_pb2_grpc
 from ps_protocol.versions import VERSION, check_worker_version
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.rpc import convert
 from ps_server.rpc.call_limits import caller_name, check_job
 from ps_server.rpc.layout_messages import layout_of
 
@@ -39,7 +39,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):  # type: ignore[misc,unused-
             job_spec(request.spec), request.launch, request.memory_place, caller_name()
         )
         return jobs_pb2.RegisterJobResponse(
-            shard_map=convert.shard_map(self._coordinator.shards(), job.placed.placement),
+            shard_map=shard_map_message(self._coordinator.shard_map(job.placed.placement)),
             created=created,
             bucket_bytes=job.spec.bucket_bytes,
             run=job.placed.run,

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 
 from ps_protocol.convert import data_range_messages
+from ps_protocol.messages.workers import read_lease
 from ps_protocol.v1 import leases_pb2, leases_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job
 
 
@@ -28,6 +28,6 @@ class DataLeaseService(leases_pb2_grpc.DataLeaseServiceServicer):  # type: ignor
     def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker = request.worker
         check_job(worker.job)
-        data, asked = self._coordinator.job(worker.job, worker.run).data, convert.lease_request(request)
+        data, asked = self._coordinator.job(worker.job, worker.run).data, read_lease(request)
         lease = data.lease((worker.rank, worker.incarnation), worker.lease_key, asked)
         return leases_pb2.LeaseDataResponse(ranges=data_range_messages(lease.ranges), complete=lease.complete)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import grpc
 
-from ps_protocol.errors import PSError
+from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.identity import Identity
 from ps_protocol.job import MAX_SCRIPT_BYTES
+from ps_protocol.messages.workers import JoinResult, SavedState, ShardPushed, read_join, write_joined
 from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.members import Roster
+from ps_server.core.membership import Counted, NamedProcess
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc import convert, figure_messages
+from ps_server.core.validation import check_host, check_launch
+from ps_server.rpc import figure_messages
 from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
 
@@ -69,9 +74,20 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def Join(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
         rank = request.rank if request.HasField("rank") else None
-        result = self._coordinator.join(request.job, rank, convert.join_request(request))
-        where = convert.shard_map(self._coordinator.shards(), result.placement)
-        return convert.join_response(request.job, result, self._coordinator.lease, where)
+        joined = self._coordinator.join(request.job, rank, read_join(request))
+        member, state = joined.member, joined.state
+        result = JoinResult(
+            Identity(request.job, member.rank, member.incarnation, member.key, joined.run),
+            joined.clock,
+            self._coordinator.lease,
+            self._coordinator.shard_map(joined.placement),
+            joined.restore_count,
+            SavedState(*state) if state is not None else None,
+            member.pushed,
+            _pushed(member.on_shards),
+            joined.continued,
+        )
+        return write_joined(result)
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
@@ -114,7 +130,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
     def SaveWorkerState(self, request: Any, context: grpc.ServicerContext) -> Any:
         worker, state = request.worker, request.state
         check_job(worker.job)
-        identity, told = (worker.rank, worker.incarnation, worker.lease_key), convert.told(request)
+        identity, told = (worker.rank, worker.incarnation, worker.lease_key), _told(request)
         job = self._coordinator.job(worker.job, worker.run)
         if told is not None or request.script_request:
             job.members.check(*identity)
@@ -128,7 +144,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(worker.job)
         identity = worker.job, worker.rank, worker.incarnation
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
-        told = convert.told(request)
+        told = _told(request)
         if told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
             with suppress(PSError):  # it has lost its place, and leaves all the same
                 job = self._coordinator.job(worker.job, worker.run)
@@ -144,5 +160,31 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
     def ReportWorkerEnd(self, request: Any, context: grpc.ServicerContext) -> Any:
         check_job(request.job)
-        process = convert.worker_process(request)
+        process = _process(request)
         return membership_pb2.ReportWorkerEndResponse(ranks=self._coordinator.job(request.job).expire(process))
+
+
+def _pushed(on_shards: Mapping[int, Counted]) -> dict[int, ShardPushed]:
+    """Returns how far a rank had pushed on each shard; nothing, if one of them does not say."""
+    if any(counted.further is None for counted in on_shards.values()):
+        return {}
+    return {
+        shard: ShardPushed(counted.pushed, counted.further or {})
+        for shard, counted in on_shards.items()
+        if counted.pushed is not None
+    }
+
+
+def _told(request: membership_pb2.SaveWorkerStateRequest | membership_pb2.LeaveRequest) -> tuple[int, bytes] | None:
+    """Returns the state of a worker's script in a request: its clock then, and the content."""
+    return (request.script.clock, request.script.content) if request.HasField("script") else None
+
+
+def _process(request: membership_pb2.ReportWorkerEndRequest) -> NamedProcess:
+    """Returns the process that a launcher has seen end. Raises InvalidRequest unless it is named as a worker names
+    itself."""
+    check_host(request.host)
+    check_launch(request.launch)
+    if not request.launch or not request.pid:
+        raise InvalidRequest(f"a process is named by its launch and pid, got {request.launch!r} and {request.pid}")
+    return NamedProcess(request.launch, request.host, request.pid, request.incarnation)

@@ -11,28 +11,28 @@ from functools import partial
 import grpc
 
 from ps_protocol.errors import TryLater
-from ps_server.core.admission import Changes, Kind, Origin, RequestPlaces, Terms
+from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestPlaces, Terms
 
 # Of methods by name; all others are quick.
 KINDS = {
-    "/ps_protocol.v1.DataService/Exchange": Kind.EXCHANGE,
-    "/ps_protocol.v1.DataService/ExchangeRows": Kind.EXCHANGE,
-    "/ps_protocol.v1.DataService/PullRows": Kind.DATA,  # it brings the ids
-    "/ps_protocol.v1.DataService/Push": Kind.DATA,
-    "/ps_protocol.v1.DataService/PushRows": Kind.DATA,
-    "/ps_protocol.v1.DataService/PushTable": Kind.DATA,
-    "/ps_protocol.v1.JobService/RegisterJob": Kind.LARGE,
-    "/ps_protocol.v1.MembershipService/Leave": Kind.LARGE,  # it brings what SaveWorkerState does
-    "/ps_protocol.v1.MembershipService/SaveWorkerState": Kind.LARGE,
-    "/ps_protocol.v1.RoundService/GatherValues": Kind.LARGE,
-    "/ps_protocol.v1.ShardService/CreateJob": Kind.LARGE,
-    "/ps_protocol.v1.ShardService/RestoreJob": Kind.LARGE,
+    "/ps_protocol.v1.DataService/Exchange": RequestKind.EXCHANGE,
+    "/ps_protocol.v1.DataService/ExchangeRows": RequestKind.EXCHANGE,
+    "/ps_protocol.v1.DataService/PullRows": RequestKind.DATA,  # it brings the ids
+    "/ps_protocol.v1.DataService/Push": RequestKind.DATA,
+    "/ps_protocol.v1.DataService/PushRows": RequestKind.DATA,
+    "/ps_protocol.v1.DataService/PushTable": RequestKind.DATA,
+    "/ps_protocol.v1.JobService/RegisterJob": RequestKind.LARGE,
+    "/ps_protocol.v1.MembershipService/Leave": RequestKind.LARGE,  # it brings what SaveWorkerState does
+    "/ps_protocol.v1.MembershipService/SaveWorkerState": RequestKind.LARGE,
+    "/ps_protocol.v1.RoundService/GatherValues": RequestKind.LARGE,
+    "/ps_protocol.v1.ShardService/CreateJob": RequestKind.LARGE,
+    "/ps_protocol.v1.ShardService/RestoreJob": RequestKind.LARGE,
 }
 
 
-def kind_of(method: str) -> Kind:
+def kind_of(method: str) -> RequestKind:
     """Returns the kind of a method's requests."""
-    return KINDS.get(method, Kind.QUICK)
+    return KINDS.get(method, RequestKind.QUICK)
 
 
 class Refused(Exception):
@@ -63,7 +63,7 @@ class _Call:
 class Receiving:
     """The places of each kind of request. Thread-safe."""
 
-    def __init__(self, kinds: Mapping[Kind, Terms]) -> None:
+    def __init__(self, kinds: Mapping[RequestKind, Terms]) -> None:
         self._lock = threading.Lock()
         self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
         self._was_broken_off = False
@@ -176,7 +176,7 @@ class Receiving:
             return Refused(kind.held_seconds(origin, time.monotonic()))
 
 
-def _decide(changes: Changes[_Call]) -> list[_Call]:
+def _decide(changes: AdmissionChanges[_Call]) -> list[_Call]:
     """Notes what was decided, under the lock; returns the calls to tell without it."""
     for call in changes.admitted:
         call.is_admitted = True

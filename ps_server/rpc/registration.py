@@ -14,7 +14,7 @@ from ps_runtime.background import guarded, start
 from ps_runtime.retry import Peer
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.shards import SHARD_CALL_SECONDS
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 
 log = logging.getLogger("ps_server")
 
@@ -23,7 +23,7 @@ FIRST_CALL_SECONDS = 0.25  # between calls until the coordinator knows the shard
 QUIET_SECONDS = 10.0
 
 
-class Registration:
+class ShardRegistration:
     """Tells the coordinator every few seconds that this shard is here, for as long as it is.
 
     process:       the number that this process chose when it started
@@ -57,7 +57,7 @@ class Registration:
         self._troubles = Troubles(log, "registration")
         self._heard = time.monotonic()  # when the coordinator answered last
         self._stopping = threading.Event()
-        self._client = CoordinatorClient(coordinator)
+        self._client = OperatorClient(coordinator)
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         start(self._thread)
 
@@ -69,7 +69,7 @@ class Registration:
 
     def checkpoint(self, job: str, seconds: float) -> None:
         """Asks the coordinator for a checkpoint; logs a warning if there is none."""
-        with CoordinatorClient(self._coordinator) as coordinator:
+        with OperatorClient(self._coordinator) as coordinator:
             try:
                 coordinator.checkpoint_job(job, seconds)
             except PSError as error:

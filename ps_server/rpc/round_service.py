@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from ps_protocol.messages.workers import RoundNews, read_gather, write_round_news
 from ps_protocol.v1 import rounds_pb2, rounds_pb2_grpc
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.rounds import Standing
-from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
 
@@ -30,13 +30,11 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
         rounds_pb2_grpc.add_RoundServiceServicer_to_server(self, server)
 
     def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
-        worker = request.worker
-        check_job(worker.job)
+        asked = read_gather(request)
+        check_job(asked.worker.job)
         stream = ResponseStream(send, context, self._senders)
-        asked = convert.gather_request(request)
-        stream.on_close(
-            self._coordinator.job(worker.job, worker.run).rounds.gather_values(asked, _RoundListener(stream))
-        )
+        job = self._coordinator.job(asked.worker.job, asked.worker.run)
+        stream.on_close(job.rounds.gather_values(asked, _RoundListener(stream)))
 
 
 class _RoundListener:
@@ -47,7 +45,12 @@ class _RoundListener:
         self.finish, self.fail = stream.finish, stream.fail
 
     def tell(self, standing: Standing) -> None:
-        for response in convert.gather_responses(standing):
+        complete = standing.complete
+        values, refused = (dict(complete.values), complete.refused) if complete is not None else ({}, "")
+        news = RoundNews(
+            standing.number, complete is not None, values, refused, standing.waiting_for, standing.step_wanted
+        )
+        for response in write_round_news(news):
             self._stream.put(lambda response=response: response)  # type: ignore[misc]
         if standing.complete is not None:
             self.finish()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
-from ps_protocol.convert import duration, job_spec_message
+from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Deposed, Fenced, Unreachable
 from ps_protocol.job import JobSpec
 from ps_protocol.v1 import shard_pb2
@@ -22,9 +22,9 @@ from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.membership import Arrival, Counted
-from ps_server.core.snapshot import RestoreProgress, ShardSnapshot, StoredPart
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, ShardSnapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
-from ps_server.rpc import convert
+from ps_server.rpc import shard_messages
 
 STATUS_SECONDS = 2.0
 
@@ -74,12 +74,12 @@ class ShardClient:
         if len(requests) > 1 and self._takes_several:
             with self._unless_earlier():
                 answer = self._call(self._stub.AddWorkers, shard_pb2.AddWorkersRequest(workers=requests))
-                return [convert.added(each) for each in answer.workers]
+                return [shard_messages.added(each) for each in answer.workers]
         return [self._added(request) for request in requests]
 
     def _added(self, request: Any) -> Counted | Fenced:
         try:
-            return convert.counted(self._call(self._stub.AddWorker, request))
+            return shard_messages.counted(self._call(self._stub.AddWorker, request))
         except Fenced as error:
             return error
 
@@ -106,64 +106,28 @@ class ShardClient:
     def committed(self, job: str, run: str) -> Committed | None:
         """Returns the leased data that every bucket that trains there has had; None if there is no such bucket."""
         request = shard_pb2.GetCommittedDataRequest(job=job, run=run)
-        return convert.committed(self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds)))
-
-    def begin_snapshot(
-        self,
-        job: str,
-        checkpoint: str,
-        clock: int | None,
-        run: str,
-        refusal: float,
-        last_incarnation: int,
-        kept: Collection[str] = (),
-        built_on: str = "",
-    ) -> None:
-        """Has the shard take its part of a checkpoint."""
-        request = shard_pb2.BeginSnapshotRequest(
-            job=job,
-            checkpoint=checkpoint,
-            clock=clock,
-            run=run,
-            last_incarnation=last_incarnation,
-            kept_checkpoints=kept,
-            base_sha256=bytes.fromhex(built_on),
+        return shard_messages.committed(
+            self._call(self._stub.GetCommittedData, request, min(STATUS_SECONDS, self._seconds))
         )
-        if refusal:
-            request.refusal_duration.CopyFrom(duration(refusal))
-        self._call(self._stub.BeginSnapshot, request)
+
+    def begin_snapshot(self, request: SnapshotRequest) -> None:
+        """Has the shard take its part of a checkpoint."""
+        self._call(self._stub.BeginSnapshot, shard_messages.snapshot_message(request))
 
     def await_snapshot(self, job: str, checkpoint: str, run: str) -> ShardSnapshot:
         """Returns the shard's part, once it is on disk. Raises TryLater after a few seconds."""
         request = shard_pb2.AwaitSnapshotRequest(job=job, checkpoint=checkpoint, run=run)
-        return convert.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
+        return shard_messages.shard_snapshot(self._call(self._stub.AwaitSnapshot, request))
 
-    def restore_job(
-        self,
-        spec: JobSpec,
-        buckets: list[int],
-        checkpoint: str,
-        last_incarnation: int,
-        run: str,
-        own: Sequence[StoredPart],
-        shards: int,
-    ) -> RestoreProgress:
+    def restore_job(self, request: RestoreRequest) -> RestoreProgress:
         """Has the shard hold a job as a checkpoint has it; answers within seconds how far it is."""
-        request = shard_pb2.RestoreJobRequest(
-            spec=job_spec_message(spec),
-            buckets=buckets,
-            checkpoint=checkpoint,
-            last_incarnation=last_incarnation,
-            run=run,
-            own_file=convert.file_message(own[-1]) if own else None,
-            shard_count=shards,
-            base_files=map(convert.file_message, own[:-1]),
+        return shard_messages.restore_progress(
+            self._call(self._stub.RestoreJob, shard_messages.restore_message(request))
         )
-        return convert.restore_progress(self._call(self._stub.RestoreJob, request))
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""
-        return convert.shard_statistics(self._status())
+        return shard_messages.shard_statistics(self._status())
 
     def process(self) -> int:
         """Returns the number of the process that answers at the shard's address."""

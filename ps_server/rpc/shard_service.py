@@ -8,17 +8,17 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import job_spec, seconds
+from ps_protocol.convert import job_spec
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import WORKERS_A_CALL
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc import convert, figure_messages
+from ps_server.rpc import figure_messages, shard_messages
 from ps_server.rpc.call_limits import in_pool, may_see
 from ps_server.shard.shard import Shard
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 
 AWAIT_SECONDS = 5.0
 RESTORE_SECONDS = 2.0  # after which a call is told how far a restore is
@@ -41,7 +41,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         self._shard = shard
         self._limits = limits
         self._process = process
-        self._terms = Terms()
+        self._terms = CoordinatorTerms()
         for method in shard_pb2.DESCRIPTOR.services_by_name["ShardService"].methods:
             setattr(self, method.name, in_pool(getattr(self, method.name), pool))
 
@@ -64,15 +64,15 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
 
     def AddWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
-        worker, each = request.worker, convert.arrival(request)
+        worker, each = request.worker, shard_messages.arrival(request)
         identity = worker.job, each.rank, each.incarnation
-        return convert.add_worker_response(self._shard.add_worker(*identity, each.clock, each.key, worker.run))
+        return shard_messages.add_worker_response(self._shard.add_worker(*identity, each.clock, each.key, worker.run))
 
     def AddWorkers(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
         job, run = _of_all([each.worker for each in request.workers])
-        added = self._shard.add_workers(job, [convert.arrival(each) for each in request.workers], run)
-        return shard_pb2.AddWorkersResponse(workers=map(convert.added_worker, added))
+        added = self._shard.add_workers(job, [shard_messages.arrival(each) for each in request.workers], run)
+        return shard_pb2.AddWorkersResponse(workers=map(shard_messages.added_worker, added))
 
     def RemoveWorker(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
@@ -88,40 +88,33 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
 
     def GetCommittedData(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
-        return convert.committed_response(*self._shard.committed(request.job, request.run))
+        return shard_messages.committed_response(*self._shard.committed(request.job, request.run))
 
     def BeginSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
-        clock = request.clock if request.HasField("clock") else None
-        refusal = seconds(request.refusal_duration)
-        last = request.last_incarnation
-        kept = tuple(request.kept_checkpoints)
-        base = request.base_sha256.hex()
-        self._shard.begin_snapshot(request.job, request.checkpoint, clock, request.run, refusal, last, kept, base)
+        self._shard.begin_snapshot(shard_messages.snapshot_request(request))
         return shard_pb2.BeginSnapshotResponse()
 
     def AwaitSnapshot(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
         seconds = _within(context, AWAIT_SECONDS)
         snapshot = self._shard.await_snapshot(request.job, request.checkpoint, seconds, request.run)
-        return convert.await_snapshot_response(snapshot)
+        return shard_messages.await_snapshot_response(snapshot)
 
     def RestoreJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term)
-        spec = job_spec(request.spec)
-        check_job_spec(spec, self._limits)
-        check_coordinator_run(request.run)
-        wanted = spec, list(request.buckets), request.checkpoint, request.last_incarnation, request.run
-        shards, seconds = request.shard_count or 1, _within(context, RESTORE_SECONDS)
-        progress = self._shard.restore_job(*wanted, convert.own_files(request), shards, seconds)
-        return convert.restore_response(progress)
+        wanted = shard_messages.restore_request(request)
+        check_job_spec(wanted.spec, self._limits)
+        check_coordinator_run(wanted.run)
+        progress = self._shard.restore_job(wanted, _within(context, RESTORE_SECONDS))
+        return shard_messages.restore_response(progress)
 
     def GetShardStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._terms.check(request.coordinator_term, is_look=True)
         statistics = self._shard.statistics_with_figures()
         figures = statistics.figures
         return shard_pb2.GetShardStatusResponse(
-            jobs=[convert.shard_job_status(name, job) for name, job in statistics.jobs.items() if may_see(name)],
+            jobs=[shard_messages.shard_job_status(name, job) for name, job in statistics.jobs.items() if may_see(name)],
             figures=figure_messages.shard_message(figures) if figures is not None else None,
             process=self._process,
         )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from ps_protocol.convert import duration, timestamp
-from ps_protocol.figures import PHASES
+from ps_protocol.convert import consistency_message, duration, timestamp, worker_figures_message
+from ps_protocol.figures import PHASES, WorkerFigures
 from ps_protocol.v1 import cluster_pb2, figures_pb2
 from ps_server.coordinator.events import Event
-from ps_server.rpc import convert
-from ps_server.rpc.convert import Sees
+from ps_server.coordinator.shards import RegisteredShard
+from ps_server.core.membership import Member
+from ps_server.core.statistics import JobStatistics, ShardStatistics
+from ps_server.rpc import figure_messages, shard_messages
 from ps_server.view.finished import EndedJobView
 from ps_server.view.history import Samples
 from ps_server.view.making import logged_means
 from ps_server.view.view import JobView, ShardView, ShardWork, View, WorkerView
+
+Sees = Callable[[str], bool]  # whether a caller may be told of a job
 
 
 def view_response(
@@ -26,8 +30,8 @@ def view_response(
     return cluster_pb2.WatchStatusResponse(
         status=cluster_pb2.GetStatusResponse(
             coordinator=coordinator,
-            shards=[convert.shard_status(shard.shard, shard.statistics, shard.silent, sees) for shard in view.shards],
-            jobs=[convert.job_status(job.statistics) for job in jobs.values()],
+            shards=[shard_status(shard.shard, shard.statistics, shard.silent, sees) for shard in view.shards],
+            jobs=[job_status(job.statistics) for job in jobs.values()],
         ),
         view_time=timestamp(view.time),
         lease_duration=duration(view.lease),
@@ -137,3 +141,86 @@ def _shard(shard: ShardView, sees: Sees) -> cluster_pb2.ShardView:
         spent = sum(each.applies * each.apply_seconds for each in work if each.apply_seconds is not None)
         message.apply_duration.CopyFrom(duration(spent / applies))
     return message
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+def shard_status(
+    shard: RegisteredShard, statistics: ShardStatistics | None, silent: float, sees: Sees
+) -> cluster_pb2.ShardStatus:
+    """Returns a shard's status for a caller, which may not see all jobs that the shard tells the coordinator of.
+
+    statistics: its last ones; None: it has not answered
+    silent:     for so many seconds it has answered nothing
+    """
+    jobs, figures = (statistics.jobs, statistics.figures) if statistics is not None else ({}, None)
+    return cluster_pb2.ShardStatus(
+        index=shard.index,
+        address=shard.address,
+        metrics_address=shard.metrics_address,
+        pid=shard.pid,
+        reachable=statistics is not None and not silent,
+        restart_count=shard.restart_count,
+        figures=figure_messages.shard_message(figures) if figures is not None else None,
+        jobs=[shard_messages.shard_job_status(name, job) for name, job in sorted(jobs.items()) if sees(name)],
+    )
+
+
+def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
+    """Returns how a job is."""
+    status = cluster_pb2.JobStatus(
+        name=job.name,
+        run=job.run,
+        consistency=consistency_message(job.consistency),
+        local_steps=job.local_steps,
+        local_fragments=job.local_fragments,
+        round_duration=duration(job.local_seconds) if job.local_seconds else None,
+        trained_bytes=job.trained_bytes,
+        world_size=job.world_size,
+        started=job.started,
+        parameter_bytes=job.parameter_bytes,
+        bucket_count=job.buckets,
+        imbalance=job.imbalance,
+        restore_count=job.restore_count,
+        lost_step_count=job.lost_steps,
+        redone_step_count=job.redone_steps,
+        rejoining_ranks=job.rejoining,
+        absent_ranks=job.absent,
+        workers=[
+            _worker_status(worker, job.now, job.figures.get((worker.rank, worker.incarnation)))
+            for worker in job.workers
+        ],
+        loaders=[
+            cluster_pb2.LoaderStatus(
+                loader=loader,
+                pass_number=progress.pass_number,
+                sample_count=progress.samples,
+                committed_count=progress.committed,
+                leased_count=progress.leased,
+                returned_count=progress.returned,
+            )
+            for loader, progress in job.loaders.items()
+        ],
+    )
+    if job.checkpoints is not None and job.checkpoints.name is not None:
+        status.last_checkpoint.name, status.last_checkpoint.clock = job.checkpoints.name, job.checkpoints.clock
+        status.last_checkpoint.missing_ranks.extend(job.checkpoints.without)
+    return status
+
+
+def _worker_status(worker: Member, now: float, figures: WorkerFigures | None) -> cluster_pb2.WorkerStatus:
+    status = cluster_pb2.WorkerStatus(
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        clock=worker.clock,
+        pid=worker.pid,
+        host=worker.host,
+        metrics_address=worker.metrics_address,
+        launch=worker.launch,
+        lease_duration=duration(max(0.0, worker.expires - now)),
+        figures=worker_figures_message(figures) if figures is not None else None,
+    )
+    if worker.since:
+        status.join_time.FromMilliseconds(int(worker.since * 1e3))
+    return status

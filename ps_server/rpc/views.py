@@ -16,10 +16,9 @@ from ps_protocol.v1 import cluster_pb2
 from ps_runtime.version import version
 from ps_server.coordinator.events import EventLog
 from ps_server.core.limits import LONGEST_WATCH, SHORTEST_WATCH
-from ps_server.rpc.convert import Sees
 from ps_server.rpc.position import Position, position
 from ps_server.rpc.streams import ResponseStream
-from ps_server.rpc.view_messages import event_messages, finished_message, history_message, view_response
+from ps_server.rpc.view_messages import Sees, event_messages, finished_message, history_message, view_response
 from ps_server.view.finished import EndedJobView
 from ps_server.view.view import View
 from ps_server.view.watch import LOOK_SECONDS, Watch

@@ -19,7 +19,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ps_protocol.errors import (
     CheckpointDamaged,
@@ -44,7 +43,7 @@ from ps_server.core.budget import JobRoom, PrincipalBudget, room_for
 from ps_server.core.commands import RestoreSnapshot
 from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.placement import Place
-from ps_server.core.snapshot import RestoreProgress, StoredPart, TableSnapshot, VersionRange, joined
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, TableSnapshot, VersionRange, joined
 from ps_server.failpoints import failpoint
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
@@ -52,24 +51,6 @@ from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Threads
 from ps_server.storage.checkpoints import CheckpointStore, Wanted, wanted
 from ps_server.storage.row_files import RowFiles
-
-
-@dataclass(frozen=True)
-class RestoreRequest:
-    """What a coordinator asks for: the job with some of its buckets as of a checkpoint, and whom it fences.
-
-    own:    the file that has the buckets, the last one, and those that it builds on, oldest first, on a disk of this
-            shard's own; none: as the manifest says, which all share
-    shards: how many have a part of the job's tables
-    """
-
-    spec: JobSpec
-    buckets: tuple[int, ...]
-    checkpoint: str
-    last_incarnation: int
-    run: str = ""
-    own: tuple[StoredPart, ...] = ()
-    shards: int = 1
 
 
 class Restoring:

@@ -29,7 +29,9 @@ from ps_protocol.errors import (
     TryLater,
     UnknownWorker,
 )
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.rows import RowsPull, RowsPush
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pushed_bytes
 from ps_protocol.segment_layout import PAGE_BYTES, SegmentMap, segment_plan
@@ -38,7 +40,6 @@ from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
 from ps_server.core.limits import share
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import RowsPull, RowsPush
 from ps_server.core.snapshot import Snapshot
 from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
@@ -254,13 +255,18 @@ class HostedJob:
         if run and run != self.run:
             raise NotFound(f"this shard does not know run {run} of job {self.name!r} yet")
 
-    def segment(self, rank: int, incarnation: int, key: bytes = b"") -> SegmentMap:
+    def check_worker(self, worker: Identity) -> None:
+        """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
+        with self.lock:
+            self.state.check_worker(worker)
+
+    def segment(self, worker: Identity) -> SegmentMap:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
-            self.state.check_worker(rank, incarnation, key)
-            attached = self.of_workers.segments.get(rank)
-        if attached is None or attached.incarnation != incarnation:
-            raise NotShared(f"worker {rank} has attached no segment here")
+            self.state.check_worker(worker)
+            attached = self.of_workers.segments.get(worker.rank)
+        if attached is None or attached.incarnation != worker.incarnation:
+            raise NotShared(f"worker {worker.rank} has attached no segment here")
         return attached.segment
 
     def segment_bytes(self, row_bytes: int) -> int:
@@ -285,34 +291,36 @@ class HostedJob:
         if push.place is None:
             return push
         dim = self.state.row_checker.table(push.table).rows.dim
-        memory = self._row_memory(push)
+        memory = self._row_memory(push.worker)
         return replace(push, payload=memory.array(push.place, pushed_bytes(push.count, dim), np.uint8).copy().data)
 
     def with_ids(self, pull: RowsPull) -> tuple[RowsPull, torch.Tensor | None]:
         """Returns a pull with a copy of the ids that it has in the segment, and where its rows go: [n, dim]."""
         if pull.places is None:
             return pull, None
-        memory, (ids, count, rows) = self._row_memory(pull), pull.places
+        memory, (ids, count, rows) = self._row_memory(pull.worker), pull.places
         dim = self.state.row_checker.table(pull.table).rows.dim
         payload = memory.array(ids, ID_BYTES * count, np.uint8).copy().data
         return replace(pull, payload=payload), memory.rows(rows, count, dim)
 
-    def _row_memory(self, call: RowsPush | RowsPull) -> RowMemory:
+    def _row_memory(self, worker: Identity) -> RowMemory:
         """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
         with self.lock:
-            self.state.check_worker(call.rank, call.incarnation, call.key)
-            attached = self.of_workers.row_memory.get(call.rank)
-        if attached is None or attached.incarnation != call.incarnation:
-            raise NotShared(f"worker {call.rank} has attached no segment for rows here")
+            self.state.check_worker(worker)
+            attached = self.of_workers.row_memory.get(worker.rank)
+        if attached is None or attached.incarnation != worker.incarnation:
+            raise NotShared(f"worker {worker.rank} has attached no segment for rows here")
         return attached.memory
 
-    def connect(self, rank: int, connected: Connected, key: bytes) -> Callable[[], None]:
+    def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
         """Notes a worker's data connection, in place of an earlier one, which ends; returns what forgets it.
 
+        end: ends it
         Raises UnknownWorker or Fenced unless the worker is live.
         """
+        rank, connected = worker.rank, Connected(worker.incarnation, end)
         with self.lock:
-            self.state.check_worker(rank, connected.incarnation, key)
+            self.state.check_worker(worker)
             before, self.of_workers.connected[rank] = self.of_workers.connected.get(rank), connected
         if before is not None:
             before.end()
@@ -398,7 +406,9 @@ class HostedJob:
     def saves_state(self, pull: Pull, version: int) -> bool:
         """Whether what a pull gets is in a checkpoint for which its worker is to save its own state."""
         task = self.snapshot_task
-        return task is not None and pull.incarnation != READER and task.tells(pull.rank, pull.clock, version)
+        return (
+            task is not None and pull.worker.incarnation != READER and task.tells(pull.worker.rank, pull.clock, version)
+        )
 
     def check_taken(self, rank: int, unit: int, clock: int) -> None:
         """Raises TryLater for a new push that would not be in the last snapshot. The caller holds `lock`."""
@@ -495,7 +505,7 @@ def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:
     """Returns what each worker waits for, by rank."""
     ranks: dict[int, list[Waiter]] = {}
     for waiter in waiters:
-        ranks.setdefault(waiter.pull.rank, []).append(waiter)
+        ranks.setdefault(waiter.pull.worker.rank, []).append(waiter)
     return tuple(
         Wait(
             rank,

@@ -19,12 +19,13 @@ import torch
 
 from ps_protocol.codecs import Cast, Codec, plain_codec, row_codec, weight_codec
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket, PulledState
+from ps_protocol.messages.rows import PulledRows, PulledTable, RowsPull, TablePull
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import bytes_of
 from ps_server.core.buckets import Bucket
 from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
-from ps_server.core.requests import PullCall, RowsPull, TablePull
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.budgets import PulledBuckets
@@ -33,15 +34,9 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
 from ps_server.shard.waiting import (
     READER,
-    BucketTimes,
     Lent,
-    Notice,
     Outbox,
     Pull,
-    PulledBucket,
-    PulledRows,
-    PulledState,
-    PulledTable,
     Waiter,
 )
 from ps_server.storage.tensor_file import file_chunks
@@ -79,8 +74,8 @@ class Pulls:
 
     def check(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> Pull:
         """Returns a pull to `ask` for. Raises what is wrong with it. principal: whose it is"""
-        rank, incarnation, indices, shared = call.rank, call.incarnation, call.buckets, call.in_segment
-        segment = job.segment(rank, incarnation, call.key) if shared else None
+        worker, indices, shared = call.worker, call.buckets, call.in_segment
+        segment = job.segment(worker) if shared else None
         if len(indices) > len(job.buckets):
             raise InvalidRequest(f"this shard holds {len(job.buckets)} buckets of the job, got {len(indices)}")
         check_once(indices, "a pull names each bucket")
@@ -89,15 +84,13 @@ class Pulls:
         stray = call.whole.difference(indices)
         if stray:
             raise InvalidRequest(f"a pull wants bucket {min(stray)} whole, and does not ask for it")
-        if incarnation != READER:
+        if worker.incarnation != READER:
             if not shared:  # its segment was found only because it is live
-                with job.lock:
-                    job.state.check_worker(rank, incarnation, call.key)
+                job.check_worker(worker)
         elif call.clock or shared:
             raise InvalidRequest(f"a caller that has not joined may only Pull at clock 0, got clock {call.clock}")
         return Pull(
-            rank,
-            incarnation,
+            worker,
             call.clock,
             outbox,
             len(indices),
@@ -105,7 +98,7 @@ class Pulls:
             segment,
             notify_bytes=call.notify_bytes,
             principal=principal,
-            times_wanted=call.times_wanted and incarnation != READER,
+            times_wanted=call.times_wanted and worker.incarnation != READER,
             whole=call.whole,
             all_staged=call.all_staged,
         )
@@ -120,14 +113,13 @@ class Pulls:
         if isinstance(call, RowsPull):
             call, rows = job.with_ids(call)
         wanted = call if isinstance(call, TablePull) else checker.wanted(call)
-        if call.incarnation != READER or isinstance(call, TablePull):
-            with job.lock:
-                job.state.check_worker(call.rank, call.incarnation, call.key)
+        if call.worker.incarnation != READER or isinstance(call, TablePull):
+            if rows is None:  # its memory was found only because it is live
+                job.check_worker(call.worker)
         elif call.clock:
             raise InvalidRequest(f"a caller that has not joined may only pull rows at clock 0, got clock {call.clock}")
         pull = Pull(
-            call.rank,
-            call.incarnation,
+            call.worker,
             call.clock,
             outbox,
             1,
@@ -155,11 +147,11 @@ class Pulls:
         now, outbox = self._clock(), pull.outbox
         with job.lock:
             pull.since = now
-            if pull.incarnation != READER:  # it may have lost its place since
-                job.state.check_worker(pull.rank, pull.incarnation)
-                job.times.follow(pull.rank, pull.times_wanted)
+            if pull.worker.incarnation != READER:  # it may have lost its place since
+                job.state.check_worker(pull.worker)
+                job.times.follow(pull.worker.rank, pull.times_wanted)
             owed = {index: job.state.owed(index) for index in indices if pull.all_staged}
-            units, asked = job.units, [(pull.rank, pull.clock)]
+            units, asked = job.units, [(pull.worker.rank, pull.clock)]
             admissions = {
                 index: _with_owed(units[index], units[index].unit.admit_all(asked)[0], owed.get(index))
                 for index in indices
@@ -188,7 +180,7 @@ class Pulls:
 
     def _times(self, job: HostedJob, index: int, pull: Pull) -> BucketTimes | None:
         """Returns what a worker that records is told of a bucket that is admitted now. The caller holds the lock."""
-        return job.times.of(pull.rank, index, pull.clock, self.now()) if pull.times_wanted else None
+        return job.times.of(pull.worker.rank, index, pull.clock, self.now()) if pull.times_wanted else None
 
     def _send(self, job: HostedJob, index: int, pull: Pull, waited: float, times: BucketTimes | None) -> None:
         if pull.wanted is None:
@@ -288,9 +280,7 @@ class Pulls:
         elif pull.wanted is not None and not len(pull.wanted):
             save_state = job.saves_state(pull, table.rule.version)
             wire_format = wire_format_of(row_codec(job.state.spec.weight_wire))
-            pull.outbox.tell_last(
-                PulledRows(table.index, table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format)
-            )
+            pull.outbox.tell_last(PulledRows(table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format))
         elif pull.wanted is not None:
             rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim))
             for first in range(0, len(pull.wanted), rows):
@@ -306,7 +296,7 @@ class Pulls:
         self._metrics.pulled(job.name, rows.nbytes)
         save_state = job.saves_state(pull, version)
         count = len(pull.wanted)
-        return PulledRows(table.index, version, 0, count, trained, waited, None, save_state, in_segment=True)
+        return PulledRows(version, 0, count, trained, waited, None, save_state, in_segment=True)
 
     @contextlib.contextmanager
     def _lend_rows(
@@ -319,9 +309,7 @@ class Pulls:
         codec = row_codec(job.state.spec.weight_wire)
         payload = bytes_of(codec.encode(rows.view(-1)))
         wire_format = wire_format_of(codec)
-        answer = PulledRows(
-            table.index, version, first, len(ids), trained, waited, None, save_state, payload, wire_format
-        )
+        answer = PulledRows(version, first, len(ids), trained, waited, None, save_state, payload, wire_format)
         yield Lent(answer, None)
         self._metrics.pulled(job.name, len(payload))
 
@@ -330,7 +318,7 @@ class Pulls:
             version, rows = table.rule.version, len(table.unit.weights)
             tensors = {} if count_only else table.unit.weights.snapshot()
         seed = table.unit.weights.spec.initializer.seed
-        answer = PulledTable(table.index, version, rows, seed)
+        answer = PulledTable(version, rows, seed)
         if count_only:
             pull.outbox.tell(answer)
             return
@@ -346,8 +334,7 @@ class Pulls:
 
     def send_state(self, job: HostedJob, call: PullCall, outbox: Outbox, principal: str) -> None:
         """Sends the optimizer state of buckets as it is now, one name after the other, then ends the stream."""
-        with job.lock:
-            job.state.check_worker(call.rank, call.incarnation, call.key)
+        job.check_worker(call.worker)
         check_once(call.buckets, "a pull names each bucket")
         buckets = [job.buckets[job.state.checker.trained(index).index] for index in call.buckets]
         outbox.on_close(self._under_way.take(principal, len(buckets), waits=False))
@@ -370,13 +357,13 @@ class Pulls:
             for number, waiter in unit.waiters.items():
                 pull = waiter.pull
                 try:
-                    if pull.incarnation != READER:
-                        job.state.check_worker(pull.rank, pull.incarnation)
+                    if pull.worker.incarnation != READER:
+                        job.state.check_worker(pull.worker)
                 except PSError as error:
                     lost.append((pull, error))
                 else:
                     there[number] = waiter
-            pulls = [(waiter.pull.rank, waiter.pull.clock) for waiter in there.values()]
+            pulls = [(waiter.pull.worker.rank, waiter.pull.clock) for waiter in there.values()]
             by_mode = zip(there.values(), unit.unit.admit_all(pulls), strict=True)
             found = [(waiter, _with_owed(unit, admission, waiter.owed)) for waiter, admission in by_mode]
             self._account(job, found, now)
@@ -395,7 +382,7 @@ class Pulls:
         for waiter, admission in changed:
             blamed = waiter.admission.waiting_for
             if admission.admitted or admission.waiting_for != blamed:
-                if blamed and blamed != (waiter.pull.rank,):  # the time until its own push is no other's
+                if blamed and blamed != (waiter.pull.worker.rank,):  # the time until its own push is no other's
                     waiter.waited += now - waiter.since
                     waited_for[blamed] = waited_for.get(blamed, 0.0) + now - waiter.since
                 waiter.since = now
@@ -447,9 +434,9 @@ def _note_sent(job: HostedJob, bucket: HostedUnit[Bucket], pull: Pull) -> None:
     if not bucket.rule.mixes_clocks:
         return
     with job.lock:
-        live = job.state.roster.get(pull.rank)
-        if live is not None and live.incarnation == pull.incarnation:
-            bucket.rule.sent(pull.rank, pull.clock)
+        live = job.state.roster.get(pull.worker.rank)
+        if live is not None and live.incarnation == pull.worker.incarnation:
+            bucket.rule.sent(pull.worker.rank, pull.clock)
 
 
 @contextlib.contextmanager

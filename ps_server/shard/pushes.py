@@ -13,12 +13,15 @@ from pathlib import Path
 
 from ps_protocol.errors import InvalidRequest, NotShared, PSError, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES
+from ps_protocol.messages.data import PullCall, PushCall, PushKind
+from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
 from ps_protocol.row_memory import RowMemory
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, PushCommand, Staged, UnitCommand
-from ps_server.core.requests import PullCall, Push, PushCall, PushedBucket, PushKind, RowsPull, RowsPush, TablePush
+from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.job import Attached, AttachedRows, HostedJob
@@ -66,17 +69,24 @@ class Pushes:
         pull.with_pushes = True
         fresh: list[int] = []
         try:
-            self._stage_rows(job, push, principal, fresh)
+            self._stage_rows(job, push, principal, fresh, is_live=True)
             self._pulls.ask(job, pull, [table])
         finally:
             self._updates.lend(job, fresh)
 
-    def _stage_rows(self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int]) -> Staged:
-        """Checks rows, and stages them. fresh: takes their table if something may be applied now"""
+    def _stage_rows(
+        self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int], is_live: bool = False
+    ) -> Staged:
+        """Checks rows, and stages them.
+
+        fresh:   takes their table if something may be applied now
+        is_live: see _stage_all
+        """
         try:
-            with job.lock:
-                job.state.check_worker(push.rank, push.incarnation, push.key)
             command: UnitCommand
+            is_shared = isinstance(push, RowsPush) and push.place is not None  # its memory is a live worker's
+            if not (is_live or is_shared):
+                job.check_worker(push.worker)
             if isinstance(push, TablePush):
                 command = job.state.row_checker.beginning(push)
             else:
@@ -97,12 +107,12 @@ class Pushes:
         failpoint("push-checked")
         with job.lock:
             if isinstance(command, PushCommand):
-                job.check_taken(command.rank, command.unit, command.clock)
+                job.check_taken(command.worker.rank, command.unit, command.clock)
                 if isinstance(command, Assign) and command.assignment.next is not None:
                     job.stage_room.make(job.buckets[command.unit].unit.spec, command.assignment.next)
             staged = job.state.execute(command)
-            if staged.fresh and isinstance(command, PushCommand) and job.times.follows_any((command.rank,)):
-                job.times.staged(command.rank, command.unit, command.clock, self._pulls.now())
+            if staged.fresh and isinstance(command, PushCommand) and job.times.follows_any((command.worker.rank,)):
+                job.times.staged(command.worker.rank, command.unit, command.clock, self._pulls.now())
         if staged.fresh:
             fresh.append(command.unit)
         failpoint("push-staged")
@@ -115,18 +125,21 @@ class Pushes:
         """Stages buckets, then pulls; where all lies in a segment, the calling thread applies what can be applied."""
         pull = self._pulls.check(job, wanted, outbox, principal)
         pull.with_pushes = wanted.in_segment
+        fresh: list[int] = []
         if not wanted.in_segment:
-            self.push(job, call, principal)  # apply threads begin while the pull looks at each of its buckets
+            try:
+                self._stage_all(job, call, principal, fresh, is_live=True)
+            finally:
+                self._updates.schedule(job, fresh)  # apply threads begin while the pull looks at each of its buckets
             self._pulls.ask(job, pull, wanted.buckets)
             return
-        fresh: list[int] = []
         try:
-            self._stage_all(job, call, principal, fresh, is_live=True)
+            self._stage_all(job, call, principal, fresh, is_live=True, segment=pull.segment)
             self._pulls.ask(job, pull, wanted.buckets)
         finally:
             self._updates.lend(job, fresh)
 
-    def attach(self, job: HostedJob, rank: int, incarnation: int, offer: SegmentOffer, key: bytes) -> None:
+    def attach(self, job: HostedJob, worker: Identity, offer: SegmentOffer) -> None:
         """Maps the segment that a live worker offers.
 
         Raises NotShared if it cannot be had, TryLater while it is being had: a worker keeps one thread waiting at most.
@@ -134,15 +147,16 @@ class Pushes:
         in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
+        rank, incarnation = worker.rank, worker.incarnation
         with job.lock:
-            job.state.check_worker(rank, incarnation, key)
+            job.state.check_worker(worker)
             if rank in job.of_workers.attaching:
                 raise TryLater(f"worker {rank} is handing over a segment already")
             job.of_workers.attaching.add(rank)
         try:
             memory = attach(offer, job.segment_bytes(offer.row_bytes), self._shared_directory)
             with job.lock:
-                job.state.check_worker(rank, incarnation, key)
+                job.state.check_worker(worker)
                 if offer.row_bytes:
                     job.of_workers.row_memory[rank] = AttachedRows(incarnation, RowMemory(memory))
                 else:
@@ -152,62 +166,48 @@ class Pushes:
                 job.of_workers.attaching.discard(rank)
 
     def _stage_all(
-        self, job: HostedJob, call: PushCall, principal: str, fresh: list[int], is_live: bool = False
+        self,
+        job: HostedJob,
+        call: PushCall,
+        principal: str,
+        fresh: list[int],
+        is_live: bool = False,
+        segment: SegmentMap | None = None,
     ) -> list[Staged]:
         """Checks all, then stages each: one that is refused for what it holds leaves none behind.
 
         fresh:   takes the buckets that are staged, also those before another that was refused
         is_live: the worker was found to be live just now. If it is not any more, its commands are refused
+        segment: of a worker that is live; None: not looked up yet, or the payload is in the message
         """
         answers: list[Staged] = []
         try:
-            if not is_live:
-                with job.lock:
-                    job.state.check_worker(call.rank, call.incarnation, call.key)
-            answers.extend(self._stage(job, *checked, fresh) for checked in _check(job, call, principal))
+            if call.payload is None and segment is None:
+                segment = job.segment(call.worker)
+            elif not is_live:
+                job.check_worker(call.worker)
+            check_once([bucket.bucket for bucket in call.buckets], "a push names each bucket")
+            answers.extend(self._stage(job, *checked, fresh) for checked in _check(job, call, principal, segment))
         except PSError as error:
             self._metrics.refused(job.name, error)
             raise
         return answers
 
 
-def _check(job: HostedJob, call: PushCall, principal: str) -> list[tuple[UnitCommand, int]]:
+def _check(job: HostedJob, call: PushCall, principal: str, segment: SegmentMap | None) -> list[tuple[UnitCommand, int]]:
     """Returns the commands that stage a call, each with the bytes of its payload."""
-    payloads = _payloads(job, call)
+    payloads = _payloads(job, call, segment)
     return [
-        (job.state.checker.check(_push_of(call, bucket, payload), principal), len(payload))
+        (job.state.checker.check(call, bucket, payload, principal), len(payload))
         for bucket, payload in zip(call.buckets, payloads, strict=True)
     ]
 
 
-def _push_of(call: PushCall, bucket: PushedBucket, payload: Buffer) -> Push:
-    return Push(
-        job=call.job,
-        rank=call.rank,
-        incarnation=call.incarnation,
-        bucket=bucket.bucket,
-        clock=call.clock,
-        kind=bucket.kind,
-        payload=payload,
-        absent=bucket.absent,
-        groups=call.groups,
-        borrowed=call.payload is None,
-        key=call.key,
-        finite=bucket.finite and call.payload is None,  # only the owner of a segment has looked at what lies there
-        ranges=call.ranges,
-        state=bucket.state,
-        wire_format=bucket.wire_format,
-        weight=call.weight,
-        stage=call.stage,
-        next_optimizer=bucket.next_optimizer,
-    )
-
-
-def _payloads(job: HostedJob, call: PushCall) -> list[Buffer]:
+def _payloads(job: HostedJob, call: PushCall, segment: SegmentMap | None) -> list[Buffer]:
     """Returns the payload of each bucket of a call: a view into the worker's segment, or into the call's own."""
     checker = job.state.checker
     if call.payload is None:
-        segment = job.segment(call.rank, call.incarnation, call.key)
+        assert segment is not None
         return [
             b"" if bucket.kind is PushKind.SKIP else bytes_of(segment.gradient(checker.trained(bucket.bucket)))
             for bucket in call.buckets

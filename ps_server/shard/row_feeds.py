@@ -18,13 +18,13 @@ import numpy as np
 from ps_protocol.codecs import row_codec
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.framing import Buffer
+from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
-from ps_server.core.requests import RowsWatch
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedTable
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_server.shard.waiting import FeedPart, Lent, Outbox, RoundBegin
+from ps_server.shard.waiting import Lent, Outbox
 from ps_tables.changes import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
@@ -71,7 +71,7 @@ SHORTEST_PERIOD, LONGEST_PERIOD = 0.1, 3600.0
 SIGN_OF_LIFE_SECONDS = 10.0
 
 
-class RowFeed:
+class ShardFeed:
     """One reader's feed of one table.
 
     since:  the version up to which the reader has all changes; None: it has nothing to go on from
@@ -130,13 +130,13 @@ class RowFeed:
     def _next(self) -> Iterator[Lent]:
         """Makes the next message, and sees to it that the one behind it is made when this one has left."""
         hosted = self._hosted
-        yield Lent(FeedPart(0) if hosted is None else self._part(*hosted), None)
+        yield Lent(FeedPart() if hosted is None else self._part(*hosted), None)
 
     def _part(self, job: HostedJob, table: HostedTable) -> FeedPart:
         begin = self._begin(job, table) if self._walk is None else None
         walk = self._walk
         if walk is None:  # the feed was ended meanwhile
-            return FeedPart(table.index)
+            return FeedPart()
         codec = row_codec(job.state.spec.weight_wire)
         removed, self._removed = np.split(self._removed, [MESSAGE_BYTES // ID_BYTES])
         pieces: list[list[Buffer]] = [[], []]
@@ -157,7 +157,7 @@ class RowFeed:
         else:
             self.outbox.lend(self._next)
         content = len(removed), rows, wire_format_of(codec), cursor, payload or None
-        return FeedPart(table.index, self._told, begin, *content)
+        return FeedPart(self._told, begin, *content)
 
     def _begin(self, job: HostedJob, table: HostedTable) -> RoundBegin:
         now = self._clock()
@@ -167,7 +167,8 @@ class RowFeed:
             self._told = table.rule.version
         self._removed = walk.removed  # what may take long to put together, updates do not wait for
         self._walk = walk
-        return RoundBegin(walk.full, self._told, job.state.row_checker.place.shards, table.unit.weights.spec)
+        spec, shards = table.unit.weights.spec, job.state.row_checker.place.shards
+        return RoundBegin(walk.full, self._told, shards, spec.dim, spec.initializer)
 
 
 class RowFeeds:
@@ -178,7 +179,7 @@ class RowFeeds:
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
         self._hosted, self._clock, self._limit = hosted, clock, limit
-        self._open: set[RowFeed] = set()
+        self._open: set[ShardFeed] = set()
         self._lock = threading.Lock()
 
     def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
@@ -193,7 +194,7 @@ class RowFeeds:
         cursor = row_cursor(call.cursor) if call.cursor else None
         job = self._hosted.get(call.job, "")
         table = _table(job, call.table)
-        feed = RowFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
+        feed = ShardFeed(job, table, _since(job, table, cursor), call.period, outbox, self._clock, caller)
         job.add_feed(table.feeds, feed, self._limit)
         with self._lock:
             self._open.add(feed)
@@ -206,7 +207,7 @@ class RowFeeds:
         outbox.on_close(partial(self._forget, feed))
         feed.begin()
 
-    def _forget(self, feed: RowFeed) -> None:
+    def _forget(self, feed: ShardFeed) -> None:
         feed.forget()
         with self._lock:
             self._open.discard(feed)

@@ -15,12 +15,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ps_protocol.errors import Fenced, NoCheckpoints, NotFound, PSError, TryLater, anew
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.data import PullCall, PushCall
+from ps_protocol.messages.rows import RowsPull, RowsPush, TablePull, TablePush
 from ps_protocol.segment_layout import SegmentOffer
 from ps_runtime.memory import limit_bytes, resident_bytes
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
@@ -31,13 +34,12 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
 from ps_server.core.figures import ShardFigures
 from ps_server.core.membership import Arrival, Counted
-from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
-from ps_server.core.snapshot import Part, RestoreProgress, ShardSnapshot, Snapshot, StoredPart
+from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
-from ps_server.shard.hosted import HostedJobs, RestoreRequest, TablePlaces
-from ps_server.shard.job import Connected, HostedJob
+from ps_server.shard.hosted import HostedJobs, TablePlaces
+from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
@@ -147,19 +149,8 @@ class Shard:
         """Makes room for the buckets of a run of a job; see HostedJobs.create."""
         self._hosted.create(spec, buckets, run, shards)
 
-    def restore_job(
-        self,
-        spec: JobSpec,
-        buckets: Sequence[int],
-        checkpoint: str,
-        last_incarnation: int,
-        run: str = "",
-        own: Sequence[StoredPart] = (),
-        shards: int = 1,
-        seconds: float = 0.0,
-    ) -> RestoreProgress:
+    def restore_job(self, request: RestoreRequest, seconds: float = 0.0) -> RestoreProgress:
         """Takes a job as a checkpoint has it, in place of what is here; see HostedJobs.restore."""
-        request = RestoreRequest(spec, tuple(buckets), checkpoint, last_incarnation, run, tuple(own), shards)
         return self._hosted.restore(self._store(), request, seconds)
 
     def drop_job(self, name: str, run: str = "") -> None:
@@ -212,26 +203,24 @@ class Shard:
         job.detach(rank, incarnation + 1)
         self._roster_changed(job)
 
-    def attach(
-        self, name: str, rank: int, incarnation: int, offer: SegmentOffer, key: bytes = b"", run: str = ""
-    ) -> None:
+    def attach(self, worker: Identity, offer: SegmentOffer) -> None:
         """Maps the segment that a live worker offers. Raises NotShared if it cannot be had from here."""
-        self._pushes.attach(self._hosted.get(name, run, True), rank, incarnation, offer, key)
+        self._pushes.attach(self._of(worker), worker, offer)
 
-    def check_worker(self, name: str, rank: int, incarnation: int, key: bytes = b"", run: str = "") -> None:
+    def check_worker(self, worker: Identity) -> None:
         """Raises UnknownWorker, Fenced or Forbidden unless this is a live worker and that its key."""
-        job = self._hosted.get(name, run, True)
-        with job.lock:
-            job.state.check_worker(rank, incarnation, key)
+        self._of(worker).check_worker(worker)
 
-    def connect(
-        self, name: str, rank: int, incarnation: int, end: Callable[[], None], key: bytes = b"", run: str = ""
-    ) -> Callable[[], None]:
+    def connect(self, worker: Identity, end: Callable[[], None]) -> Callable[[], None]:
         """Notes a live worker's data connection, to be ended with its place; returns what is to be called at its end.
 
         Raises as check_worker. An earlier connection of the worker ends.
         """
-        return self._hosted.get(name, run, True).connect(rank, Connected(incarnation, end), key)
+        return self._of(worker).connect(worker, end)
+
+    def _of(self, worker: Identity) -> HostedJob:
+        """Returns the job of a worker; see HostedJobs.get."""
+        return self._hosted.get(worker.job, worker.run, of_worker=True)
 
     def committed(self, name: str, run: str = "") -> tuple[Committed, bool]:
         """Returns the leased data that every bucket that trains here has had, and whether there is such a bucket."""
@@ -252,13 +241,13 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push(self._hosted.get(call.job, call.run, True), call, principal)
+        return self._pushes.push(self._of(call.worker), call, principal)
 
     def exchange(
         self, push: PushCall | RowsPush, pull: PullCall | RowsPull, outbox: Outbox, principal: str = ""
     ) -> None:
         """Does as `push` or `push_rows`, then as `pull`, for one worker at one clock; rows are those of one table."""
-        job = self._hosted.get(push.job, push.run, True)
+        job = self._of(push.worker)
         if isinstance(push, RowsPush):
             assert isinstance(pull, RowsPull)
             self._pushes.exchange_rows(job, push, principal, pull, outbox)
@@ -268,7 +257,7 @@ class Shard:
 
     def pull(self, call: PullCall | RowsPull | TablePull, outbox: Outbox, principal: str = "") -> None:
         """Sends buckets, or rows, on the outbox as they are admitted; see Pulls."""
-        job = self._hosted.get(call.job, call.run, call.incarnation != READER)
+        job = self._hosted.get(call.worker.job, call.worker.run, call.worker.incarnation != READER)
         if isinstance(call, RowsPull | TablePull):
             pull, table = self._pulls.check_rows(job, call, outbox, principal)
             indices: tuple[int, ...] = (table,)
@@ -284,40 +273,24 @@ class Shard:
 
         principal: whose bytes they are
         """
-        return self._pushes.push_rows(self._hosted.get(push.job, push.run, True), push, principal)
+        return self._pushes.push_rows(self._of(push.worker), push, principal)
 
     def pull_state(self, call: PullCall, outbox: Outbox, principal: str = "") -> None:
         """Sends the optimizer state of buckets as it is now on the outbox, and ends it. Returns at once."""
-        self._pulls.send_state(self._hosted.get(call.job, call.run, True), call, outbox, principal)
+        self._pulls.send_state(self._of(call.worker), call, outbox, principal)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
-    def begin_snapshot(
-        self,
-        job: str,
-        checkpoint: str,
-        clock: int | None,
-        run: str = "",
-        refusal: float = 0.0,
-        last_incarnation: int = 0,
-        kept: Collection[str] = (),
-        built_on: str = "",
-    ) -> None:
-        """Copies each bucket of a job when it has applied `clock` updates, or now. Returns at once.
-
-        refusal: for so many seconds, pushes are refused that would not be in the snapshot
-        last_incarnation: a worker of a later one ends the refusal
-        kept: the checkpoints that stay, if this shard's parts are on a disk of its own
-        built_on: the SHA-256 of this shard's part of the last checkpoint, which this one may build on; empty: none
-        """
-        hosted, store = self._hosted.get(job, run), self._store()
-        store.path(job, checkpoint)
+    def begin_snapshot(self, request: SnapshotRequest) -> None:
+        """Copies each bucket of a job when it has applied the request's clock, or now. Returns at once."""
+        hosted, store, job = self._hosted.get(request.job, request.run), self._store(), request.job
+        store.path(job, request.checkpoint)
 
         saved: dict[int, Saved] = {}  # by table, what the part has of it
 
         def write(checkpoint: str, snapshots: list[Snapshot]) -> Part:
             try:
-                part = store.write_shard(job, checkpoint, self._index, snapshots, kept)
+                part = store.write_shard(job, checkpoint, self._index, snapshots, request.kept)
             except PSError as error:
                 # The end of a job gives up what is being made. Whatever else is wrong, the coordinator says it, too.
                 level = logging.DEBUG if store.is_given_up(job, checkpoint) else logging.WARNING
@@ -334,15 +307,16 @@ class Shard:
                 saved[index] = snapshot.saved
             return snapshot
 
+        clock = request.clock
         trained = {index: unit.unit.is_trained for index, unit in hosted.units.items()}
-        task = SnapshotTask(checkpoint, clock, trained, copy, write, self._threads, self._clock)
-        seconds = max(refusal, hosted.refusals.seconds)
-        newest = None if hosted.refusals.seconds else last_incarnation
+        task = SnapshotTask(request.checkpoint, clock, trained, copy, write, self._threads, self._clock)
+        seconds = max(request.refusal, hosted.refusals.seconds)
+        newest = None if hosted.refusals.seconds else request.last_incarnation
         until = self._clock() + seconds
-        hosted.begin_snapshot(task, Refusal(clock, until, self._clock, newest) if seconds else None, built_on)
-        self._updates.schedule(
-            hosted, hosted.units
-        )  # what waited for more pushes may be made without: see UpdateRule.close
+        refusal = Refusal(clock, until, self._clock, newest) if seconds else None
+        hosted.begin_snapshot(task, refusal, request.built_on)
+        # What waited for more pushes may be made without: see UpdateRule.close.
+        self._updates.schedule(hosted, hosted.units)
 
     def await_snapshot(self, job: str, checkpoint: str, seconds: float, run: str = "") -> ShardSnapshot:
         """Returns this shard's part of a checkpoint, once it is on disk; see SnapshotTask.wait."""

@@ -7,7 +7,7 @@ import threading
 from ps_protocol.errors import Deposed
 
 
-class Terms:
+class CoordinatorTerms:
     """The highest term that a shard has seen. Thread-safe."""
 
     def __init__(self) -> None:

@@ -14,21 +14,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ps_protocol.errors import PSError
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import BucketTimes, Notice, PulledBucket, PulledState
+from ps_protocol.messages.editions import EditionPart
+from ps_protocol.messages.envelope import Awaited
+from ps_protocol.messages.rows import FeedPart, PulledRows, PulledTable, TablePull
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
-from ps_protocol.tables import TableSpec
 from ps_server.core.consistency import Admission
-from ps_server.core.requests import TablePull
 from ps_server.shard.loans import Loan
-
-
-class BucketTimes(NamedTuple):
-    """When a bucket that a worker pulls was staged, as that worker had pushed it, applied, and admitted: in seconds of
-    the shard's clock."""
-
-    staged: float
-    applied: float
-    admitted: float
 
 
 @dataclass
@@ -85,150 +79,6 @@ class PushTimes:
 READER = 0  # the incarnation of a caller that is no worker
 
 
-class PulledBucket(NamedTuple):
-    """One bucket of a pull, by its index.
-
-    waited:     seconds for which it was held back for other workers
-    waiting:    which workers it still waits for: it follows later, and the rest says nothing; None: here it is
-    save_state: this version is in a checkpoint, and its worker is to save its own state of that clock
-    payload:    its weights; None: they are in the worker's segment
-    wire_format: of its elements; empty: the bucket's own type
-    times:      for a worker that records a timeline
-    """
-
-    bucket: int
-    version: int = 0
-    waited: float = 0.0
-    waiting: Admission | None = None
-    save_state: bool = False
-    payload: memoryview | None = None
-    wire_format: str = ""
-    times: BucketTimes | None = None
-
-
-class PulledRows(NamedTuple):
-    """Rows of a pull: so many from the place `first` of its ids on.
-
-    table:   its index
-    trained: how many of them have been trained
-    in_segment: they are in the worker's segment
-    waited, waiting, save_state, payload, wire_format: as in PulledBucket
-    """
-
-    table: int
-    version: int = 0
-    first: int = 0
-    rows: int = 0
-    trained: int = 0
-    waited: float = 0.0
-    waiting: Admission | None = None
-    save_state: bool = False
-    payload: memoryview | None = None
-    wire_format: str = ""
-    in_segment: bool = False
-
-
-class PulledTable(NamedTuple):
-    """A piece of a table.
-
-    table:   its index
-    rows:    how many the shard has
-    seed:    of rows that are not trained
-    waiting: as in PulledBucket
-    payload: the next bytes of a safetensors file; None: only their number is wanted
-    """
-
-    table: int
-    version: int = 0
-    rows: int = 0
-    seed: int = 0
-    waiting: Admission | None = None
-    payload: memoryview | None = None
-
-
-class PulledState(NamedTuple):
-    """One kind of optimizer state of one bucket.
-
-    absent: positions of the slices that have none
-    stage:  to which the bucket has come
-    """
-
-    bucket: int
-    version: int
-    name: str
-    absent: frozenset[int]
-    payload: memoryview
-    stage: int = 0
-
-
-class RoundBegin(NamedTuple):
-    """What a round of a feed brings.
-
-    full:    all rows, and not only those that changed
-    version: updates that the table had when it began
-    shards:  that have a part of the table
-    """
-
-    full: bool
-    version: int
-    shards: int
-    table: TableSpec
-
-
-class FeedPart(NamedTuple):
-    """A part of a round of a feed.
-
-    table:   its index
-    version: of the round
-    begin:   in the first part
-    removed, rows: how many ids of removed rows, and how many rows, are in the payload
-    cursor:  in the last part
-    """
-
-    table: int
-    version: int = 0
-    begin: RoundBegin | None = None
-    removed: int = 0
-    rows: int = 0
-    wire_format: str = ""
-    cursor: bytes = b""
-    payload: bytes | None = None
-
-
-class EditionBegin(NamedTuple):
-    """What an edition is: its lowest version, the timeline that this is of, and how many buckets follow."""
-
-    version: int
-    timeline: int
-    buckets: int
-
-
-class EditionPart(NamedTuple):
-    """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
-
-    now:     the lowest version of the job's buckets here
-    bucket, version, wire_format, checksum: of a bucket; see CopiedBucket in editions.py
-    """
-
-    now: int
-    begin: EditionBegin | None = None
-    bucket: int = 0
-    version: int = 0
-    wire_format: str = ""
-    checksum: int = 0
-    payload: memoryview | None = None
-
-
-class Notice(NamedTuple):
-    """What a worker is told of a pull into its segment: buckets that are there now, and for how many seconds
-    the pushes that came with the pull have been staged (None: it was told before, or none came). Or, of a pull of no
-    bucket, what the shard's clock is."""
-
-    buckets: tuple[PulledBucket, ...] = ()
-    staged_seconds: float | None = None
-    clock: float | None = None
-
-
 Answer = PulledBucket | PulledRows | PulledTable | PulledState | FeedPart | EditionPart | Notice
 
 
@@ -280,8 +130,7 @@ class Pull:
     id_bytes:     of the rows that it asks for; copy_bytes: of the whole table. They are kept until it has been sent
     """
 
-    rank: int
-    incarnation: int
+    worker: Identity
     clock: int
     outbox: Outbox
     left: int
@@ -335,8 +184,8 @@ class Waiter:
     owed: Mapping[int, int] = field(default_factory=dict)
 
     def notice(self, index: int) -> Answer:
-        """Returns what its worker is told of the wait. index: of the bucket or the table"""
+        """Returns what its worker hears of the wait. index: of the bucket or the table"""
+        awaited = Awaited(self.admission.waiting_for, self.admission.reason)
         if isinstance(self.pull.wanted, TablePull):
-            return PulledTable(index, waiting=self.admission)
-        kind = PulledBucket if self.pull.wanted is None else PulledRows
-        return kind(index, waiting=self.admission)
+            return PulledTable(waiting=awaited)
+        return PulledBucket(index, waiting=awaited) if self.pull.wanted is None else PulledRows(waiting=awaited)

@@ -11,33 +11,25 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
-from ps_protocol.job import WIRES, JobSpec
-from ps_server.core.requests import EditionCall
+from ps_protocol.job import WIRES
+from ps_protocol.messages.editions import (
+    EditionBegin,
+    EditionBucket,
+    EditionCall,
+    EditionPart,
+    WeightsAsked,
+    WeightsHere,
+)
 from ps_server.failpoints import failpoint
 from ps_server.shard.editions import CopiedBucket, TakenEdition, WantedEdition
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob
-from ps_server.shard.waiting import EditionBegin, EditionPart, Lent, Outbox
+from ps_server.shard.waiting import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
-
-
-class WeightsHere(NamedTuple):
-    """What a shard has of a job's weights: see DescribeWeightsResponse in feed.proto."""
-
-    run: str
-    lowest: int
-    highest: int
-    timeline: int
-    shards: int
-    buckets: tuple[int, ...]
-    has_one_version: bool
-    editions: tuple[int, ...]
-    spec: JobSpec
 
 
 class EditionSender:
@@ -96,8 +88,8 @@ class EditionSender:
             self.outbox.fail(anew(edition.error))
             yield Lent(EditionPart(lowest(self.job)), None)
             return
-        copied = bucket.index, bucket.version, bucket.wire_format, bucket.checksum, bucket.payload
-        yield Lent(EditionPart(lowest(self.job), None, *copied), None)
+        sent = EditionBucket(bucket.index, bucket.version, bucket.wire_format, bucket.checksum, bucket.payload)
+        yield Lent(EditionPart(lowest(self.job), bucket=sent), None)
 
     def tick(self, now: float) -> None:
         """Sends a sign of life where it is time to. For one thread."""
@@ -129,9 +121,9 @@ class WeightFeeds:
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
         self._hosted, self._clock, self._limit = hosted, clock, limit
 
-    def describe(self, job: str, run: str) -> WeightsHere:
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, or TryLater."""
-        hosted = self._begun(job, run)
+        hosted = self._begun(asked.job, asked.run)
         versions = _trained_versions(hosted)
         return WeightsHere(
             hosted.run,
@@ -142,7 +134,7 @@ class WeightFeeds:
             tuple(sorted(hosted.buckets)),
             hosted.state.spec.consistency.has_one_version,
             tuple(hosted.editions.versions()),
-            hosted.state.spec,
+            hosted.state.spec if asked.with_spec else None,
         )
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str = "") -> None:

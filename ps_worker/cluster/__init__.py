@@ -24,6 +24,5 @@ heartbeat_child.py What that process runs: the standard library alone
 reports.py        What launchers ask of a coordinator: they report processes that have ended
 script.py         What a worker tells of its script, for workers that join late
 rounds.py         A worker's part in the job's rounds, in which all live workers exchange a value
-convert.py        Turns the worker's values into protobuf messages, and back
 threads.py        Threads that work for a session and never keep a script from ending
 """

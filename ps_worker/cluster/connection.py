@@ -20,12 +20,13 @@ import torch
 from ps_protocol.data import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.data import BucketPush, PulledState, write_open
+from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
-from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.clocks import read_clock
 from ps_worker.cluster.network import NetworkTransport, network_pushers
@@ -37,10 +38,10 @@ from ps_worker.cluster.threads import JOIN_SECONDS
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import FirstRows, RowsPush, TablePart
+from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
 from ps_worker.timeline.clocks import ClockReading
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import Assignment, BucketPush, JoinResult, PullResult, PushResult, ShardMap, StateChunk
+from ps_worker.values import BucketAssignment, PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
@@ -98,7 +99,7 @@ class Connection:
                 model.spec, model.layout, self._calls, place.identity, options.transport, options.shared_directory
             )
             if options.transport != "grpc":
-                request = convert.open_request(place.identity)
+                request = write_open(place.identity)
                 open_data_connections(self._calls.values(), request, options.transport)
             shared_rows = share_rows(
                 model.spec, self._calls, place.identity, options.transport, options.shared_directory
@@ -191,7 +192,7 @@ class Connection:
         self._last.left = [future for future in (*self._last.left, *drafted.values()) if not future.done()]
         return {}
 
-    def assign(self, clock: int, assignment: Assignment) -> None:
+    def assign(self, clock: int, assignment: BucketAssignment) -> None:
         """Sends an assignment, which takes effect with the step of that clock."""
         transport = self._network[self._shard_of[assignment.bucket.index]]
         self._under_way.append(transport.assign(clock, assignment))
@@ -208,7 +209,7 @@ class Connection:
         """Has the next step take no rows along that `assign_rows` has sent: some were refused."""
         self._rows.forget_assigned()
 
-    def pull_state(self, land: Callable[[StateChunk], None]) -> None:
+    def pull_state(self, land: Callable[[PulledState], None]) -> None:
         """Fetches the optimizer state of all buckets; see `NetworkTransport.pull_state`."""
         for index, buckets in self._buckets.items():
             wanted = [bucket for bucket in buckets if not bucket.frozen]
@@ -240,7 +241,7 @@ class Connection:
         self,
         pushes: Sequence[BucketPush],
         drafts_count: bool,
-        rows: Sequence[RowsPush],
+        rows: Sequence[TableStep],
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ from typing import Any
 
 import grpc
 
-from ps_protocol.convert import data_ranges, job_spec_message, worker_figures_message
+from ps_protocol.convert import data_ranges, identity_message, job_spec_message, worker_figures_message
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
-from ps_protocol.v1 import jobs_pb2, membership_pb2, rounds_pb2
+from ps_protocol.messages import workers
+from ps_protocol.messages.workers import GatherRequest, HeartbeatAnswer, JoinRequest, JoinResult, RoundNews, SavedState
+from ps_protocol.v1 import jobs_pb2, membership_pb2
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_protocol.v1.leases_pb2_grpc import DataLeaseServiceStub
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
@@ -29,9 +33,8 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.status import error_from
-from ps_worker.cluster import convert
 from ps_worker.cluster.options import JobOptions
-from ps_worker.values import HeartbeatAnswer, JoinResult, Registration, Roster, RoundNews, SavedState
+from ps_worker.values import Registration, Roster
 
 log = logging.getLogger("ps_worker")
 
@@ -41,7 +44,7 @@ ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting befor
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
-class Watch:
+class RosterWatch:
     """The roster as it changes. One thread iterates, until the job ends, the connection breaks, or `stop`."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -97,7 +100,7 @@ class CoordinatorClient:
         )
         response = self._call(self._jobs.RegisterJob, request)
         check_server_version(response.protocol_version)
-        shards = convert.shard_map(response.shard_map)
+        shards = workers.shard_map(response.shard_map)
         return Registration(shards, response.bucket_bytes, response.run, response.stage_limit)
 
     def join(
@@ -111,46 +114,61 @@ class CoordinatorClient:
         they are live, it waits, however short the timeout: that ends with their lease.
         """
         # One number for all repeats: the coordinator takes them for one request, however late one arrives.
-        request_id, since = secrets.randbits(63), math.inf
+        attempt, since, launch = secrets.randbits(63), math.inf, options.launch
+        rank, previous = options.rank, None
+        if before is not None:
+            rank, previous = before.identity.rank, before.identity.incarnation
+        request = JoinRequest(
+            os.getpid(),
+            socket.gethostname(),
+            metrics_address,
+            previous,
+            clock,
+            attempt,
+            launch.name,
+            launch.take_over,
+            launch_ranks=launch.ranks,
+            run=run,
+        )
 
         def ask() -> Any:
             nonlocal since
             waited = max(0.0, time.monotonic() - since)
-            request = convert.join_request(options, run, metrics_address, before, clock, request_id, waited)
+            message = workers.write_join(options.job, rank, replace(request, waited=waited))
             try:
-                return self._members.Join(request, timeout=self._attempt_seconds)
+                return self._members.Join(message, timeout=self._attempt_seconds)
             except grpc.RpcError as error:
                 # The coordinator knows of this request, and of the workers in the way.
                 if error_from(error, str(self._peer)).retry_after is not None:
                     since = min(since, time.monotonic())
                 raise
 
-        return convert.join_result(Retry(self._peer, self._timeout, self.closing).call(ask))
+        return workers.read_joined(Retry(self._peer, self._timeout, self.closing).call(ask))
 
     def heartbeat(self, worker: Identity, clock: int, timeout: float, script_wanted: bool = False) -> HeartbeatAnswer:
         """Renews the lease; one attempt. It carries what the worker has measured.
 
         script_wanted: asks for what the job's script has set
         """
-        request = convert.heartbeat(worker, clock, script_wanted)
+        request = workers.write_heartbeat(worker, clock, script_wanted)
         if self._figures is not None:
             request.figures.CopyFrom(worker_figures_message(self._figures()))
         try:
             answer = self._members.Heartbeat(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from(error, str(self._peer)) from None
-        return convert.heartbeat_answer(answer)
+        return workers.read_heartbeat_answer(answer)
 
     def save_state(self, worker: Identity, clock: int, state: bytes) -> None:
         """Sends a worker's own part of a checkpoint."""
         saved = membership_pb2.WorkerState(clock=clock, content=state)
-        request = membership_pb2.SaveWorkerStateRequest(worker=convert.identity(worker), state=saved)
+        request = membership_pb2.SaveWorkerStateRequest(worker=identity_message(worker), state=saved)
         self._call(self._members.SaveWorkerState, request)
 
     def tell_script(self, worker: Identity, request: int, script: SavedState | None) -> None:
         """Answers the coordinator's request for what this worker's script has set; one attempt: it asks again."""
         message = membership_pb2.SaveWorkerStateRequest(
-            worker=convert.identity(worker), script=convert.worker_state(script), script_request=request
+            worker=identity_message(worker), script=workers.state_message(script), script_request=request
         )
         try:
             self._members.SaveWorkerState(message, timeout=CALL_SECONDS)
@@ -159,7 +177,7 @@ class CoordinatorClient:
 
     def lease(self, worker: Identity, ask: LeaseRequest) -> BatchLease:
         """Leases batches of a loader's data."""
-        response = self._call(self._leases.LeaseData, convert.lease_request(worker, ask))
+        response = self._call(self._leases.LeaseData, workers.write_lease(worker, ask))
         return BatchLease(data_ranges(response.ranges), response.complete)
 
     def exchange(
@@ -171,15 +189,14 @@ class CoordinatorClient:
         heard:  called with news while the round is open; where it returns False, the call ends and returns None
         """
         retry = Retry(self._peer, self._timeout, self.closing)
-        identity = convert.identity(worker)
-        request = rounds_pb2.GatherValuesRequest(worker=identity, round=number, clock=clock, value=value)
+        request = workers.write_gather(GatherRequest(worker, number, clock, value))
         while True:
             values: dict[int, bytes] = {}
             try:
                 call = self._rounds.GatherValues(request, timeout=ROUND_SECONDS)
                 for message in call:
                     retry.progressed()
-                    news = convert.round_news(message)
+                    news = workers.read_round_news(message)
                     values |= news.values
                     if news.complete and news.number == number:
                         return replace(news, values=values)
@@ -203,7 +220,7 @@ class CoordinatorClient:
         One more, without the state, where that is too large for a message or arrives too slowly.
         """
         request = membership_pb2.LeaveRequest(
-            worker=convert.identity(worker), done=done, script=convert.worker_state(script)
+            worker=identity_message(worker), done=done, script=workers.state_message(script)
         )
         if state is not None:
             request.state.clock, request.state.content = state.clock, state.content
@@ -216,9 +233,9 @@ class CoordinatorClient:
                 log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
                 self.leave(worker, done=done, script=script)
 
-    def watch(self, job: str) -> Watch:
+    def watch(self, job: str) -> RosterWatch:
         """Watches the roster: as it is now, and after every change."""
-        return Watch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
+        return RosterWatch(lambda: self._members.Watch(membership_pb2.WatchRequest(job=job)))
 
     def close(self) -> None:
         """Closes the connection; calls in flight end."""

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import row_codec
-from ps_protocol.convert import duration, row_initializer, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_message
+from ps_protocol.messages import rows
 from ps_protocol.row_ids import ID_BYTES
 from ps_protocol.v1 import cluster_pb2, feed_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer
-from ps_worker.tables.row_copy import FeedPart, RoundBegin
+from ps_worker.tables.row_copy import ReadPart
 
 STATUS_SECONDS = 10.0
 _WATCH_ROWS = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}/WatchRows"
@@ -52,14 +52,12 @@ class RowWatch:
         self, shard: int, address: str, access: Access, job: str, table: str, cursor: bytes, period: float
     ) -> None:
         self._peer, self._dim = Peer(f"shard {shard}", address, access), 0
-        request = feed_pb2.WatchRowsRequest(
-            job=job, table=table, cursor=cursor, period_duration=duration(period)
-        ).SerializeToString()
+        request = rows.write_watch(rows.RowsWatch(job, table, cursor, period))
         self._channel = open_channel(address, access)
         self._call: Any = self._channel.unary_stream(_WATCH_ROWS)(request)
         self.is_cancelled = False
 
-    def __iter__(self) -> Iterator[FeedPart]:
+    def __iter__(self) -> Iterator[ReadPart]:
         try:
             for message in self._call:
                 yield self._part(message)
@@ -75,21 +73,16 @@ class RowWatch:
         self._call.cancel()
         self._channel.close()
 
-    def _part(self, message: bytes) -> FeedPart:
-        fields, payload = split_message(message)
-        response = feed_pb2.WatchRowsResponse.FromString(fields)
-        begin = None
-        if response.HasField("begin"):
-            sent = response.begin
-            self._dim = sent.dim
-            start = row_initializer(sent.initializer, "of the feed")
-            begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, start)
-        codec = row_codec(wire_format(response.wire_format) or "float32")
-        removed, rows, got = response.removed_count, response.row_count, payload if payload is not None else b""
-        expected = (removed + rows) * ID_BYTES + codec.size(rows * self._dim)
+    def _part(self, message: bytes) -> ReadPart:
+        part = rows.read_feed_part(*split_message(message))
+        if part.begin is not None:
+            self._dim = part.begin.dim
+        codec = row_codec(part.wire_format or "float32")
+        got = part.payload if part.payload is not None else b""
+        expected = (part.removed + part.rows) * ID_BYTES + codec.size(part.rows * self._dim)
         if len(got) != expected:
-            raise InvalidRequest(f"{self._peer}: expected {expected} bytes for {rows} rows, got {len(got)}")
-        ids = np.frombuffer(got, "<i8", removed + rows).astype(np.int64)
-        elements = codec.decode(memoryview(got)[ids.nbytes :], rows * self._dim) if rows else torch.empty(0)
-        values = elements.to(torch.float32)
-        return FeedPart(begin, ids[:removed], ids[removed:], values.view(rows, self._dim), response.cursor)
+            raise InvalidRequest(f"{self._peer}: expected {expected} bytes for {part.rows} rows, got {len(got)}")
+        ids = np.frombuffer(got, "<i8", part.removed + part.rows).astype(np.int64)
+        elements = codec.decode(memoryview(got)[ids.nbytes :], part.rows * self._dim) if part.rows else torch.empty(0)
+        values = elements.to(torch.float32).view(part.rows, self._dim)
+        return ReadPart(part.begin, ids[: part.removed], ids[part.removed :], values, part.cursor)

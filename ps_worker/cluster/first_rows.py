@@ -13,13 +13,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from ps_protocol.framing import Parts, message_parts
 from ps_protocol.identity import Identity
+from ps_protocol.messages import rows
+from ps_protocol.messages.rows import TablePush
 from ps_protocol.row_ids import by_shard, mix, shards_of
 from ps_protocol.tables import Beginning, JobTable
-from ps_protocol.v1 import rows_pb2
 from ps_tables.beginning import encoded, row_columns, row_size
-from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.tables.given import GivenRows
 from ps_worker.tables.server_rows import FirstRows, ServerTables
@@ -133,31 +132,16 @@ def begin_table(calls: ShardCalls, worker: Identity, table: int, part: ShardPart
     return None
 
 
-def _send(calls: ShardCalls, message: Parts) -> tuple[bool, int]:
+def _send(calls: ShardCalls, message: TablePush) -> tuple[bool, int]:
     """Sends a message; returns whether the table had begun before, and its seed then."""
-    response = rows_pb2.PushTableResponse.FromString(calls.unary("PushTable", message))
-    return response.begun, response.seed
+    answer = rows.read_table_pushed(calls.unary("PushTable", rows.write_table_push(message)))
+    return answer.begun, answer.seed
 
 
-def _request(worker: Identity, table: int, begins: Beginning) -> rows_pb2.PushTableRequest:
-    return rows_pb2.PushTableRequest(
-        worker=convert.identity(worker),
-        table=table,
-        beginning=rows_pb2.TableBeginning(
-            version=begins.version,
-            seed=begins.seed,
-            row_count=begins.rows,
-            waiting_count=begins.waiting,
-            with_state=begins.with_state,
-        ),
-    )
-
-
-def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[Parts]:
-    begins, request = part.beginning, _request(worker, table, part.beginning)
+def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Iterator[TablePush]:
+    begins, first = part.beginning, 0
     if ask or not begins.total:
-        request.last = not ask
-        yield message_parts(request)
+        yield TablePush(worker, table, begins, 0, 0, 0, not ask, b"")
         return
     columns: Mapping[str, int]
     for places, columns in ((part.rows, part.columns), (part.waiting, {})):
@@ -165,10 +149,9 @@ def _messages(worker: Identity, table: int, part: ShardPart, ask: bool) -> Itera
         for some in places.split(most) if len(places) else ():
             named = ("ids", "last", *columns) if columns else ("waiting.ids", "waiting.counts", "waiting.last")
             payload = encoded({name: part.tensors[name][some] for name in named}, columns)
-            request.row_count, request.waiting_count = (len(some), 0) if columns else (0, len(some))
-            request.last = request.first + len(some) == begins.total
-            yield message_parts(request, payload)
-            request.first += len(some)
+            counts = (len(some), 0) if columns else (0, len(some))
+            yield TablePush(worker, table, begins, first, *counts, first + len(some) == begins.total, payload)
+            first += len(some)
 
 
 # -- vectors that a script has given -----------------------------------------------------------------------------------
@@ -189,19 +172,19 @@ def begin_given(
     given, shards = first.given, len(calls)
     assert given is not None
     beginnings = _given_beginnings(given, first.seed, shards)
-    requests = [_request(worker, table, beginning) for beginning in beginnings]
+    came = [0] * shards
     waiting = {shard for shard in range(shards) if beginnings[shard].rows}
 
-    def send(shard: int, payload: bytes | None, count: int) -> None:
-        request = requests[shard]
-        request.row_count, request.last = count, request.first + count == beginnings[shard].rows
-        begun, _ = _send(calls[shard], message_parts(request, payload))
-        request.first += count
+    def send(shard: int, payload: bytes, count: int) -> None:
+        begins, end = beginnings[shard], came[shard] + count
+        push = TablePush(worker, table, begins, came[shard], count, 0, end == begins.rows, payload)
+        begun, _ = _send(calls[shard], push)
+        came[shard] = end
         if begun:
             waiting.discard(shard)
 
     for shard in set(range(shards)) - waiting:
-        send(shard, None, 0)
+        send(shard, b"", 0)
     for piece in given.pieces():
         sent = []
         for shard, which in enumerate(by_shard(piece.ids, shards)):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.data import PulledBucket
 from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
-from ps_worker.values import PulledBucket, PullResult
+from ps_worker.values import PullResult
 
 log = logging.getLogger("ps_worker")
 
@@ -84,7 +85,7 @@ class Landing:
     def take(self, payload: memoryview | None) -> bool:
         """Takes the message that `place` was told of; returns whether all buckets have landed."""
         if self._coming is not None and payload is not None:
-            self._take([replace(self._coming, payload=payload)])
+            self._take([self._coming._replace(payload=payload)])
         else:
             self._take(self._plan.read(self._fields, payload))
         return self.is_done
@@ -101,4 +102,4 @@ class Landing:
             wire = pulled.wire_format or bucket.dtype
             self._sizes[wire] = self._sizes.get(wire, 0) + self._plan.land(bucket, pulled)
             self._longest = max(self._longest, pulled.waited)
-            self._checkpoint = self._checkpoint or pulled.checkpoint
+            self._checkpoint = self._checkpoint or pulled.save_state

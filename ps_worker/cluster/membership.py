@@ -25,16 +25,16 @@ from ps_protocol.errors import (
     Unauthenticated,
     UnknownWorker,
 )
+from ps_protocol.messages.workers import Continued, JoinResult, SavedState, write_heartbeat
 from ps_runtime.background import guarded, join_within, start
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
-from ps_worker.cluster import convert
-from ps_worker.cluster.coordinator import CoordinatorClient, Watch
+from ps_worker.cluster.coordinator import CoordinatorClient, RosterWatch
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
-from ps_worker.values import Continued, JoinResult, Roster, SavedState
+from ps_worker.values import Roster
 
 log = logging.getLogger("ps_worker")
 
@@ -70,7 +70,7 @@ class Doubt:
         self._raised.clear()
 
 
-class Membership:
+class OwnMembership:
     """One worker's place in one job. Methods may be called from any thread and raise PSError.
 
     metrics_address: where this worker serves /metrics, for the servers' side
@@ -102,7 +102,7 @@ class Membership:
         self._error: PSError | None = None
         self._joining = False
         self._is_unknown = False  # the last heartbeat showed no token or certificate that the coordinator knows
-        self._watching: Watch | None = None
+        self._watching: RosterWatch | None = None
         self._changed = threading.Condition()
         self._doubt = Doubt()
         self._threads: list[threading.Thread] = []
@@ -263,7 +263,7 @@ class Membership:
         """Returns the heartbeat of now, without what the worker has measured."""
         place = self.place
         assert place is not None
-        return convert.heartbeat(place.identity, self._reached(place)).SerializeToString()
+        return write_heartbeat(place.identity, self._reached(place)).SerializeToString()
 
     def _beat_once(self, timeout: float) -> None:
         place = self.place

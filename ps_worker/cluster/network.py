@@ -11,18 +11,18 @@ from concurrent.futures import Future
 import torch
 
 from ps_protocol.errors import PSError, Unauthenticated
-from ps_protocol.framing import Parts
+from ps_protocol.framing import Buffer, Parts
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
-from ps_protocol.v1 import data_pb2
-from ps_worker.cluster import convert
+from ps_protocol.messages import data
+from ps_protocol.messages.data import BucketPush, PullCall, PulledBucket, PulledState, PushCall, PushedBucket, PushKind
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
-from ps_worker.values import Assignment, BucketPush, PulledBucket, PullResult, PushResult, StateChunk
+from ps_worker.values import BucketAssignment, PullResult, PushResult
 
 # Pushes leave in one order over all shards, so that one whose link is slow for a moment holds up the others a little,
 # rather than finish last by itself. With 4 workers and 4 shards on links of 200 Mbit/s, a round of 32 MiB over bare
@@ -76,10 +76,9 @@ class NetworkTransport:
 
         def message() -> tuple[Parts, int]:
             if leaving is None:
-                return convert.gradient_push(self._worker, push, None), 0
+                return data.write_push(self._call([push], b"")), 0
             payload = self._flat.gradient(leaving, push.absent, SENDING.memory)
-            wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
-            return convert.gradient_push(self._worker, push, payload, wire_format), len(payload)
+            return data.write_push(self._gradient(push, payload, PushKind.GRADIENT)), len(payload)
 
         step = self._timeline.step
         wire = self._flat.gradient_codec(push.bucket).name if leaving is not None else ""
@@ -90,15 +89,18 @@ class NetworkTransport:
 
         def message() -> tuple[Parts, int]:
             payload = self._flat.initial(bucket)
-            return convert.initial_push(self._worker, bucket.index, payload), len(payload)
+            pushed = PushedBucket(bucket.index, PushKind.INITIAL_VALUE)
+            return data.write_push(PushCall(self._worker, 0, (pushed,), payload)), len(payload)
 
         return self._push(message, bucket.dtype)
 
-    def assign(self, clock: int, assignment: Assignment) -> Future[PushResult]:
+    def assign(self, clock: int, assignment: BucketAssignment) -> Future[PushResult]:
         """Sends an assignment, over the network likewise; it takes effect with the step of that clock."""
 
         def message() -> tuple[Parts, int]:
-            return convert.assignment(self._worker, clock, assignment), len(assignment.payload or b"")
+            payload = assignment.payload or b""
+            call = PushCall(self._worker, clock, (_assigned(assignment),), payload, stage=assignment.stage)
+            return data.write_push(call), len(payload)
 
         return self._push(message, assignment.bucket.dtype)
 
@@ -121,6 +123,13 @@ class NetworkTransport:
 
         return self._pushers.submit(send)
 
+    def _call(self, pushes: Sequence[BucketPush], payload: Buffer, kind: PushKind = PushKind.GRADIENT) -> PushCall:
+        return data.push_of(self._worker, pushes[0].clock, pushes, payload, kind)
+
+    def _gradient(self, push: BucketPush, payload: memoryview, kind: PushKind) -> PushCall:
+        wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
+        return data.push_of(self._worker, push.clock, [push], payload, kind, wire_format)
+
     @property
     def has_drafts(self) -> bool:
         """A bucket leaves early: sending it takes as long as the link says."""
@@ -136,8 +145,7 @@ class NetworkTransport:
                 return PushResult(0, time.perf_counter(), "")
             with self._free:
                 payload = self._flat.gradient(leaving, memory=SENDING.memory)
-                wire_format = self._flat.gradient_codec(push.bucket).wire_format(push.bucket)
-                message = convert.gradient_push(self._worker, push, payload, wire_format, draft=True)
+                message = data.write_push(self._gradient(push, payload, PushKind.DRAFT))
                 size = len(payload)
                 step.sent((push.bucket.index,), draft=True)
                 try:
@@ -188,15 +196,14 @@ class NetworkTransport:
 
         def request(missing: list[int]) -> bytes:
             step.sent(push.bucket.index for push in commit if push.empty)
-            whole = [index for index in missing if all_staged or not self._flat.has_before(index, clock)]
+            whole = frozenset(index for index in missing if all_staged or not self._flat.has_before(index, clock))
+            wanted = PullCall(self._worker, clock, tuple(missing), False, 0, step.recorded, whole, all_staged)
             if commit:
-                return convert.commit_exchange(self._worker, clock, commit, missing, step.recorded, whole)
-            return convert.pull_request(
-                self._worker, clock, missing, times=step.recorded, whole=whole, all_staged=all_staged
-            )
+                return data.write_exchange(self._call(commit, b"", PushKind.COMMIT), wanted)
+            return data.write_pull(wanted)
 
         def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
-            return convert.pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
+            return data.read_pulled(fields, payload, self._weight_bytes, exchange=bool(commit))
 
         def place(bucket: BucketSpec, pulled: PulledBucket, size: int) -> memoryview | None:
             return self._flat.landing_place(bucket, pulled, size)
@@ -207,14 +214,12 @@ class NetworkTransport:
     def _weight_bytes(self, index: int, wire_format: str) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)
 
-    def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[StateChunk], None]) -> Future[None]:
+    def pull_state(self, buckets: Sequence[BucketSpec], land: Callable[[PulledState], None]) -> Future[None]:
         """Fetches the optimizer state of buckets, landing each kind of each as it comes; some may come twice."""
-        request = data_pb2.PullStateRequest(
-            worker=convert.identity(self._worker), buckets=[bucket.index for bucket in buckets]
-        ).SerializeToString()
+        request = data.write_pull_state(PullCall(self._worker, 0, tuple(bucket.index for bucket in buckets)))
 
         def fetch() -> None:
-            self._calls.stream("PullState", request, lambda *message: land(convert.state_chunk(*message)))
+            self._calls.stream("PullState", request, lambda *message: land(data.read_state(*message)))
 
         return self._puller.submit(fetch)
 
@@ -227,3 +232,15 @@ class NetworkTransport:
         """Ends the thread and the connection; the pool belongs to all shards."""
         self._calls.close()
         self._puller.close()
+
+
+def _assigned(assignment: BucketAssignment) -> PushedBucket:
+    state, following = assignment.state, assignment.next
+    kind = PushKind.ASSIGN if state is None else PushKind.ASSIGN_STATE
+    return PushedBucket(
+        assignment.bucket.index,
+        kind if following is None else PushKind.NEXT_OPTIMIZER,
+        frozenset(assignment.absent),
+        state=state or "",
+        next_optimizer=following,
+    )

@@ -22,17 +22,17 @@ from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
+from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
-from ps_worker.cluster.membership import CLOSED_EARLY, Membership
+from ps_worker.cluster.membership import CLOSED_EARLY, OwnMembership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer_state import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 
 log = logging.getLogger("ps_worker")
 
@@ -77,7 +77,7 @@ class Participation:
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.script = ScriptTelling()
         moves = self._reached, self._finished, self._moved, self.script
-        self.members = Membership(self.coordinator, options, metrics_address, *moves)
+        self.members = OwnMembership(self.coordinator, options, metrics_address, *moves)
         self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.messages.workers import RoundNews
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
-from ps_worker.values import RoundNews
 
 log = logging.getLogger("ps_worker")
 
@@ -44,7 +44,7 @@ class Stepper(Protocol):
         """Goes on in another place, after this worker's was lost."""
 
 
-class Rounds:
+class ValueRounds:
     """One process' calls, in their order. For the training thread."""
 
     def __init__(self, participation: Participation, stepper: Stepper) -> None:

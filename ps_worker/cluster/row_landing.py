@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import PLAIN, Cast
-from ps_protocol.convert import seconds, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head
-from ps_protocol.v1 import rows_pb2
+from ps_protocol.messages import rows
+from ps_protocol.messages.envelope import Awaited
+from ps_protocol.messages.rows import PulledRows
 from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
@@ -26,7 +27,7 @@ class RowLanding:
     """A pull of rows from one shard. For one thread at a time.
 
     request: of PullRows
-    rows:    how many it asks for, and `dim` elements of each; codec: as they come in messages
+    count:   of the rows that it asks for, and `dim` elements of each; codec: as they come in messages
     land:    takes rows over, from a number on: [n, dim] float32
     shared:  where rows come that are in the segment: [rows, dim]; None: they come in messages
     waits:   told of what it waits for
@@ -36,14 +37,14 @@ class RowLanding:
         self,
         peer: str,
         request: bytes,
-        rows: int,
+        count: int,
         dim: int,
         codec: Cast,
         land: Callable[[int, torch.Tensor], None],
         shared: torch.Tensor | None,
         waits: Troubles,
     ) -> None:
-        self._peer, self._request, self._rows, self._dim, self._codec = peer, request, rows, dim, codec
+        self._peer, self._request, self._rows, self._dim, self._codec = peer, request, count, dim, codec
         self._land, self._shared, self._waits = land, shared, waits
         self.progressed: Callable[[], None] = nothing  # is called with each message
         self.begin()
@@ -51,7 +52,7 @@ class RowLanding:
     def begin(self) -> None:
         """Begins anew: nothing has come."""
         self._landed = np.zeros(self._rows, np.bool_)
-        self._answered, self._waited, self._state_wanted = False, 0.0, False
+        self._answered, self._waited, self._save_state = False, 0.0, False
         self._fields = b""
 
     @property
@@ -69,7 +70,7 @@ class RowLanding:
             raise InvalidRequest(f"{self._peer}: expected {self._rows} rows, got {int(self._landed.sum())}")
         self._waits.over("rows")
         codec = self._codec if self._shared is None else PLAIN["float32"]
-        return PullResult({codec.name: codec.size(self._rows * self._dim)}, self._waited, self._state_wanted)
+        return PullResult({codec.name: codec.size(self._rows * self._dim)}, self._waited, self._save_state)
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
         """Returns memory for the payload of the message that comes."""
@@ -84,29 +85,28 @@ class RowLanding:
     def message(self, fields: bytes, payload: memoryview | None) -> None:
         """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
         self.progressed()
-        self._take(rows_pb2.PullRowsResponse.FromString(fields), payload)
+        self._take(rows.read_pulled(fields, payload))
 
-    def _take(self, response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> None:
-        self._waited = max(self._waited, seconds(response.wait_duration))
-        self._state_wanted = self._state_wanted or response.state_wanted
-        if response.HasField("waiting"):
-            note_wait(self._waits, response.waiting)
+    def _take(self, pulled: PulledRows) -> None:
+        self._waited = max(self._waited, pulled.waited)
+        self._save_state = self._save_state or pulled.save_state
+        if pulled.waiting is not None:
+            note_wait(self._waits, pulled.waiting)
             return
         self._answered = True
-        first, count = response.first_row, response.row_count
-        rows = self._read(response, payload)
-        if count:
-            self._land(first, rows)
-            self._landed[first : first + count] = True
+        elements = self._read(pulled)
+        if pulled.rows:
+            self._land(pulled.first, elements)
+            self._landed[pulled.first : pulled.first + pulled.rows] = True
 
-    def _read(self, response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> torch.Tensor:
-        first, count = response.first_row, response.row_count
-        if response.in_segment and self._shared is not None and payload is None and (first, count) == (0, self._rows):
+    def _read(self, pulled: PulledRows) -> torch.Tensor:
+        first, count, payload = pulled.first, pulled.rows, pulled.payload
+        if pulled.in_segment and self._shared is not None and payload is None and (first, count) == (0, self._rows):
             return self._shared
         expected, sent = self._codec.size(count * self._dim), len(payload or b"")
-        came_as = wire_format(response.wire_format) or "float32"
-        if response.in_segment or first + count > self._rows or sent != expected or came_as != self._codec.dtype:
-            way = "in the segment" if response.in_segment else f"in {sent} bytes of {came_as}"
+        came_as = pulled.wire_format or "float32"
+        if pulled.in_segment or first + count > self._rows or sent != expected or came_as != self._codec.dtype:
+            way = "in the segment" if pulled.in_segment else f"in {sent} bytes of {came_as}"
             raise InvalidRequest(
                 f"{self._peer}: expected {self._rows} rows of {self._dim} x {self._codec.dtype}, got rows {first} to "
                 f"{first + count} {way}"
@@ -127,12 +127,12 @@ class ExchangeLanding(RowLanding):
     def message(self, fields: bytes, payload: memoryview | None) -> None:
         """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
         self.progressed()
-        response = rows_pb2.ExchangeRowsResponse.FromString(fields)
-        self._staged(time.perf_counter() - seconds(response.staged_duration))  # no answer comes before it is
-        if response.HasField("pulled"):
-            self._take(response.pulled, payload)
+        staged_seconds, pulled = rows.read_exchanged(fields)
+        self._staged(time.perf_counter() - staged_seconds)  # no answer comes before it is
+        if pulled is not None:
+            self._take(pulled._replace(payload=payload))
 
 
-def note_wait(waits: Troubles, notice: rows_pb2.RowWaitNotice) -> None:
+def note_wait(waits: Troubles, waiting: Awaited) -> None:
     """Tells of what rows wait for."""
-    waits.met("rows", "waiting for rows: %s", notice.reason, detail=tuple(notice.awaited_ranks))
+    waits.met("rows", "waiting for rows: %s", waiting.reason, detail=waiting.ranks)

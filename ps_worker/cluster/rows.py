@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,26 +19,25 @@ import numpy as np
 import torch
 
 from ps_protocol.codecs import row_codec
-from ps_protocol.convert import data_range_messages, hyper_messages, wire_format_number
 from ps_protocol.data import DataRange
-from ps_protocol.framing import Parts, message_parts
+from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages import rows as messages
+from ps_protocol.messages.rows import PulledTable, PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
 from ps_protocol.row_memory import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import assigned_bytes
 from ps_protocol.tensors import bytes_of
-from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues
-from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.row_memory import Room, SharedRows
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.tables.ahead import RowsAhead
-from ps_worker.tables.server_rows import FirstRows, RowsPush, TablePart
+from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
@@ -124,7 +123,7 @@ class RowTransport:
     def step(
         self,
         clock: int,
-        pushes: Sequence[RowsPush],
+        pushes: Sequence[TableStep],
         ranges: Sequence[DataRange],
         ahead: Sequence[RowsAhead],
         ends: bool,
@@ -148,20 +147,22 @@ class RowTransport:
         pushed: list[Future[PushResult]] = []
         pulled: dict[tuple[int, int], Future[PullResult]] = {}
         assigned, self._assigned = self._assigned, {}
-        for push, shard, rows in parts:
-            request, place = self._push_request(push, rows, clock, ranges), self._place_on(shard, room)
-            request.assignment = assigned.get((clock, push.table, shard), 0)
-            asked = wanted.get((push.table, shard))
+        for step, shard, rows in parts:
+            assignment, place = assigned.get((clock, step.table, shard), 0), self._place_on(shard, room)
+            push = self._push_of(step, rows, clock, ranges, assignment)
+            asked = wanted.get((step.table, shard))
             if rows is not None and len(rows) and place is None:
                 wire = self._gradients.name
-                pushed += [self._push(shard, *message, wire) for message in self._messages(request, rows)]
+                pushed += [self._push(shard, each, len(each.payload), wire) for each in self._in_messages(push, rows)]
                 continue
-            size = self._put(request, rows, place) if rows is not None and len(rows) and place is not None else 0
+            size = 0
+            if rows is not None and len(rows) and place is not None:
+                push, size = self._put(push, rows, place)
             if asked is not None and (place is not None or not len(asked.ids)):
-                staged, pulled[push.table, shard] = self._exchange(request, size, asked, place)
+                staged, pulled[step.table, shard] = self._exchange(push, size, asked, place)
                 pushed.append(staged)
             else:
-                pushed.append(self._push(shard, message_parts(request), size, "float32"))
+                pushed.append(self._push(shard, push, size, "float32"))
                 self._use(place, pushed[-1])
         for key, asked in wanted.items():
             if key not in pulled:
@@ -182,11 +183,7 @@ class RowTransport:
         self, clock: int, table: int, rows: RowValues, had: Callable[[int, int], bool] | None
     ) -> list[Future[PushResult]]:
         """Sends rows that the script has set, which take effect with the step of this clock. had: as in `step`"""
-        request = rows_pb2.PushRowsRequest(
-            worker=convert.identity(self._worker), table=table, clock=clock, kind=rows_pb2.ROW_PUSH_KIND_ASSIGN
-        )
         self._assignments += 1
-        request.assignment = self._assignments
         most = max(1, MESSAGE_BYTES // assigned_bytes(rows.values.shape[1], 1))
         sent: list[Future[PushResult]] = []
         for shard, which in zip(self._calls, by_shard(rows.ids, len(self._calls)), strict=True):
@@ -194,13 +191,14 @@ class RowTransport:
             if not len(ids) or (had is not None and had(shard, table)):
                 continue
             values = rows.values[which if isinstance(which, slice) else torch.from_numpy(which)]
-            request.total_row_count = len(ids)
             self._assigned[clock, table, shard] = self._assignments
             for first in range(0, len(ids), most):
                 part = slice(first, first + most)
-                request.first_row, request.row_count = first, len(ids[part])
                 payload = b"".join((ids[part].astype("<i8").data, bytes_of(values[part].contiguous().view(-1))))
-                sent.append(self._push(shard, message_parts(request, payload), len(payload), "float32"))
+                counts = first, len(ids[part]), len(ids)
+                push = RowsPush(self._worker, table, clock, RowPushKind.ASSIGN, payload, *counts, {})
+                push = replace(push, assignment=self._assignments)
+                sent.append(self._push(shard, push, len(payload), "float32"))
         return sent
 
     def forget_assigned(self) -> None:
@@ -209,21 +207,24 @@ class RowTransport:
 
     def leave_out(self, clock: int) -> list[Future[PushResult]]:
         """Pushes a step that leaves all tables out."""
-        return self.step(clock, [RowsPush(table) for table in range(len(self._spec.tables))], (), (), ends=False).pushed
+        return self.step(
+            clock, [TableStep(table) for table in range(len(self._spec.tables))], (), (), ends=False
+        ).pushed
 
     def _exchange(
-        self, request: rows_pb2.PushRowsRequest, size: int, asked: _Asked, room: Room | None
+        self, push: RowsPush, size: int, asked: _Asked, room: Room | None
     ) -> tuple[Future[PushResult], Future[PullResult]]:
         """Sends a push and a pull in one call. size: bytes of rows that the push names"""
-        exchange = rows_pb2.ExchangeRowsRequest(push=request)
-        shared = self._put_ids(exchange, asked, room)
+        places, shared = self._put_ids(asked, room)
         staged: Future[PushResult] = Future()
 
         def is_staged(when: float) -> None:
             if not staged.done():
                 staged.set_result(PushResult(size, when, "float32"))
 
-        landing = ExchangeLanding(*self._landing(asked, message_parts(exchange), shared), staged=is_staged)
+        landing = ExchangeLanding(
+            *self._landing(asked, messages.write_exchange(push, places), shared), staged=is_staged
+        )
         pull = self._calls[asked.shard].pull_rows(landing, self._pool, "ExchangeRows")
         self._use(room, pull)
 
@@ -243,14 +244,14 @@ class RowTransport:
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def _parts(
-        self, push: RowsPush, had: Callable[[int, int], bool] | None
-    ) -> Iterator[tuple[RowsPush, int, RowGradients | None]]:
+        self, push: TableStep, had: Callable[[int, int], bool] | None
+    ) -> Iterator[tuple[TableStep, int, RowGradients | None]]:
         """Yields what a table's push has for each shard; None: the step has no gradient for the table."""
         rows = push.rows
         places = by_shard(rows.ids, len(self._calls), rows.ends) if rows is not None else None
         for shard in self._calls:
             if had is not None and had(shard, push.table):
-                yield RowsPush(push.table, values=push.values), shard, None
+                yield TableStep(push.table, values=push.values), shard, None
                 continue
             yield push, shard, None if rows is None or places is None else rows.part(places[shard])
 
@@ -260,48 +261,57 @@ class RowTransport:
             return None
         return self._shared.room(sum(aligned(size) for shard, size in sizes if self._is_shared(shard)))
 
-    def _push_request(
-        self, push: RowsPush, rows: RowGradients | None, clock: int, ranges: Sequence[DataRange]
-    ) -> rows_pb2.PushRowsRequest:
-        taken = rows_pb2.ROW_PUSH_KIND_NO_GRADIENT if push.took_part else rows_pb2.ROW_PUSH_KIND_SKIP
-        return rows_pb2.PushRowsRequest(
-            worker=convert.identity(self._worker),
-            table=push.table,
-            clock=clock,
-            kind=taken if rows is None else rows_pb2.ROW_PUSH_KIND_GRADIENT,
-            total_row_count=0 if rows is None else len(rows),
-            hyper_parameters=hyper_messages(push.values),
-            ranges=data_range_messages(ranges),
+    def _push_of(
+        self,
+        step: TableStep,
+        rows: RowGradients | None,
+        clock: int,
+        ranges: Sequence[DataRange],
+        assignment: int,
+    ) -> RowsPush:
+        """Returns what a step pushes to a table on one shard, without its rows."""
+        kind = RowPushKind.NO_GRADIENT if step.took_part else RowPushKind.SKIP
+        return RowsPush(
+            self._worker,
+            step.table,
+            clock,
+            kind if rows is None else RowPushKind.GRADIENT,
+            payload=b"",
+            first=0,
+            count=0,
+            total=0 if rows is None else len(rows),
+            values=step.values,
+            ranges=tuple(ranges),
+            assignment=assignment,
         )
 
-    def _push(self, shard: int, message: Parts, size: int, wire: str) -> Future[PushResult]:
+    def _push(self, shard: int, push: RowsPush, size: int, wire: str) -> Future[PushResult]:
         """Sends one message. size: the bytes of rows in it, or that it names; wire: what their elements are there"""
+        message = messages.write_push(push)
         return self._calls[shard].push_rows(message, lambda: PushResult(size, time.perf_counter(), wire), self._pool)
 
     @staticmethod
-    def _put(request: rows_pb2.PushRowsRequest, rows: RowGradients, room: Room) -> int:
-        """Has a request name rows that it writes to shared memory; returns their bytes."""
+    def _put(push: RowsPush, rows: RowGradients, room: Room) -> tuple[RowsPush, int]:
+        """Writes rows to shared memory; returns the push that names them, and their bytes."""
         count, dim = rows.gradients.shape
         size = pushed_bytes(count, dim)
         place = room.take(size)
-        request.row_count, request.in_segment.offset = count, place
         room.memory.array(place, count, np.int64)[:] = rows.ids
         room.memory.array(place + ID_BYTES * count, count, np.uint32)[:] = rows.counts
         room.memory.rows(place + (ID_BYTES + COUNT_BYTES) * count, count, dim).copy_(rows.gradients)
-        return size
+        return replace(push, count=count, place=place), size
 
-    def _messages(self, request: rows_pb2.PushRowsRequest, rows: RowGradients) -> Iterator[tuple[Parts, int]]:
-        """Yields the messages that bring a table's rows of one shard, each with the bytes of its payload."""
+    def _in_messages(self, push: RowsPush, rows: RowGradients) -> Iterator[RowsPush]:
+        """Yields the messages that bring a table's rows of one shard."""
         codec = self._gradients
         row_bytes = ID_BYTES + COUNT_BYTES + codec.size(rows.gradients.shape[1])
         most = max(1, MESSAGE_BYTES // row_bytes)
-        request.wire_format = wire_format_number("" if codec.dtype == "float32" else codec.dtype)
+        wire_format = "" if codec.dtype == "float32" else codec.dtype
         for first in range(0, len(rows), most):
             ids, counts = rows.ids[first : first + most], rows.counts[first : first + most].astype("<u4")
             gradients = codec.encode(rows.gradients[first : first + most].reshape(-1))
-            request.first_row, request.row_count = first, len(ids)
             payload = b"".join((ids.data, counts.data, bytes_of(gradients)))
-            yield message_parts(request, payload), len(payload)
+            yield replace(push, payload=payload, first=first, count=len(ids), wire_format=wire_format)
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
@@ -320,9 +330,8 @@ class RowTransport:
         return [asked for asked in each if len(asked.ids)]
 
     def _pull(self, clock: int, asked: _Asked, room: Room | None) -> Future[PullResult]:
-        request = rows_pb2.PullRowsRequest(worker=convert.identity(self._worker), table=asked.table, clock=clock)
-        shared = self._put_ids(request, asked, room)
-        message = message_parts(request, asked.ids.data if shared is None else None)
+        places, shared = self._put_ids(asked, room)
+        message = messages.write_pull(RowsPull(self._worker, asked.table, clock, asked.ids.data, places))
         landing = RowLanding(*self._landing(asked, message, shared))
         pulled = self._calls[asked.shard].pull_rows(landing, self._pool)
         self._use(room, pulled)
@@ -333,18 +342,15 @@ class RowTransport:
         return peer, message.whole(), rows, asked.dim, self._weights, asked.land, shared, self._waits
 
     @staticmethod
-    def _put_ids(
-        request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, asked: _Asked, room: Room | None
-    ) -> torch.Tensor | None:
-        """Has a request name ids that it writes to shared memory; returns where their rows come. None: no place is."""
+    def _put_ids(asked: _Asked, room: Room | None) -> tuple[PullPlaces | None, torch.Tensor | None]:
+        """Writes ids to shared memory; returns where they lie and their rows go, and these rows. None: in messages."""
         if room is None or not len(asked.ids):
-            return None
+            return None, None
         count = len(asked.ids)
         place = room.take(asked.size)
-        request.ids_in_segment.offset, request.row_count = place, count
-        request.rows_in_segment.offset = place + ID_BYTES * count
+        rows = place + ID_BYTES * count
         room.memory.array(place, count, np.int64)[:] = asked.ids
-        return room.memory.rows(place + ID_BYTES * count, count, asked.dim)
+        return PullPlaces(place, count, rows), room.memory.rows(rows, count, asked.dim)
 
     def _place_on(self, shard: int, room: Room | None) -> Room | None:
         """Returns room that a shard sees; None: it sees none."""
@@ -357,30 +363,29 @@ class RowTransport:
 
     def pull_table(self, clock: int, table: int, count_only: bool) -> list[Future[TablePart]]:
         """Fetches all rows of a table, from each shard those that it has; or only their number."""
-        request = rows_pb2.PullTableRequest(
-            worker=convert.identity(self._worker), table=table, clock=clock, count_only=count_only
-        ).SerializeToString()
+        request = messages.write_table_pull(TablePull(self._worker, table, clock, count_only))
         return [self._pool.submit(partial(self._fetch_table, calls, request)) for calls in self._calls.values()]
 
     def _fetch_table(self, calls: ShardCalls, request: bytes) -> TablePart:
         pieces: list[bytes] = []
-        last = rows_pb2.PullTableResponse()
+        last = PulledTable()
 
         def land(fields: bytes, payload: memoryview | None) -> None:
-            response = rows_pb2.PullTableResponse.FromString(fields)
-            if response.HasField("waiting"):
-                note_wait(self._waits, response.waiting)
+            nonlocal last
+            pulled = messages.read_pulled_table(fields, payload)
+            if pulled.waiting is not None:
+                note_wait(self._waits, pulled.waiting)
                 return
             if payload is not None:
                 pieces.append(bytes(payload))
-            last.CopyFrom(response)
+            last = pulled._replace(payload=None)
 
         def begin() -> None:
             pieces.clear()
 
         calls.stream("PullTable", request, land, begin)
         self._waits.over("rows")
-        return TablePart(b"".join(pieces), last.row_count, last.seed)
+        return TablePart(b"".join(pieces), last.rows, last.seed)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -394,7 +399,7 @@ class RowTransport:
             self._reader.close()
 
 
-def _pushed_sizes(parts: Iterable[tuple[RowsPush, int, RowGradients | None]]) -> Iterator[tuple[int, int]]:
+def _pushed_sizes(parts: Iterable[tuple[TableStep, int, RowGradients | None]]) -> Iterator[tuple[int, int]]:
     """Yields the shard of each part that has rows, and their bytes in shared memory."""
     for _, shard, rows in parts:
         if rows is not None:

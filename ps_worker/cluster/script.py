@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ps_worker.values import SavedState
+from ps_protocol.messages.workers import SavedState
 
 log = logging.getLogger("ps_worker")
 

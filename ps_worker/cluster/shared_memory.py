@@ -23,9 +23,9 @@ from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES, JobSpec
 from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.messages import data
+from ps_protocol.messages.data import BucketPush, PullCall, PulledBucket
 from ps_protocol.segment_layout import SegmentMap, SegmentOffer, segment_plan
-from ps_protocol.v1 import data_pb2
-from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.segments import LocalSegment
@@ -33,7 +33,7 @@ from ps_worker.cluster.threads import DaemonPool
 from ps_worker.cluster.transport import Draft, ShardStep
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import UNRECORDED, StepTimes, Timeline
-from ps_worker.values import BucketPush, PulledBucket, PullResult, PushResult
+from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
@@ -89,17 +89,10 @@ def share_memory(
 
 def attach_to(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identity) -> dict[int, NotShared]:
     """Asks each shard to map a segment; returns, by shard, why some do not."""
-    request = data_pb2.AttachSegmentRequest(
-        worker=convert.identity(worker),
-        location=offer.location,
-        nonce=offer.nonce,
-        socket_inode=offer.socket_inode,
-        row_bytes=offer.row_bytes,
-    ).SerializeToString()
-    refusals = {}
+    request, refusals = Parts(data.write_attach(worker, offer)), {}
     for index, shard in calls.items():
         try:
-            shard.unary("AttachSegment", Parts(request))
+            shard.unary("AttachSegment", request)
         except NotShared as error:
             refusals[index] = error
     return refusals
@@ -149,15 +142,14 @@ class SharedTransport:
 
         def request(missing: list[int]) -> bytes:
             step.sent(push.bucket.index for push in pushes)
-            return convert.shared_exchange(
-                self._worker, clock, pushes, finite, missing, self._notify_bytes, step.recorded
-            )
+            call = data.push_of(self._worker, clock, pushes, None, finite=finite)
+            return data.write_exchange(call, self._wanted(clock, missing, step))
 
-        def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
-            pulled, staged_seconds = convert.shared_exchanged(fields)
-            if staged_seconds is not None:
-                all_staged(time.perf_counter() - staged_seconds)
-            return pulled
+        def read(fields: bytes, payload: memoryview | None) -> Sequence[PulledBucket]:
+            notice = data.read_notice(fields, exchange=True)
+            if notice.staged_seconds is not None:
+                all_staged(time.perf_counter() - notice.staged_seconds)
+            return notice.buckets
 
         def all_staged(when: float) -> None:
             for push, future in zip(pushes, staged, strict=True):
@@ -216,7 +208,8 @@ class SharedTransport:
             if not push.empty:
                 self._share(push)
         step.sent(push.bucket.index for push in pushes)
-        self._calls.unary("Push", convert.shared_push(self._worker, clock, pushes, self._finite(pushes)))
+        call = data.push_of(self._worker, clock, pushes, None, finite=self._finite(pushes))
+        self._calls.unary("Push", data.write_push(call))
 
     def _share(self, push: BucketPush) -> None:
         """Puts a gradient into the segment as it counts, unless its draft is there and holds."""
@@ -242,16 +235,14 @@ class SharedTransport:
         self, clock: int, buckets: Sequence[BucketSpec], step: StepTimes, all_staged: bool = False
     ) -> Future[PullResult]:
         def request(missing: list[int]) -> bytes:
-            return convert.pull_request(
-                self._worker, clock, missing, self._notify_bytes, step.recorded, all_staged=all_staged
-            )
+            return data.write_pull(self._wanted(clock, missing, step, all_staged))
 
-        plan = PullPlan(request, lambda fields, payload: convert.shared_pulled(fields), self._landing(step))
+        plan = PullPlan(request, lambda fields, payload: data.read_notice(fields).buckets, self._landing(step))
         return self._calls.pull("Pull", plan, clock, buckets, self._puller)
 
-    @property
-    def _notify_bytes(self) -> int:
-        return 0 if self._flat.lands_in_place else NOTIFY_BYTES
+    def _wanted(self, clock: int, missing: Sequence[int], step: StepTimes, all_staged: bool = False) -> PullCall:
+        notify_bytes = 0 if self._flat.lands_in_place else NOTIFY_BYTES
+        return PullCall(self._worker, clock, tuple(missing), True, notify_bytes, step.recorded, all_staged=all_staged)
 
     def _landing(self, step: StepTimes) -> Callable[[BucketSpec, PulledBucket], int]:
         """Returns what takes over the buckets that a step pulls."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ps_protocol.layout import BucketSpec
-from ps_worker.values import BucketPush, PullResult, PushResult
+from ps_protocol.messages.data import BucketPush
+from ps_worker.values import PullResult, PushResult
 
 
 class Draft:

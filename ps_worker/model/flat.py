@@ -16,6 +16,7 @@ from ps_protocol.codecs import Blocks, Codec, Memory, gradient_codec, plain_code
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.messages.data import PulledBucket
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, element_name, flat_parts, parts_of, whole_of
 from ps_worker.model.base import Base
@@ -24,7 +25,6 @@ from ps_worker.model.gpu import GpuStaging
 from ps_worker.model.gradients import Gradients
 from ps_worker.model.residual import Leaving, Residuals
 from ps_worker.model.weights import Weights
-from ps_worker.values import PulledBucket
 
 
 class FlatModel:

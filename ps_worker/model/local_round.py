@@ -23,10 +23,10 @@ from ps_protocol.fragments import Fragments
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
+from ps_protocol.messages.data import BucketPush
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.step import EndedStep, StepMaker
-from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
 

@@ -10,10 +10,11 @@ import torch
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.messages.data import PulledState
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
 from ps_worker.model.stages import Stage
-from ps_worker.values import Assignment, StateChunk
+from ps_worker.values import BucketAssignment
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
 States = Mapping[int, Mapping[str, torch.Tensor]]
@@ -81,7 +82,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[Assignment]:
+def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator[BucketAssignment]:
     """Yields the assignments after which the parameters in `states` have that state and no other."""
     for bucket in layout.buckets:
         if bucket.frozen:
@@ -89,10 +90,10 @@ def state_assignments(spec: JobSpec, layout: Layout, states: States) -> Iterator
         given = {p: states[part.parameter] for p, part in enumerate(bucket.slices) if part.parameter in states}
         if not given:
             continue
-        yield Assignment(bucket, _without(bucket, given), "", None)
+        yield BucketAssignment(bucket, _without(bucket, given), "", None)
         for name in sorted({name for state in given.values() for name in state}):
             present = {position: state[name] for position, state in given.items() if name in state}
-            yield Assignment(bucket, _without(bucket, present), name, _payload(spec, bucket, name, present))
+            yield BucketAssignment(bucket, _without(bucket, present), name, _payload(spec, bucket, name, present))
 
 
 def _without(bucket: BucketSpec, present: Collection[int]) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class StateCollector:
         self._lock = threading.Lock()
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
-    def land(self, chunk: StateChunk) -> None:
+    def land(self, chunk: PulledState) -> None:
         """Takes one kind of state of one bucket. Raises InvalidRequest if its size is not the bucket's, or the job has
         come to a later stage than this script."""
         bucket = self._layout.buckets[chunk.bucket]
@@ -160,7 +161,7 @@ class StateCollector:
                 whole = _real(self._whole(part.parameter, chunk.state)).view(-1)
                 whole[part.start : part.start + part.length] = values[part.offset : part.offset + part.length]
 
-    def _has(self, parameter: int, chunk: StateChunk) -> bool:
+    def _has(self, parameter: int, chunk: PulledState) -> bool:
         """Whether what a chunk has of a parameter is of the optimizer that steps it now."""
         return self._stage.since.get(parameter, chunk.stage + 1) <= chunk.stage
 

@@ -23,16 +23,16 @@ from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import BucketSpec, Layout
+from ps_protocol.messages.data import BucketPush
 from ps_protocol.optimizers import check_hyper_parameters, hyper_parameters, optimizer_name
 from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
 from ps_worker.model.stages import Stage, next_stage, stage_of_job
-from ps_worker.tables.server_rows import RowsPush, ServerTables
+from ps_worker.tables.server_rows import ServerTables, TableStep
 from ps_worker.timeline.profiler import PUSH, named
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import BucketPush
 
 log = logging.getLogger("ps_worker")
 
@@ -53,7 +53,7 @@ class EndedStep:
     absent: Set[int]
     groups: Sequence[HyperParameters]
     drafts_hold: bool
-    rows: Sequence[RowsPush]
+    rows: Sequence[TableStep]
     weight: float = 0.0
 
     @property

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from ps_protocol.errors import PSError, UnknownWorker
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CoordinatorClient
-from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.membership import OwnMembership
 from ps_worker.cluster.threads import DaemonPool
 
 log = logging.getLogger("ps_worker")
@@ -21,7 +21,7 @@ LEAVING_SECONDS = 5.0
 class StateSender:
     """Sends states, and repeats each call as long as the worker is in the job, also after a rejoin."""
 
-    def __init__(self, coordinator: CoordinatorClient, members: Membership) -> None:
+    def __init__(self, coordinator: CoordinatorClient, members: OwnMembership) -> None:
         self._coordinator = coordinator
         self._members = members
         self._pool = DaemonPool(1, "save")

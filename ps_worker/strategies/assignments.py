@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
@@ -27,7 +28,7 @@ from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.optimizer_state import States, check_states, state_assignments
 from ps_worker.model.stages import Stage
 from ps_worker.tables.server_rows import ServerTables
-from ps_worker.values import Assignment, JoinResult
+from ps_worker.values import BucketAssignment
 
 log = logging.getLogger("ps_worker")
 
@@ -60,7 +61,7 @@ class Assignments:
         self._weights: set[int] = set()  # parameters that the script has set since weights last landed
         self._states: dict[int, Mapping[str, torch.Tensor]] | None = None  # by parameter
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
-        self._of_step: list[Assignment] = []  # which the step at hand takes along, until it counts
+        self._of_step: list[BucketAssignment] = []  # which the step at hand takes along, until it counts
         self._states_of_step: dict[int, Mapping[str, torch.Tensor]] = {}  # likewise, by parameter
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
@@ -200,7 +201,7 @@ class Assignments:
             if not bucket.frozen and len(absent) < len(bucket.slices):
                 # A copy: weights that land would change it.
                 values = memoryview(bytes(self._model.assigned(bucket)))
-                self._of_step.append(Assignment(bucket, absent, None, values))
+                self._of_step.append(BucketAssignment(bucket, absent, None, values))
         self._of_step += state_assignments(self._spec, self._model.layout, states or {})
         self._states_of_step = states or {}
 

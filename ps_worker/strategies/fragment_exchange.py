@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.messages.workers import JoinResult
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
@@ -29,7 +30,7 @@ from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.unfinished import Unfinished
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
-from ps_worker.values import JoinResult, PullResult, PushResult
+from ps_worker.values import PullResult, PushResult
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments
-from ps_worker.values import Assignment
+from ps_worker.values import BucketAssignment
 
 
 class JobStages:
@@ -125,7 +125,7 @@ class JobStages:
             return
         for index, told in stage.buckets.items():
             bucket = self._steps.model.layout.buckets[index]
-            connection.assign(connection.clock + 1, Assignment(bucket, (), None, None, stage.number, told))
+            connection.assign(connection.clock + 1, BucketAssignment(bucket, (), None, None, stage.number, told))
         self._participation.settle()
 
     def told(self) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
+from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
 from ps_worker.data.look_ahead import look_ahead
@@ -48,7 +49,7 @@ from ps_worker.strategies.step_kind import StepKind
 from ps_worker.strategies.unfinished import Fate, Unfinished
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
-from ps_worker.values import JoinResult, PullResult, PushResult, SavedState, StateChunk
+from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 
@@ -581,8 +582,8 @@ class JobTraining:
         while True:
             collector = StateCollector(self._steps.stage, self.model.layout)
 
-            def fetch(land: Callable[[StateChunk], None] = collector.land) -> None:
-                self.participation.connection.pull_state(land)
+            def fetch(collector: StateCollector = collector) -> None:
+                self.participation.connection.pull_state(collector.land)
                 self.participation.settle()
 
             if self.in_place(fetch) is None:

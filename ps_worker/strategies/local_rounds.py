@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_protocol.data import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
+from ps_protocol.messages.workers import SavedState
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
 from ps_worker.model.local_round import LocalRound
@@ -37,7 +38,6 @@ from ps_worker.state.inner_weights import InnerWithWeights
 from ps_worker.strategies.fragment_exchange import FragmentExchange
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.unfinished import Unfinished
-from ps_worker.values import SavedState
 
 log = logging.getLogger("ps_worker")
 

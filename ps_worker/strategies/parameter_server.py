@@ -25,7 +25,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
-from ps_worker.cluster.rounds import Rounds
+from ps_worker.cluster.rounds import ValueRounds
 from ps_worker.cluster.shared_memory import check_transport
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
 from ps_worker.data.loaders import (
@@ -56,7 +56,7 @@ from ps_worker.values import PrepareOptions
 log = logging.getLogger("ps_worker")
 
 
-class ParameterServer:
+class ServerStrategy:
     """The strategy of sync, ssp, async and local, for one job.
 
     started: called when all declared workers have joined
@@ -77,7 +77,7 @@ class ParameterServer:
         self._started = started
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
-        self._rounds: Rounds | None = None  # likewise
+        self._rounds: ValueRounds | None = None  # likewise
         self._alone: SteppedAlone  # likewise
 
     @property
@@ -108,7 +108,7 @@ class ParameterServer:
 
     @property
     def round(self) -> int:
-        """Rounds finished, of local steps; in other modes the clock."""
+        """ValueRounds finished, of local steps; in other modes the clock."""
         return self._training.clock if self._training else 0
 
     def refresh(self) -> None:
@@ -128,7 +128,7 @@ class ParameterServer:
         figures, metrics_address = self._metrics.figures, self._metrics.announced
         self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
-        self._training, self._rounds = training, Rounds(self._joining, training)
+        self._training, self._rounds = training, ValueRounds(self._joining, training)
         self._alone = SteppedAlone(models, refuse)
         prepared = training.kind.prepared(optimizers)
         self._alone.know(prepared, optimizers)
@@ -183,7 +183,7 @@ class ParameterServer:
         return self._training.kind.no_sync() if self._training else nullcontext()
 
     def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
-        """Returns the values of all live workers, by rank; see Rounds.exchange."""
+        """Returns the values of all live workers, by rank; see ValueRounds.exchange."""
         if self._rounds is None:
             raise InvalidRequest(
                 f"session.{what.split()[0]}: this worker takes no part in the job yet; call prepare first"

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.workers import JoinResult
 from ps_worker.metrics import WorkerMetrics, added
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.assigned import AssignedRows
 from ps_worker.tables.server_rows import ServerTables
-from ps_worker.values import JoinResult, PullResult, PushResult
+from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ps_protocol.messages.workers import JoinResult
 from ps_worker.model.step import EndedStep
-from ps_worker.values import JoinResult
 
 
 class Fate(enum.Enum):

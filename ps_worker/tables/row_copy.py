@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
+from ps_protocol.messages.rows import RoundBegin
 from ps_protocol.row_ids import Ids
 from ps_protocol.tables import Initializer
 from ps_protocol.tensors import bytes_of
@@ -31,18 +32,8 @@ _BLOCK = 2**16  # rows that are written to a file at a time
 _FORMAT = "ps-torch rows 1"
 
 
-class RoundBegin(NamedTuple):
-    """What a round of a feed brings: see RoundBegin in feed.proto."""
-
-    full: bool
-    version: int
-    shards: int
-    dim: int
-    initializer: Initializer
-
-
-class FeedPart(NamedTuple):
-    """A part of a round of a feed: ids [n] of removed rows, ids [m] and values [m, dim] of rows.
+class ReadPart(NamedTuple):
+    """A part of a round of a feed, decoded: ids [n] of removed rows, ids [m] and values [m, dim] of rows.
 
     begin:  in the first part; cursor: in the last one
     """
@@ -85,7 +76,7 @@ class RowCopy:
             out[torch.from_numpy(untrained)] = initial_rows(self.begin.initializer, ids[untrained], self.begin.dim)
         return out
 
-    def take(self, part: FeedPart) -> None:
+    def take(self, part: ReadPart) -> None:
         """Takes the next part of a round. Raises LimitExceeded where rows do not fit into memory."""
         if part.begin is not None:
             self.begin = part.begin
@@ -179,6 +170,6 @@ def saved_copy(path: Path, about: dict[str, str], memory: int) -> RowCopy:
     copy = RowCopy(RoundBegin(True, version, shards, weights.shape[1], initializer), memory)
     for first in range(0, len(ids), _BLOCK):
         part = slice(first, first + _BLOCK)
-        copy.take(FeedPart(None, np.empty(0, np.int64), ids[part].numpy(), weights[part], b""))
+        copy.take(ReadPart(None, np.empty(0, np.int64), ids[part].numpy(), weights[part], b""))
     copy.version, copy.cursor = version, bytes.fromhex(known["cursor"])
     return copy

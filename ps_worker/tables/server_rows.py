@@ -32,7 +32,7 @@ log = logging.getLogger("ps_worker")
 
 
 @dataclass(frozen=True)
-class RowsPush:
+class TableStep:
     """One table's part of a step.
 
     table:     its place in the job's list
@@ -110,7 +110,7 @@ class ServerRows:
     def __init__(self, before: LocalRows, number: int, servers: Servers, shards: int) -> None:
         self.name, self.shards = before.name, shards
         self.before, self._number, self._servers = before, number, servers
-        self._stepped: RowsPush | None = None
+        self._stepped: TableStep | None = None
         self._announced: Ids | None = None
         self._ahead: RowsAhead | None = None  # what the last step has asked for
         self.assigned = Assigned()
@@ -200,12 +200,12 @@ class ServerRows:
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
         """Keeps what the optimizer's step does to the table, for the push of that step, which comes next."""
-        self._stepped = RowsPush(self._number, own, True, values)
+        self._stepped = TableStep(self._number, own, True, values)
 
-    def take(self) -> RowsPush:
+    def take(self) -> TableStep:
         """Returns what the step does to the table: it leaves it out, where its optimizer was not stepped."""
         stepped, self._stepped = self._stepped, None
-        return stepped or RowsPush(self._number)
+        return stepped or TableStep(self._number)
 
     def share(self, exchange: Exchange | None, rank: int) -> None:
         """Raises Unsupported: a module trains in one session at a time."""
@@ -252,7 +252,7 @@ class ServerTables:
         self.are_some = bool(modules)
         self._modules, self._non_finite = modules, non_finite
         self._rows: list[ServerRows] = []
-        self._taken: list[RowsPush] = []  # and not sent yet
+        self._taken: list[TableStep] = []  # and not sent yet
 
     def first_rows(self) -> list[FirstRows]:
         """Returns what each table has from before `prepare`; see FirstRows."""
@@ -292,7 +292,7 @@ class ServerTables:
         for rows in self._rows:
             rows.before.forget()
 
-    def take(self) -> list[RowsPush]:
+    def take(self) -> list[TableStep]:
         """Returns what the step at hand does to each table, and begins the next one."""
         self._taken = [rows.take() for rows in self._rows]
         return self._taken
@@ -363,11 +363,11 @@ class ServerTables:
         """Returns what was looked up in all of them."""
         return looked_up(self._modules.values())
 
-    def left_out(self) -> list[RowsPush]:
+    def left_out(self) -> list[TableStep]:
         """Returns what a step does that leaves all tables out."""
-        return [RowsPush(number) for number in range(len(self._rows))]
+        return [TableStep(number) for number in range(len(self._rows))]
 
-    def not_finite(self, pushes: Sequence[RowsPush]) -> str | None:
+    def not_finite(self, pushes: Sequence[TableStep]) -> str | None:
         """Returns the name of a table whose gradient is not finite, where the job does not allow that."""
         if self._non_finite is NonFinite.ALLOW:
             return None

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_protocol.layout import Layout
+from ps_protocol.messages.data import NO_PAYLOAD, PulledBucket
 from ps_worker.timeline import chrome
 from ps_worker.timeline.chrome import BucketMoments, StepMoments
 from ps_worker.timeline.clocks import ShardClocks
-from ps_worker.values import PulledBucket
 
 log = logging.getLogger("ps_worker")
 
@@ -93,7 +93,7 @@ class RecordedStep(StepTimes):
     def landed(self, shard: int, pulled: PulledBucket) -> None:
         """Notes that a bucket has come back from a shard."""
         # Without its payload, which would stay in memory.
-        self._landed[pulled.bucket] = time.perf_counter(), shard, pulled.without_payload()
+        self._landed[pulled.bucket] = time.perf_counter(), shard, pulled._replace(payload=NO_PAYLOAD)
 
     def ended(self, layout: Layout) -> StepMoments:
         """Returns the moments of the step, which ends now."""

@@ -13,7 +13,9 @@ import pytest
 
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import Backlogged, Forbidden, InvalidRequest, LimitExceeded, NotFound, PSError
+from ps_protocol.identity import Identity
 from ps_protocol.layout import ParameterSpec
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.v1 import cluster_pb2, data_pb2, job_pb2, jobs_pb2, membership_pb2, shard_pb2, types_pb2
 from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
@@ -25,7 +27,6 @@ from ps_server.config import ServerConfig
 from ps_server.core.commands import AddWorker
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
 from ps_server.server import Server
 from tests.tools.cluster import Cluster
 from tests.tools.fuzz_requests import JOB, KEY, SPEC, WORKER
@@ -150,7 +151,9 @@ def test_a_worker_could_stage_as_much_as_the_whole_model_whatever_the_shard_can_
         job.bucket(index).rule.initialised = True
 
     def push(index: int, size: int) -> None:
-        job.execute(job.checker.check(Push(JOB, 1, 2, index, 1, PushKind.GRADIENT, bytes(size))))
+        pushed = PushedBucket(index, PushKind.GRADIENT)
+        call = PushCall(Identity(JOB, 1, 2), 1, (pushed,), bytes(size))
+        job.execute(job.checker.check(call, pushed, bytes(size)))
 
     push(0, 64)
     with pytest.raises(Backlogged, match="max-staged-bytes is 64"):

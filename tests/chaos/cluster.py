@@ -9,14 +9,15 @@ import torch
 
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec, bucket_layout
+from ps_protocol.messages import data
+from ps_protocol.messages.data import PulledBucket
 from ps_protocol.tensors import tensor_from
-from ps_worker.cluster import convert
 from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.threads import DaemonPool
 from ps_worker.model.job_spec import describe
-from ps_worker.values import PrepareOptions, PulledBucket
+from ps_worker.values import PrepareOptions
 from tests.chaos.oracle import Cells
 from tests.chaos.worker import Task
 from tests.tools.modes import consistency
@@ -70,10 +71,10 @@ def read_weights(task: Task) -> tuple[torch.Tensor, tuple[int, ...]]:
         return len(pulled.payload)
 
     def ask(left: list[int]) -> bytes:
-        return convert.pull_request(Identity(task.job, 0, READER), 0, left)
+        return data.write_pull(data.PullCall(Identity(task.job, 0, READER), 0, tuple(left)))
 
     def read(fields: bytes, payload: memoryview | None) -> list[PulledBucket]:
-        return convert.pulled(fields, payload, lambda index: buckets[index].nbytes)
+        return data.read_pulled(fields, payload, lambda index, _: buckets[index].nbytes)
 
     pool = DaemonPool(1, "read")
     for shard, address in found.addresses.items():

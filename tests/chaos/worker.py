@@ -19,11 +19,12 @@ from typing import Any
 import grpc
 import torch
 
+from ps_protocol.messages.workers import JoinResult
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this script is started as a file
 
 import ps_worker
 from ps_worker.strategies.unfinished import Fate
-from ps_worker.values import JoinResult
 from tests.chaos.ledger import Ledger
 from tests.chaos.oracle import Cells, Rules, Shape, Witness
 

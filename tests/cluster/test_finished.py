@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_runtime.retry import Peer
 from ps_server.ops import screen
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 from ps_server.rpc.position import Position
 from ps_server.view.finished import KEPT, End, FinishedJobs
@@ -25,7 +25,7 @@ from tests.tools.cluster import Cluster, until
 
 
 def view(address: str, told: Position = Position()) -> dict[str, Any]:  # noqa: B008
-    with CoordinatorClient(Peer("coordinator", address)) as client:
+    with OperatorClient(Peer("coordinator", address)) as client:
         return plain(client.view(told))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import OutOfOrder
-from ps_server.core.snapshot import Part
+from ps_server.core.snapshot import Part, SnapshotRequest
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cluster import Cluster, until
@@ -119,11 +119,11 @@ def test_a_late_call_to_begin_a_checkpoint_does_not_take_the_place_of_a_newer_on
     assert CheckpointStore(tmp_path).begin("job", "000007")  # as the coordinator does
     with job_of(cluster, "sync") as [worker]:
         for shard in cluster.shards:
-            shard.begin_snapshot("job", "000007", 2)
-            shard.begin_snapshot("job", "000007", 2)
+            shard.begin_snapshot(SnapshotRequest("job", "000007", 2))
+            shard.begin_snapshot(SnapshotRequest("job", "000007", 2))
             for name, clock in (("000006", 3), ("000007", 3), ("000005", None)):
                 with pytest.raises(OutOfOrder, match="checkpoint 000007 was begun already"):
-                    shard.begin_snapshot("job", name, clock)
+                    shard.begin_snapshot(SnapshotRequest("job", name, clock))
         train(worker, 2)
         for shard in cluster.shards:
             captured = shard.await_snapshot("job", "000007", 10.0)

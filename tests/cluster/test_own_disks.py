@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.config import ServerConfig
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.membership import JoinRequest
 from ps_server.server import Server
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import UnknownWorker
+from ps_protocol.messages.data import PushCall
 from ps_server.core.commands import Staged
-from ps_server.core.requests import PushCall
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases

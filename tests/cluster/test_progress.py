@@ -19,7 +19,7 @@ from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
 from ps_server.core.figures import check_worker_figures
 from ps_server.ops import screen, status
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 from ps_server.rpc.position import Position
 from ps_worker import Session
@@ -42,7 +42,7 @@ def prepared(session: Session) -> Callable[[int], None]:
 
 
 def view(address: str) -> dict[str, Any]:
-    with CoordinatorClient(Peer("coordinator", address)) as client:
+    with OperatorClient(Peer("coordinator", address)) as client:
         return plain(client.view(Position()))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import TryLater, UnknownWorker
-from ps_server.core.membership import JoinRequest
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until

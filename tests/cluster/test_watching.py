@@ -28,7 +28,7 @@ from ps_runtime.credentials import Access
 from ps_runtime.retry import Peer
 from ps_server.core.limits import Limits
 from ps_server.ops import screen, status
-from ps_server.rpc.coordinator_client import CoordinatorClient
+from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 from ps_server.rpc.position import Position
 from ps_worker import Session
@@ -52,7 +52,7 @@ def train(session: Session, steps: int, **values: Any) -> None:
 
 def view(address: str, told: Position = Position()) -> dict[str, Any]:  # noqa: B008
     """What WatchStatus says, as plain data."""
-    with CoordinatorClient(Peer("coordinator", address)) as client:
+    with OperatorClient(Peer("coordinator", address)) as client:
         return plain(client.view(told))
 
 
@@ -248,7 +248,7 @@ def test_too_many_readers_and_wrong_periods_are_refused(make_cluster: Callable[.
         calls = [stub.WatchStatus(cluster_pb2.WatchStatusRequest()) for _ in range(2)]
         for call in calls:
             next(call)
-        with CoordinatorClient(Peer("coordinator", cluster.address)) as client:
+        with OperatorClient(Peer("coordinator", cluster.address)) as client:
             with pytest.raises(LimitExceeded, match="its share is half of max-views"):
                 client.view(Position())
             calls[0].cancel()
@@ -279,7 +279,7 @@ def test_a_reader_sees_the_jobs_that_its_role_lets_it_see(tmp_path: Path, make_c
 
     def seen_with(role: str) -> dict[str, Any]:
         access = Access(None, lambda: TOKENS[role], False)
-        with CoordinatorClient(Peer("coordinator", cluster.address, access)) as client:
+        with OperatorClient(Peer("coordinator", cluster.address, access)) as client:
             return plain(client.view(Position()))
 
     def jobs_in(seen: dict[str, Any]) -> set[str]:
@@ -304,7 +304,7 @@ def test_a_hung_shard_is_told_and_delays_no_view(commands: Commands) -> None:
     up = commands.start("-m", "ps_server", "up", "--shards", "2", "--port", "0", "--metrics-port", "0")
     [address] = up.says(r"ready at (\S+) \(2 shards\)")
     hung = next(process for process in up.family() if "--index 1" in " ".join(process.cmdline()))
-    with CoordinatorClient(Peer("coordinator", address)) as client:
+    with OperatorClient(Peer("coordinator", address)) as client:
         stream = client.watch(0.5)
         next(stream)
         hung.suspend()

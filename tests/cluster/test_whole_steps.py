@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker
-from ps_server.core.requests import PushKind
+from ps_protocol.messages.data import PushKind
 from ps_server.shard.job import HostedJob
 from ps_server.shard.pushes import Pushes
 from ps_worker.cluster.participation import Participation, PlaceLost

@@ -14,14 +14,16 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.requests import EditionCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, EditionPart, Lent
+from ps_server.shard.waiting import Answer, Lent
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.raw_worker import vector_job
 
@@ -41,7 +43,7 @@ class Reader:
     def tell(self, answer: Answer) -> None:
         assert isinstance(answer, EditionPart)
         assert answer.begin is None
-        assert answer.payload is None
+        assert answer.bucket is None
         self.signs += 1
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
@@ -69,10 +71,10 @@ class Reader:
         assert begin.buckets == len(self.queued)
         cells: list[float] = []
         while self.queued:
-            part = self.take()
-            assert part.payload is not None
-            assert part.checksum == zlib.crc32(part.payload)
-            cells += tensor_from(part.payload, dtype).float().tolist()
+            bucket = self.take().bucket
+            assert isinstance(bucket, EditionBucket)
+            assert bucket.checksum == zlib.crc32(bucket.payload)
+            cells += tensor_from(bucket.payload, dtype).float().tolist()
         self.close()
         return begin.version, cells
 
@@ -94,7 +96,10 @@ class Feeding:
     def push(self, value: float, kind: PushKind = PushKind.GRADIENT, buckets: range = range(BUCKETS)) -> None:
         payload = bytes_of(torch.full((16 * len(buckets),), value))
         pushed = tuple(PushedBucket(index, kind) for index in buckets)
-        self.shard.push(PushCall("job", 0, 1, self.clock, pushed, payload))
+        self.shard.push(PushCall(Identity("job", 0, 1), self.clock, pushed, payload))
+
+    def describe(self, job: str = "job") -> WeightsHere:
+        return self.shard.weight_feeds.describe(WeightsAsked(job))
 
     def begin(self) -> Feeding:
         self.push(0.0, PushKind.INITIAL_VALUE)
@@ -122,15 +127,15 @@ def test_a_job_without_weights_is_to_be_asked_later() -> None:
     with pytest.raises(TryLater, match=r"job 'job' has no weights yet: rank 0 has not sent them"):
         feeding.pull(0)
     with pytest.raises(TryLater, match="has no weights yet"):
-        feeding.shard.weight_feeds.describe("job", "")
+        feeding.describe()
     with pytest.raises(NotFound, match="knows no job 'other'"):
-        feeding.shard.weight_feeds.describe("other", "")
+        feeding.describe("other")
 
 
 def test_an_edition_of_now_is_there_at_once() -> None:
     feeding = Feeding().begin()
     feeding.step()
-    here = feeding.shard.weight_feeds.describe("job", "")
+    here = feeding.describe()
     assert (here.lowest, here.highest, here.timeline, here.has_one_version) == (1, 1, 0, True)
     assert here.buckets == tuple(range(BUCKETS))
     assert feeding.pull(1).edition() == (1, [1.0] * CELLS)
@@ -142,7 +147,7 @@ def test_an_edition_ahead_is_copied_when_each_bucket_comes_to_it() -> None:
     feeding.step()
     feeding.step(range(2))
     assert not reader.is_finished
-    assert feeding.shard.weight_feeds.describe("job", "").editions == (2,)
+    assert feeding.describe().editions == (2,)
     feeding.step(range(2, 4))
     feeding.step()
     assert reader.edition() == (2, [2.0] * CELLS), "though training went on"
@@ -168,7 +173,7 @@ def test_a_version_that_is_past_is_refused() -> None:
     reader = feeding.pull(1)
     assert isinstance(reader.error, OutOfOrder)
     assert "bucket 0 has 2 updates: more than the 1 asked for" in str(reader.error)
-    assert feeding.shard.weight_feeds.describe("job", "").editions == ()
+    assert feeding.describe().editions == ()
 
 
 def test_a_version_of_another_timeline_is_refused() -> None:
@@ -182,7 +187,7 @@ def test_where_workers_share_no_clock_each_bucket_is_copied_as_it_is(mode: str) 
     feeding = Feeding(mode).begin()
     feeding.step()
     feeding.step(range(2))
-    assert not feeding.shard.weight_feeds.describe("job", "").has_one_version
+    assert not feeding.describe().has_one_version
     assert feeding.pull(0).edition() == (1, [2.0] * 32 + [1.0] * 32)
 
 
@@ -246,7 +251,7 @@ def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
     assert feeding.pull(2).edition() == (2, [2.0] * CELLS), "in place of the oldest"
     for reader in slow[:2]:
         reader.take()
-        assert reader.take().payload is None, "no more of an edition that was taken from its reader"
+        assert reader.take().bucket is None, "no more of an edition that was taken from its reader"
         assert isinstance(reader.error, TryLater)
         assert "it was not read in time" in str(reader.error)
     assert slow[2].edition() == (1, [1.0] * CELLS)
@@ -304,4 +309,4 @@ def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(refused, LimitExceeded)
     assert "no room for an edition of 256 bytes: 255 are free" in str(refused)
     feeding.step()
-    assert feeding.shard.weight_feeds.describe("job", "").lowest == 1, "training goes on"
+    assert feeding.describe().lowest == 1, "training goes on"

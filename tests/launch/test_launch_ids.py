@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
+from ps_protocol.messages.workers import JoinRequest
 from ps_runtime import launch_id
 from ps_server.coordinator import state_file
 from ps_server.coordinator.saved_job import SavedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.coordinator.timing import Timing
-from ps_server.core.membership import JoinRequest, Member
+from ps_server.core.membership import Member
 from ps_server.ops import status
 from ps_server.storage.manifest import seal
 from ps_worker import Session

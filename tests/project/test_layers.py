@@ -85,7 +85,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster"},
     "ray": {"ps_worker.ray"},
-    "ps_protocol.v1": {"ps_protocol.convert", "ps_server.rpc", "ps_worker.cluster"},
+    "ps_protocol.v1": {"ps_protocol.convert", "ps_protocol.messages", "ps_server.rpc", "ps_worker.cluster"},
     "cffi": {"ps_tables.native.loading"},
     "fsspec": {"ps_server.storage.objects"},
     "prometheus_client": {

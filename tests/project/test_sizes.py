@@ -84,13 +84,9 @@ LARGER_CLASSES = {
     "WorkerMetrics": "a method for each event that a metric counts",
 }
 
-# Names that a class of workers and one of servers share. No name may be added: a traceback, a log or a search cannot
-# distinguish two classes of one name.
-SHARED_NAMES = {
-    *("Answers", "Assignment", "Call", "Changes", "Continued", "CoordinatorClient", "DataConnection"),
-    *("FeedPart", "JoinResult", "Kind", "Membership", "ParameterServer", "PulledBucket", "Registration"),
-    *("RoundBegin", "Rounds", "RowFeed", "RowsPush", "Terms", "Watch", "WorkerProcess"),
-}
+# Names that two classes share: the two ends of a data connection. No name may be added: a traceback, a
+# log or a search cannot distinguish two classes of one name.
+SHARED_NAMES = {"Call", "DataConnection"}
 
 
 def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:

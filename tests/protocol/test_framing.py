@@ -11,19 +11,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.convert import hyper_messages
+from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages import data as messages
+from ps_protocol.messages.data import (
+    BucketPush,
+    BucketTimes,
+    Notice,
+    PullCall,
+    PulledBucket,
+    PushCall,
+    PushedBucket,
+    PushKind,
+)
+from ps_protocol.messages.envelope import Awaited, Origin
+from ps_protocol.stages import StageSpec
 from ps_protocol.v1 import data_pb2, job_pb2, types_pb2
-from ps_server.core.commands import Staged
-from ps_server.core.consistency import Admission
-from ps_server.core.requests import PullCall, PushedBucket, PushKind
-from ps_server.rpc import data_messages
-from ps_server.shard.waiting import BucketTimes, Notice, PulledBucket
-from ps_worker.cluster import convert as worker_messages
-from ps_worker.values import BucketPush, ShardTimes
-from ps_worker.values import PulledBucket as ReadBucket
 
 HEAD = data_pb2.PushRequest(
     header=data_pb2.PushHeader(
@@ -35,7 +41,7 @@ HEAD = data_pb2.PushRequest(
 )
 PUSH = data_pb2.PushRequest(header=HEAD.header, payload=bytes(range(200)))
 WHO = Identity("job", 3, 7)
-ANSWERS = data_messages.Answers(2, 2**63 - 1)
+ORIGIN = Origin(2, 2**63 - 1)
 HEADER = types_pb2.ResponseHeader(shard_index=2, process=2**63 - 1)
 # Of each message with a payload, all but that.
 HEADS = [
@@ -165,60 +171,65 @@ def bucket_push(index: int, clock: int, empty: bool = False, **more: Any) -> Buc
     )
 
 
-def pulled(message: Parts) -> list[ReadBucket]:
+def pulled(message: Parts) -> list[PulledBucket]:
     """What the worker reads of a message with one bucket, as gRPC brings it."""
-    return worker_messages.pulled(*split_message(message.whole()), len)  # type: ignore[arg-type]
+    return messages.read_pulled(*split_message(message.whole()), len)  # type: ignore[arg-type]
 
 
 def test_a_push_is_written_by_the_worker_and_read_by_the_server_as_by_the_generated_class() -> None:
     step = bucket_push(300, 2**40, absent=[0, 5], groups={1: {"lr": 0.5, "nesterov": True}})
-    written = worker_messages.gradient_push(WHO, step, memoryview(PUSH.payload)).whole()
+    written = messages.write_push(messages.push_of(WHO, 2**40, [step], memoryview(PUSH.payload))).whole()
     assert data_pb2.PushRequest.FromString(written) == PUSH
-    call = data_messages.push(PUSH.SerializeToString())
-    assert (call.job, call.rank, call.incarnation, call.clock) == ("job", 3, 7, 2**40)
+    call = messages.read_push(PUSH.SerializeToString())
+    assert (call.worker, call.clock) == (WHO, 2**40)
     assert call.buckets == (PushedBucket(300, PushKind.GRADIENT, frozenset({0, 5})),)
     assert (call.groups, call.payload) == ({1: {"lr": 0.5, "nesterov": True}}, PUSH.payload)
 
 
-def test_a_push_says_its_kind_and_wire_format() -> None:
-    def kinds(data: Parts) -> list[tuple[int, PushKind, str]]:
-        return [(bucket.bucket, bucket.kind, bucket.wire_format) for bucket in data_messages.push(data).buckets]
+def read(call: PushCall) -> PushCall:
+    return messages.read_push(messages.write_push(call))
 
-    elements = memoryview(b"abcd")
-    assert kinds(worker_messages.initial_push(WHO, 2, elements)) == [(2, PushKind.INITIAL_VALUE, "")]
-    assert kinds(worker_messages.gradient_push(WHO, bucket_push(1, 5, True), None)) == [(1, PushKind.SKIP, "")]
-    draft = worker_messages.gradient_push(WHO, bucket_push(1, 5), elements, "bfloat16", draft=True)
-    assert kinds(draft) == [(1, PushKind.DRAFT, "bfloat16")]
-    assert data_messages.push(draft).payload == b"abcd"
-    shared = worker_messages.shared_push(WHO, 5, [bucket_push(1, 5), bucket_push(4, 5, True)], {1})
-    assert kinds(shared) == [(1, PushKind.GRADIENT, ""), (4, PushKind.SKIP, "")]
-    assert data_messages.push(shared).payload is None, "it is in the segment"
+
+def test_a_push_is_read_as_it_was_written() -> None:
+    elements, following = memoryview(b"abcd"), StageSpec(2, "SGD", (0, None), {0: {"lr": 0.5}}, frozenset({1}))
+    initial = PushCall(WHO, 0, (PushedBucket(2, PushKind.INITIAL_VALUE),), elements)
+    assert read(initial) == initial
+    state = PushedBucket(1, PushKind.ASSIGN_STATE, frozenset({3, 1}), state="exp_avg")
+    for bucket in (state, PushedBucket(1, PushKind.NEXT_OPTIMIZER, next_optimizer=following)):
+        assert read(PushCall(WHO, 7, (bucket,), b"", stage=2)) == PushCall(WHO, 7, (bucket,), b"", stage=2)
+    ranges = (DataRange(0, 1, 2, 3),)
+    step = bucket_push(1, 5, groups={1: {"lr": 0.5}}, ranges=ranges, weight=3.0, stage=4)
+    draft = messages.push_of(WHO, 5, [step], elements, PushKind.DRAFT, "bfloat16")
+    assert read(draft) == draft
+    assert (draft.groups, draft.ranges, draft.weight, draft.stage) == ({1: {"lr": 0.5}}, ranges, 3.0, 4)
+    shared = messages.push_of(WHO, 5, [bucket_push(1, 5), bucket_push(4, 5, True)], None, finite={1})
+    assert read(shared) == shared
+    assert shared.buckets == (PushedBucket(1, PushKind.GRADIENT, finite=True), PushedBucket(4, PushKind.SKIP))
+    assert shared.payload is None, "it is in the segment"
 
 
 def test_a_pull_is_read_as_it_was_asked() -> None:
-    request = worker_messages.pull_request(WHO, 12, [4, 2])
-    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4, 2), WHO.key)
-    assert data_pb2.PullRequest.FromString(request).clock == 12
-    request = worker_messages.pull_request(WHO, 12, [4], 100)
-    assert data_messages.pull(request) == PullCall("job", 3, 7, 12, (4,), WHO.key, True, 100)
+    plain, shared = PullCall(WHO, 12, (4, 2)), PullCall(WHO, 12, (4,), True, 100)
+    for call in (plain, shared, PullCall(WHO, 12, (4, 5), whole=frozenset({5}), all_staged=True)):
+        assert messages.read_pull(messages.write_pull(call)) == call
+    assert data_pb2.PullRequest.FromString(messages.write_pull(plain)).clock == 12
+    assert messages.read_pull_state(messages.write_pull_state(PullCall(WHO, 0, (4, 2)))) == PullCall(WHO, 0, (4, 2))
 
 
 def test_an_exchange_is_of_one_worker_at_one_clock() -> None:
-    request = worker_messages.shared_exchange(WHO, 5, [bucket_push(1, 5)], {1}, [1, 4], 100)
-    push, pull = data_messages.exchange(request)
-    assert (push.job, push.rank, push.incarnation, push.clock, push.key) == ("job", 3, 7, 5, WHO.key)
-    assert push.buckets == (PushedBucket(1, PushKind.GRADIENT, finite=True),)
-    assert push.payload is None
-    assert pull == PullCall("job", 3, 7, 5, (1, 4), WHO.key, True, 100)
-    push, pull = data_messages.exchange(
-        worker_messages.commit_exchange(WHO, 5, [bucket_push(1, 5), bucket_push(2, 5, True)], [1, 2])
-    )
+    push = messages.push_of(WHO, 5, [bucket_push(1, 5)], None, finite={1})
+    pull = PullCall(WHO, 5, (1, 4), True, 100)
+    assert messages.read_exchange(messages.write_exchange(push, pull)) == (push, pull)
+    push = messages.push_of(WHO, 5, [bucket_push(1, 5), bucket_push(2, 5, True)], b"", PushKind.COMMIT)
+    pull = PullCall(WHO, 5, (1, 2))
+    assert messages.read_exchange(messages.write_exchange(push, pull)) == (push, pull)
     assert [bucket.kind for bucket in push.buckets] == [PushKind.COMMIT, PushKind.SKIP]
-    assert (push.payload, pull) == (b"", PullCall("job", 3, 7, 5, (1, 2), WHO.key))
 
 
 def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_class() -> None:
-    data = ANSWERS.pulled(PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!"), wire_format="float16"))
+    data = messages.write_pulled(
+        ORIGIN, PulledBucket(7, 40, 0.25, payload=memoryview(b"weights!"), wire_format="float16")
+    )
     [found] = pulled(data)
     assert (found.bucket, found.waited, found.waiting) == (7, 0.25, None)
     assert (found.payload, found.wire_format) == (b"weights!", "float16")
@@ -231,23 +242,23 @@ def test_a_pulled_bucket_is_read_as_it_was_sent_by_hand_and_by_the_generated_cla
 def test_payloads_of_several_buckets_follow_each_other() -> None:
     buckets = [data_pb2.PulledBucket(bucket=index) for index in (5, 3)]
     message = data_pb2.PullResponse(buckets=buckets, payload=b"fiverest")
-    found = worker_messages.pulled(*split_message(message.SerializeToString()), lambda index, _: {5: 4, 3: 4}[index])
+    found = messages.read_pulled(*split_message(message.SerializeToString()), lambda index, _: {5: 4, 3: 4}[index])
     assert [(bucket.bucket, bytes(bucket.payload)) for bucket in found] == [(5, b"five"), (3, b"rest")]
 
 
 def test_the_notice_that_a_bucket_is_not_admitted_says_whom_it_waits_for_and_why() -> None:
-    admission = Admission(False, (1, 4), "worker 1 is at clock 3")
+    awaited = Awaited((1, 4), "worker 1 is at clock 3")
     for data, kind in (
-        (ANSWERS.pulled(PulledBucket(7, waiting=admission)), data_pb2.PullResponse),
-        (ANSWERS.exchanged(PulledBucket(7, waiting=admission)), data_pb2.ExchangeResponse),
+        (messages.write_pulled(ORIGIN, PulledBucket(7, waiting=awaited)), data_pb2.PullResponse),
+        (messages.write_exchanged(ORIGIN, PulledBucket(7, waiting=awaited)), data_pb2.ExchangeResponse),
     ):
         [found] = pulled(data)
-        assert (found.bucket, found.waiting) == (7, ((1, 4), "worker 1 is at clock 3"))
+        assert (found.bucket, found.waiting) == (7, awaited)
         assert kind.FromString(data.whole()).HasField("waiting")
 
 
-def test_an_acknowledgement_says_the_lowest_version_and_how_many_were_repeats() -> None:
-    data = ANSWERS.pushed([Staged(9, duplicate=True), Staged(8, duplicate=False)])
+def test_an_acknowledgement_says_the_version_and_how_many_buckets_were_repeats() -> None:
+    data = messages.write_pushed(ORIGIN, 8, 1)
     response = data_pb2.PushResponse.FromString(data)
     assert (response.header.version, response.duplicate_count) == (8, 1)
     assert (response.header.shard_index, response.header.process) == (2, 2**63 - 1)
@@ -275,28 +286,23 @@ def exchanged(*kinds: Any, **location: Any) -> bytes:
 @pytest.mark.parametrize(
     ("read", "data", "said"),
     [
-        (data_messages.push, pushed(pushing(0)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 0"),
-        (data_messages.push, pushed(pushing(9)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 9"),
+        (messages.read_push, pushed(pushing(0)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 0"),
+        (messages.read_push, pushed(pushing(9)), "kind of push: expected one of .1, 2, 3, 4, 5, 6, 7, 8., got 9"),
         (
-            data_messages.push,
+            messages.read_push,
             pushed(pushing(GRADIENT, groups=[job_pb2.GroupUpdate(group=2)] * 2)),
             "group 2 comes twice",
         ),
+        (messages.read_push, pushed(pushing(GRADIENT, COMMIT)), "bucket 1: a push carries .*, got commit"),
+        (messages.read_push, pushed(pushing(GRADIENT), b"elements", in_segment=SEGMENT), "in the message, got both"),
+        (messages.read_exchange, exchanged(ASSIGN), "bucket 0: an exchange carries commit, gradient, skip, got assign"),
         (
-            data_messages.push,
-            pushed(pushing(buckets=[data_pb2.BucketPush(kind=GRADIENT)] * 2)),
-            "a push names each bucket at most once, got 0 twice",
-        ),
-        (data_messages.push, pushed(pushing(GRADIENT, COMMIT)), "bucket 1: a push carries .*, got commit"),
-        (data_messages.push, pushed(pushing(GRADIENT), b"elements", in_segment=SEGMENT), "in the message, got both"),
-        (data_messages.exchange, exchanged(ASSIGN), "bucket 0: an exchange carries commit, gradient, skip, got assign"),
-        (
-            data_messages.exchange,
+            messages.read_exchange,
             exchanged(COMMIT, in_segment=SEGMENT),
             "a segment carries gradient, skip, got commit",
         ),
-        (data_messages.push, b"\x0a\x02\x0a\x05", "the bytes are no PushRequest"),
-        (data_messages.pull, b"\x0a\x05", "the bytes are no PullRequest"),
+        (messages.read_push, b"\x0a\x02\x0a\x05", "the bytes are no PushRequest"),
+        (messages.read_pull, b"\x0a\x05", "the bytes are no PullRequest"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -307,14 +313,14 @@ def test_a_message_that_means_nothing_is_refused(read: Callable[[bytes], object]
 
 def test_a_notice_says_which_buckets_are_there_and_how_long_pushes_have_been_staged() -> None:
     notice = Notice((PulledBucket(4, 3), PulledBucket(2, 5, save_state=True)))
-    response = data_pb2.ExchangeResponse.FromString(ANSWERS.exchanged(notice).whole())
+    response = data_pb2.ExchangeResponse.FromString(messages.write_exchanged(ORIGIN, notice).whole())
     assert [(bucket.bucket, bucket.version, bucket.state_wanted) for bucket in response.buckets] == [
         (4, 3, False),
         (2, 5, True),
     ]
     assert (response.header.version, response.WhichOneof("location")) == (3, "in_segment")
     assert not response.HasField("staged_duration")
-    assert worker_messages.shared_exchanged(ANSWERS.exchanged(Notice((), 0.5)).whole()) == ([], 0.5)
+    assert messages.read_notice(messages.write_exchanged(ORIGIN, Notice((), 0.5)).whole(), True) == Notice((), 0.5)
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------------
@@ -326,26 +332,30 @@ OF_TIMED = "0a130a036a6f621001180222036b65792a0372756e1005"  # as a message's fi
 def test_who_records_no_timeline_sends_and_gets_the_bytes_of_the_first_release() -> None:
     """As they were before there was a timeline: nothing of it costs a byte."""
     empty = [BucketPush(BucketSpec(4, "trained", "float32", False, 0, 4, ()), 5, True, [], {})]
-    shared = worker_messages.shared_exchange(TIMED, 5, empty, {4}, [4], 0)
+    commit = messages.push_of(TIMED, 5, empty, b"", PushKind.COMMIT)
+    shared = messages.push_of(TIMED, 5, empty, None, finite={4})
+    pull, pulled = PullCall(TIMED, 5, (4,)), messages.write_pulled(ORIGIN, PulledBucket(7, 40))
     sent = {
-        worker_messages.pull_request(TIMED, 5, [4, 6]).hex(): OF_TIMED + "1a020406",
-        worker_messages.pull_request(TIMED, 5, [4], 100).hex(): OF_TIMED + "1a010422002864",
-        worker_messages.commit_exchange(TIMED, 5, empty, [4]).hex(): "0a1d" + OF_TIMED + "1a0408041003120104",
-        shared.hex(): "0a1f" + OF_TIMED + "1a060804100320011201042200",
-        ANSWERS.pulled(PulledBucket(7, 40)).whole().hex(): "0a0e080210ffffffffffffffff7f2028120408071028",
+        messages.write_pull(PullCall(TIMED, 5, (4, 6))).hex(): OF_TIMED + "1a020406",
+        messages.write_pull(PullCall(TIMED, 5, (4,), True, 100)).hex(): OF_TIMED + "1a010422002864",
+        messages.write_exchange(commit, pull).hex(): "0a1d" + OF_TIMED + "1a0408041003120104",
+        messages.write_exchange(shared, pull).hex(): "0a1f" + OF_TIMED + "1a060804100320011201042200",
+        pulled.whole().hex(): "0a0e080210ffffffffffffffff7f2028120408071028",
     }
     assert list(sent) == list(sent.values())
 
 
 def test_times_come_back_as_they_were_noted_and_only_where_there_are_some() -> None:
-    request = worker_messages.pull_request(WHO, 5, [1], times=True)
-    assert data_messages.pull(request).times_wanted
-    exchange = worker_messages.commit_exchange(WHO, 5, [bucket_push(1, 5)], [1], True)
-    assert data_messages.exchange(exchange)[1].times_wanted
+    wanted = PullCall(WHO, 5, (1,), times_wanted=True)
+    assert messages.read_pull(messages.write_pull(wanted)) == wanted
+    push = messages.push_of(WHO, 5, [bucket_push(1, 5)], b"", PushKind.COMMIT)
+    assert messages.read_exchange(messages.write_exchange(push, wanted))[1] == wanted
     times = BucketTimes(0.25, 1.5, 70.000001)
-    data = ANSWERS.pulled(PulledBucket(7, 40, payload=memoryview(b""), times=times))
+    data = messages.write_pulled(ORIGIN, PulledBucket(7, 40, payload=memoryview(b""), times=times))
     [found] = pulled(data)
-    assert found.times == ShardTimes(0.25, 1.5, 70.000001)
-    assert worker_messages.shared_pulled(ANSWERS.pulled(Notice((PulledBucket(7),))).whole())[0].times is None
-    assert worker_messages.shard_clock(ANSWERS.pulled(Notice(clock=3.5)).whole()) == 3.5
-    assert worker_messages.shard_clock(ANSWERS.pulled(Notice()).whole()) is None, "a shard of before"
+    assert found.times == BucketTimes(0.25, 1.5, 70.000001)
+    assert (
+        messages.read_notice(messages.write_pulled(ORIGIN, Notice((PulledBucket(7),))).whole()).buckets[0].times is None
+    )
+    assert messages.read_notice(messages.write_pulled(ORIGIN, Notice(clock=3.5)).whole()).clock == 3.5
+    assert messages.read_notice(messages.write_pulled(ORIGIN, Notice()).whole()).clock is None, "a shard of before"

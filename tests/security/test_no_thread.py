@@ -32,7 +32,7 @@ from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.handshakes import Handshakes
-from ps_server.rpc.registration import Registration
+from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lease import Lease
 from ps_worker.cluster.data_connection import DataConnection
@@ -113,7 +113,7 @@ def sites(_: Path) -> None:
 
 
 def registration(_: Path) -> None:
-    at_start(lambda: Registration(Peer("coordinator", "127.0.0.1:1"), 0, "here:1", "here:2", 1))
+    at_start(lambda: ShardRegistration(Peer("coordinator", "127.0.0.1:1"), 0, "here:1", "here:2", 1))
 
 
 def slow_peers(_: Path) -> None:
@@ -213,7 +213,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/background.py Background.later": run_after_a_while,
     "ps_runtime/background.py Background.apart": run_apart,
     "ps_runtime/web.py serve": sites,
-    "ps_server/rpc/registration.py Registration.__init__": registration,
+    "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
     "ps_server/rpc/handshakes.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,

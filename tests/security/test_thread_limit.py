@@ -19,8 +19,7 @@ from ps_protocol.errors import TryLater
 from ps_protocol.frames import Kind
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit
-from ps_server.core.admission import Kind as RequestKind
-from ps_server.core.admission import terms, waiting_threads
+from ps_server.core.admission import RequestKind, terms, waiting_threads
 from ps_server.core.limits import LEAST_THREADS, Limits
 from ps_server.core.thread_shares import LEAST_CONNECTIONS, LEAST_OF_A_POOL, ThreadShares, thread_shares
 from ps_server.ops import dev_certs

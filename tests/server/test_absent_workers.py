@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ps_protocol.errors import FinishedWithout, Forbidden, JobFinished, RunEnded, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.membership import AWAY_SECONDS, DEFAULT_ABSENCE_SECONDS, JoinRequest, WorkerProcess
+from ps_server.core.membership import AWAY_SECONDS, DEFAULT_ABSENCE_SECONDS, NamedProcess
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 
@@ -104,7 +105,7 @@ def test_a_worker_whose_process_is_known_to_be_dead_is_not_waited_for(cluster: O
     dead, last = (DirectWorker(cluster, spec, rank, "a") for rank in range(2))
     silent(cluster, last)
     job = cluster.coordinator.job("job")
-    process = WorkerProcess("a", "here", 0, dead.place.member.incarnation)
+    process = NamedProcess("a", "here", 0, dead.place.member.incarnation)
     if before:
         job.expire(process)
     assert last.leave(done=True) is before

@@ -14,7 +14,7 @@ from ps_server.core.admission import (
     HELD_SECONDS,
     PENALTY_SECONDS,
     WINDOW_BYTES,
-    Kind,
+    RequestKind,
     RequestPlaces,
     Terms,
     terms,
@@ -156,10 +156,10 @@ def test_what_all_places_and_windows_hold_together_fits_the_budget(is_shard: boo
 def test_a_smaller_budget_has_second_places_of_exchanges_and_large_requests_before_third_ones_of_pushes() -> None:
     limits = Limits(receiving_bytes=128 * 2**20)
     found = {kind: given.places for kind, given in terms(limits, is_shard=True).items()}
-    assert found == {Kind.QUICK: 2, Kind.LARGE: 2, Kind.EXCHANGE: 2, Kind.DATA: 1}
+    assert found == {RequestKind.QUICK: 2, RequestKind.LARGE: 2, RequestKind.EXCHANGE: 2, RequestKind.DATA: 1}
     least = Limits(receiving_bytes=97517568)
     found = {kind: given.places for kind, given in terms(least, is_shard=True).items()}
-    assert found == {Kind.QUICK: 2, Kind.LARGE: 1, Kind.EXCHANGE: 1, Kind.DATA: 1}
+    assert found == {RequestKind.QUICK: 2, RequestKind.LARGE: 1, RequestKind.EXCHANGE: 1, RequestKind.DATA: 1}
 
 
 def test_one_that_had_no_turn_for_longest_comes_next() -> None:
@@ -199,9 +199,9 @@ def test_a_call_that_is_refused_later_holds_no_thread_and_is_refused_then() -> N
         limits.stop()
 
 
-@pytest.mark.parametrize("kind", [Kind.EXCHANGE, Kind.LARGE])
+@pytest.mark.parametrize("kind", [RequestKind.EXCHANGE, RequestKind.LARGE])
 @pytest.mark.parametrize("attackers", [1, 2, 8])
-def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: Kind, attackers: int) -> None:
+def test_requests_that_are_never_whole_keep_no_other_principal_waiting(kind: RequestKind, attackers: int) -> None:
     """In turns of a twentieth of a second, as the server looks: each attacker has ten requests that never end."""
     admission: RequestPlaces[str] = RequestPlaces(terms(Limits(), is_shard=True)[kind])
     received: set[str] = set()

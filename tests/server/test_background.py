@@ -10,8 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import PSError, TryLater
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_runtime import background
-from ps_server.core.requests import PushCall, PushedBucket, PushKind
+from ps_server.core.snapshot import RestoreRequest, SnapshotRequest
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -82,16 +84,16 @@ def test_errors_in_a_shards_own_threads_are_counted(tmp_path: Path, monkeypatch:
     shard.add_worker("job", 0, 1, None, run="1")
     monkeypatch.setattr(CheckpointStore, "write_shard", fails)
     monkeypatch.setattr(CheckpointStore, "manifest", fails)
-    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run="1"))
-    shard.begin_snapshot("job", "000001", None, "1")
+    shard.push(PushCall(Identity("job", 0, 1, run="1"), 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64)))
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1"))
     with pytest.raises(PSError, match="failed on this shard; its log says why"):
         shard.await_snapshot("job", "000001", SECONDS, "1")
     bucket = shard.jobs()["job"].buckets[0].unit.weights
     monkeypatch.setattr(bucket, "add", fails)
-    shard.push(PushCall("job", 0, 1, 1, (PushedBucket(0, PushKind.GRADIENT),), bytes(64), run="1"))
+    shard.push(PushCall(Identity("job", 0, 1, run="1"), 1, (PushedBucket(0, PushKind.GRADIENT),), bytes(64)))
     until(lambda: background.errors()["apply"] > before["apply"])
     with pytest.raises(PSError, match="cannot be restored on this shard; its log says why"):
-        shard.restore_job(spec, [0], "000001", 5, "1", seconds=SECONDS)
+        shard.restore_job(RestoreRequest(spec, (0,), "000001", 5, "1"), seconds=SECONDS)
     shard.stop()
     assert {name: background.errors()[name] - count for name, count in before.items()} == dict.fromkeys(before, 1)
 
@@ -104,10 +106,10 @@ def test_a_checkpoint_that_a_stopped_shard_is_asked_for_fails_in_words(tmp_path:
     spec = vector_job("job", "async", 16, 1)
     shard.create_job(spec, [0], "1")
     shard.add_worker("job", 0, 1, None, run="1")
-    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run="1"))
+    shard.push(PushCall(Identity("job", 0, 1, run="1"), 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64)))
     shard.stop()
     before = background.errors()
-    shard.begin_snapshot("job", "000001", None, "1")
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1"))
     with pytest.raises(TryLater, match="the shard is stopping"):
         shard.await_snapshot("job", "000001", SECONDS, "1")
     assert background.errors() == before
@@ -120,8 +122,8 @@ def test_a_job_that_ends_while_the_shard_stops_stops_nothing(tmp_path: Path, mon
     shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=store)
     shard.create_job(vector_job("job", "async", 16, 1), [0], "1")
     shard.add_worker("job", 0, 1, None, run="1")
-    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run="1"))
-    shard.begin_snapshot("job", "000001", None, "1")
+    shard.push(PushCall(Identity("job", 0, 1, run="1"), 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64)))
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1"))
     looks = iter([shard.jobs()["job"].snapshot_task])
     monkeypatch.setattr(HostedJob, "snapshot_task", property(lambda job: next(looks, None)), raising=False)
     shard.stop()

@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from ps_protocol.errors import Fenced, InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.rows import RowPushKind, RowsPush, TablePush
 from ps_protocol.modes import parse_mode
 from ps_protocol.tables import Beginning, Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot, Staged
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPush, TablePush
 from ps_tables.beginning import encoded, row_columns
 from ps_tables.initial import initial_rows
 from ps_tables.sizes import index_bytes, record_bytes
+from tests.tools.partitions import changed
 
 DIM, SEED = 2, 77
 ROWS = TableSpec("items", DIM, Initializer("uniform", 0.1, 1), admit_after=3, initial_rows=True)
@@ -53,17 +55,17 @@ def running(mode: str = "async", table: JobTable = TABLE, bytes_: int = 2**20) -
 def rows(first: int, stop: int, **more: Any) -> TablePush:
     """A message with some of the rows."""
     part = {name: tensor[first:stop] for name, tensor in WHOLE.items()}
-    made = TablePush("job", 0, 1, 0, BEGINS, first, stop - first, 0, False, encoded(part, COLUMNS))
-    return replace(made, **more)
+    made = TablePush(Identity("job", 0, 1), 0, BEGINS, first, stop - first, 0, False, encoded(part, COLUMNS))
+    return changed(made, **more)
 
 
 def waiting(**more: Any) -> TablePush:
     """The last message: the ids that wait."""
-    return replace(rows(4, 4, payload=encoded(WHOLE, {}), waiting=2, last=True), **more)
+    return changed(rows(4, 4, payload=encoded(WHOLE, {}), waiting=2, last=True), **more)
 
 
 def ask(**more: Any) -> TablePush:
-    return replace(rows(0, 0), **more)
+    return changed(rows(0, 0), **more)
 
 
 MESSAGES = (ask(), rows(0, 1), rows(1, 4), waiting())
@@ -89,7 +91,7 @@ def push(job: JobPartition, rank: int = 1, count: int = 1) -> None:
     """A gradient of ones for the first row."""
     ids, counts = IDS[:1].numpy(), np.full(1, count, np.uint32)
     payload = ids.tobytes() + counts.tobytes() + np.ones((1, DIM), np.float32).tobytes()
-    message = RowsPush("job", rank, rank + 1, 0, 1, RowPushKind.GRADIENT, payload, 0, 1, 1, {})
+    message = RowsPush(Identity("job", rank, rank + 1), 0, 1, RowPushKind.GRADIENT, payload, 0, 1, 1, {})
     job.execute(job.row_checker.push(message))
     apply(job)
 
@@ -176,7 +178,7 @@ def test_what_a_rank_0_has_sent_that_is_gone_is_dropped(is_told: bool) -> None:
     with pytest.raises(OutOfOrder, match="row 3 came where row 0 comes next"):
         send(job, rows(3, 4, incarnation=9))
     for message in MESSAGES[1:]:
-        send(job, replace(message, incarnation=9))
+        send(job, changed(message, incarnation=9))
     assert all(torch.equal(job.tables[0].weights.snapshot()[name], tensor) for name, tensor in expected.items())
 
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from ps_protocol.errors import Backlogged
 from ps_protocol.layout import ParameterSpec
+from ps_protocol.messages.data import PushCall
 from ps_server.core.budget import derived_limit
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.partitions import job_spec, stage, work_once
 from tests.tools.partitions import push as one_push
@@ -160,4 +160,4 @@ def test_a_refused_push_is_not_kept(make_cluster: Callable[..., Cluster]) -> Non
 
 
 def _pushes() -> int:
-    return sum(type(held) is Push for held in gc.get_objects())
+    return sum(type(held) is PushCall for held in gc.get_objects())

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import Deposed, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.charge import Charge
-from ps_server.core.membership import JoinRequest
 from ps_server.rpc.shard_client import ShardClient
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 from ps_server.storage.disk import Disk
 from tests.tools.cluster import Cluster
 from tests.tools.one_process import OneProcess
@@ -130,7 +130,7 @@ def test_a_report_of_a_workers_end_takes_nobody_off_either(cluster: Deposing) ->
 
 
 def test_a_shard_obeys_the_highest_term_that_it_has_seen() -> None:
-    terms = Terms()
+    terms = CoordinatorTerms()
     for term in (0, 0, 4, 4, 6):
         terms.check(term)
     for term in (0, 4, 5):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.membership import Continued, JoinRequest, JoinResult
+from ps_server.core.membership import JoinedMember
 from tests.tools.cluster import Cluster
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
@@ -34,7 +35,7 @@ def trained(cluster: OneProcess, world_size: int = 0, clock: int = 3) -> DirectW
     return worker
 
 
-def join(cluster: OneProcess, launch: str, rank: int, **more: object) -> JoinResult:
+def join(cluster: OneProcess, launch: str, rank: int, **more: object) -> JoinedMember:
     return cluster.coordinator.join("job", rank, JoinRequest(launch=launch, **more))  # type: ignore[arg-type]
 
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.data import MAX_PUSH_RANGES, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
+from ps_protocol.messages.data import PushKind
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.data_commits import Committed, DataCommits, Intervals, common
 from ps_server.core.data_leases import DataLeases
-from ps_server.core.requests import PushKind
-from tests.tools.partitions import image, push, running, stage, work, work_once
+from tests.tools.partitions import check, image, push, running, stage, work, work_once
 
 NUMBERS = st.integers(0, 30)
 CHANGES = st.lists(st.tuples(st.booleans(), NUMBERS, NUMBERS), max_size=20)
@@ -101,7 +101,7 @@ def test_a_spent_push_counts_for_the_clock_and_brings_no_gradient(kind: PushKind
     job = running("async")
     job.data.use(0, [one(0, 4)])
     found = push(0, 1, kind=kind, ranges=(one(0, 4),), **({"payload": b""} if kind is PushKind.SKIP else {}))
-    staged = job.execute(job.checker.check(found))
+    staged = job.execute(check(job, found))
     assert (staged.use.spent, staged.skipped) == (True, True)
     waiting = job.buckets[0].rule.waiting[0]
     assert (waiting.clock, waiting.contribution.values) == (1, None)

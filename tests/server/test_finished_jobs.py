@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import FinishedWithout, Forbidden, JobFinished, NotFound
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.ended_jobs import JOBS_KEPT, EndedJobs, FinishedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.state_file import StateFile
-from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS, JoinRequest
+from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS
 from ps_server.storage.checkpoints import CheckpointStore
 from tests.tools.one_process import CELLS, DirectWorker, OneProcess, train
 from tests.tools.raw_worker import vector_job

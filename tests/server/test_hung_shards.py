@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import NotFound, TryLater, UnknownWorker
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.workers import JoinRequest
 from ps_runtime import background
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.expiry import Expiry
 from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Timing
-from ps_server.core.membership import RETURN_LEASES, JoinRequest, JoinResult
+from ps_server.core.membership import RETURN_LEASES, JoinedMember
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -73,7 +74,7 @@ class Threaded:
             self.coordinator.shard_directory.register(index, f"127.0.0.1:{index + 1}", "", 1, index + 1)
         self.coordinator.start()
 
-    def join(self, spec: JobSpec, rank: int) -> JoinResult:
+    def join(self, spec: JobSpec, rank: int) -> JoinedMember:
         job, _ = self.coordinator.register_job(spec)
         return self.coordinator.join(spec.name, rank, JoinRequest(host="here", run=job.placed.run))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import NotFound, TryLater, UnknownWorker
-from ps_server.core.membership import JoinRequest
+from ps_protocol.messages.workers import JoinRequest
 from tests.tools.one_process import CELLS, OneProcess, join_all, train
 
 

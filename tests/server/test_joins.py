@@ -14,12 +14,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.v1 import shard_pb2, shard_pb2_grpc
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.together import Together
 from ps_server.coordinator.watchers import PAUSE_A_WATCHER, Watchers
-from ps_server.core.membership import WORKERS_A_CALL, JoinRequest, JoinResult
+from ps_server.core.membership import WORKERS_A_CALL, JoinedMember
 from ps_server.rpc.shard_service import ShardService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -125,10 +126,10 @@ class Crowd:
 
         return call
 
-    def join(self, ranks: Sequence[int], meanwhile: Callable[[], object] = lambda: None) -> list[Future[JoinResult]]:
+    def join(self, ranks: Sequence[int], meanwhile: Callable[[], object] = lambda: None) -> list[Future[JoinedMember]]:
         """Joins: the first alone, and all others together after it. meanwhile: what is done before the first goes on"""
 
-        def join(rank: int) -> JoinResult:
+        def join(rank: int) -> JoinedMember:
             return self.cluster.coordinator.join("job", rank, JoinRequest(host="here", attempt=rank + 1))
 
         joins = self.cluster.coordinator.job("job")._joins._together

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged, CheckpointDamaged, CheckpointFailed, anew
 from ps_protocol.framing import Buffer
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.optimizers import with_defaults
-from ps_server.core.requests import PushCall, PushedBucket, PushKind
+from ps_server.core.snapshot import RestoreRequest, SnapshotRequest
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -68,9 +70,9 @@ def test_a_shard_keeps_no_copy_of_a_checkpoint_that_it_could_not_write(tmp_path:
     shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=store)
     shard.create_job(SPEC, [0], RUN)
     shard.add_worker("job", 0, 1, None, run=RUN)
-    shard.push(PushCall("job", 0, 1, 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64), run=RUN))
+    shard.push(PushCall(Identity("job", 0, 1, run=RUN), 0, (PushedBucket(0, PushKind.INITIAL_VALUE),), bytes(64)))
     disk.fails = True
-    shard.begin_snapshot("job", "000001", None, RUN)
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, RUN))
     for _ in range(2):
         with pytest.raises(CheckpointFailed, match="No space left"):
             shard.await_snapshot("job", "000001", 0.0, RUN)
@@ -86,7 +88,7 @@ def test_a_shard_keeps_nothing_of_a_checkpoint_that_it_could_not_read(tmp_path: 
     shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), checkpoints=store)
     disk.fails = True
     with pytest.raises(CheckpointDamaged, match="Input/output error"):
-        shard.restore_job(SPEC, [0], "000001", 5, RUN)
+        shard.restore_job(RestoreRequest(SPEC, (0,), "000001", 5, RUN))
     assert disk.held() is None
     shard.stop()
 

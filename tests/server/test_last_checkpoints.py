@@ -14,11 +14,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import CheckpointFailed, TryLater
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.members import Joined
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.membership import JoinRequest
-from ps_server.core.requests import PushCall, PushedBucket, PushKind
+from ps_server.core.snapshot import SnapshotRequest
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads, Task
@@ -196,7 +198,7 @@ def test_what_was_begun_when_a_job_ends_is_removed(cluster: OneProcess, tmp_path
     made = whole(cluster, each)
     store = CheckpointStore(tmp_path)
     assert store.begin("job", "000777")
-    cluster.shards[0].begin_snapshot("job", "000777", None, each[0].run)
+    cluster.shards[0].begin_snapshot(SnapshotRequest("job", "000777", None, each[0].run))
     until(lambda: store.unfinished("job", made.name) == ["000777"], "a part of it")
     cluster.coordinator.job("job").end()
     assert store.unfinished("job", made.name) == []
@@ -430,7 +432,7 @@ class Seconds:
 
 def push(shard: Shard, clock: int, kind: PushKind = PushKind.GRADIENT) -> bool:
     """Pushes a bucket; whether it was new."""
-    call = PushCall("job", 0, 1, clock, (PushedBucket(0, kind),), bytes(bytes_of(torch.ones(16))), run="1")
+    call = PushCall(Identity("job", 0, 1, run="1"), clock, (PushedBucket(0, kind),), bytes(bytes_of(torch.ones(16))))
     [staged] = shard.push(call)
     return not staged.duplicate
 
@@ -444,7 +446,7 @@ def test_the_last_snapshot_has_what_was_staged_before_it(shard: Shard) -> None:
     push(shard, 0, PushKind.INITIAL_VALUE)
     threads.run()
     assert push(shard, 1), "acknowledged, and not in the weights yet"
-    shard.begin_snapshot("job", "000001", None, "1", 10.0)
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1", 10.0))
     with pytest.raises(TryLater):
         push(shard, 2)
     assert not push(shard, 1), "a repeat is acknowledged"
@@ -466,7 +468,7 @@ def test_who_waits_for_a_snapshot_of_a_later_clock_is_told_that_the_shard_stops(
     shard.add_worker("job", 0, 1, None, run="1")
     push(shard, 0, PushKind.INITIAL_VALUE)
     threads.run()
-    shard.begin_snapshot("job", "000001", 5, "1")
+    shard.begin_snapshot(SnapshotRequest("job", "000001", 5, "1"))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(shard.await_snapshot, "job", "000001", 60.0, "1")
         shard.stop()
@@ -490,7 +492,7 @@ def test_a_checkpoint_that_was_given_up_meanwhile_is_no_trouble_of_the_shard(
         folder.rmdir()
     else:
         (folder / "shard-0.safetensors").mkdir()
-    shard.begin_snapshot("job", "000001", None, "1")
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1"))
     threads.run()
     with pytest.raises(CheckpointFailed):
         shard.await_snapshot("job", "000001", 0.0, "1")
@@ -504,13 +506,13 @@ def test_in_sync_the_last_snapshot_lets_its_own_clock_complete(shard: Shard) -> 
     shard.create_job(vector_job("job", "sync", 16, 1), [0], "1")
     shard.add_worker("job", 0, 1, None, run="1")
     push(shard, 0, PushKind.INITIAL_VALUE)
-    shard.begin_snapshot("job", "000001", 1, "1", 10.0)
+    shard.begin_snapshot(SnapshotRequest("job", "000001", 1, "1", 10.0))
     assert push(shard, 1)
     threads.run()
     with pytest.raises(TryLater):
         push(shard, 2)
     assert shard.await_snapshot("job", "000001", 0.0, "1").extent.clocks == {0: 1}
-    shard.begin_snapshot("job", "000002", 2, "1")
+    shard.begin_snapshot(SnapshotRequest("job", "000002", 2, "1"))
     assert push(shard, 2), "another snapshot, so the servers go on"
 
 
@@ -521,7 +523,7 @@ def test_only_a_worker_that_joined_later_ends_the_refusal_of_pushes(shard: Shard
     push(shard, 0, PushKind.INITIAL_VALUE)
     if ends == "this shard":
         shard.jobs()["job"].refusals.seconds = 10.0
-    shard.begin_snapshot("job", "000001", None, "1", 10.0 if ends == "the servers" else 0.0, 3)
+    shard.begin_snapshot(SnapshotRequest("job", "000001", None, "1", 10.0 if ends == "the servers" else 0.0, 3))
     shard.add_worker("job", 1, 3, None, run="1")
     with pytest.raises(TryLater):
         push(shard, 1)

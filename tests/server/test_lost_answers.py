@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from ps_protocol.messages.data import PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.policy import CheckpointPolicy
-from ps_server.core.membership import JoinRequest
-from ps_server.core.requests import PushKind
 from tests.tools.one_process import DirectWorker, OneProcess
 from tests.tools.raw_worker import vector_job
 

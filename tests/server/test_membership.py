@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 
 from ps_protocol.errors import Fenced, InvalidRequest, UnknownWorker
+from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.members import Roster
 from ps_server.coordinator.timing import Clock
 from ps_server.coordinator.watchers import Watchers
-from ps_server.core.membership import JoinRequest, Member, Membership, Rivals
+from ps_server.core.membership import Member, Membership, Rivals
 
 LEASE = 10.0
 

@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.convert import job_spec_message
 from ps_protocol.errors import LimitExceeded
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec
+from ps_protocol.messages.data import PullCall
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import JobTable, TableSpec
 from ps_protocol.v1 import jobs_pb2
@@ -25,7 +27,6 @@ from ps_server.core.budget import room_for
 from ps_server.core.dense import Gradient
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import PullCall
 from ps_server.core.table_rows import RowsContribution
 from ps_server.core.validation import check_job_spec
 from ps_server.shard.job import HostedUnit
@@ -234,7 +235,7 @@ def test_a_pull_that_is_over_looks_at_its_own_buckets_only() -> None:
     job = shard.jobs()["job"]
     outboxes = [Recording() for _ in range(3)]
     for outbox in outboxes:
-        shard.pull(PullCall("job", 0, 1, 5, (7, 8), run="1"), outbox)
+        shard.pull(PullCall(Identity("job", 0, 1, run="1"), 5, (7, 8)), outbox)
     assert [len(job.buckets[index].waiters) for index in (6, 7, 8)] == [0, 3, 3]
     job.units = watched = Watched(job.units)
     outboxes[1].close()

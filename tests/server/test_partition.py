@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotFound, OutOfOrder, PSError, UnknownWorker
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import NonFinite
+from ps_protocol.messages.data import PushCall, PushKind
 from ps_protocol.optimizers import ELEMENTWISE, check_hyper_parameters, hyper_parameter_names
 from ps_server.core.commands import AddWorker, RemoveWorker, RestoreSnapshot
 from ps_server.core.membership import Counted
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
 from tests.simulation.simulator import Simulation
 from tests.tools.one_thread import one_thread
-from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, payload, push, running, stage, work
+from tests.tools.partitions import FROZEN, TRAINED, check, image, initial, job_spec, payload, push, running, stage, work
 
 NAN, INF = float("nan"), float("inf")
 
@@ -51,7 +51,7 @@ NAN, INF = float("nan"), float("inf")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_push_is_refused_with_one_clear_error_and_changes_nothing(
-    bad: Push, error: type[PSError], said: str
+    bad: PushCall, error: type[PSError], said: str
 ) -> None:
     job = running(workers=2)
     stage(job, push(0))
@@ -76,9 +76,9 @@ def test_a_push_from_before_the_worker_joined_is_not_taken_for_a_repeat() -> Non
 def test_what_a_push_leaves_out_stays_as_the_job_has_it() -> None:
     spec = replace(job_spec(), groups=({"lr": 1.0, "momentum": 0.9, "nesterov": False},))
     job = JobPartition(spec, [0])
-    job.checker.check(push(0, groups={0: {"nesterov": True}}))
+    check(job, push(0, groups={0: {"nesterov": True}}))
     with pytest.raises(InvalidRequest, match="Nesterov"):
-        job.checker.check(push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
+        check(job, push(0, groups={0: {"nesterov": True, "momentum": 0.0}}))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_what_needs_state_from_the_first_step_on_cannot_be_switched_on_later(
     job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1},)), [0])
     ((name, value),) = switched.items()
     with pytest.raises(InvalidRequest, match=f"{name!r} of {optimizer} cannot be switched on in a running job"):
-        job.checker.check(push(0, groups={0: switched}))
+        check(job, push(0, groups={0: switched}))
     job = JobPartition(replace(job_spec(), optimizer=optimizer, groups=({"lr": 0.1, **switched},)), [0])
-    job.checker.check(push(0, groups={0: {name: type(value)(0)}}))
+    check(job, push(0, groups={0: {name: type(value)(0)}}))
 
 
 @st.composite
@@ -124,9 +124,9 @@ def test_whatever_hyper_parameters_are_let_in_can_be_stepped_with(found: tuple[s
     job = running(spec=replace(job_spec("async"), optimizer=optimizer, groups=(first,)))
     for clock, values in enumerate([{}, *later], 1):
         try:
-            command = job.checker.check(push(0, clock, groups={0: values}))
+            command = check(job, push(0, clock, groups={0: values}))
         except InvalidRequest:
-            command = job.checker.check(push(0, clock))
+            command = check(job, push(0, clock))
         job.execute(command)
         work(job, 0)
     assert job.buckets[0].rule.version == 3
@@ -150,7 +150,7 @@ def test_the_first_initial_value_counts_and_later_ones_are_acknowledged() -> Non
 def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
     job = running(spec=job_spec("async", non_finite=NonFinite.SKIP))
     bad = push(0, payload=payload(INF))
-    assert job.execute(job.checker.check(bad)).skipped
+    assert job.execute(check(job, bad)).skipped
     work(job, 0)
     assert job.buckets[0].weights.flat.tolist() == [0.0] * 32
     assert job.reached.clocks() == {0: 0}  # bucket 1 has not had this clock yet
@@ -162,8 +162,8 @@ def test_a_non_finite_gradient_can_be_declared_to_be_skipped() -> None:
 def test_a_worker_that_has_looked_for_infinities_in_memory_of_its_own_is_believed() -> None:
     job = running("async")
     with pytest.raises(NonFiniteGradient):
-        stage(job, push(payload=payload(NAN), borrowed=True))
-    assert not stage(job, push(payload=payload(NAN), borrowed=True, finite=True))
+        stage(job, push(payload=None), payload(NAN))
+    assert not stage(job, push(payload=None, finite=True), payload(NAN))
 
 
 def test_what_is_not_finite_in_a_segment_without_a_gradient_is_ignored() -> None:
@@ -211,7 +211,7 @@ def test_a_call_that_comes_late_does_not_bring_the_dead_back() -> None:
 def test_what_a_lost_worker_lent_is_copied_before_it_may_write_there_again(end: str) -> None:
     job = running("sync", workers=2)
     lent = bytearray(payload(3.0))
-    stage(job, push(0, rank=1, incarnation=2, payload=lent, borrowed=True))
+    stage(job, push(0, rank=1, incarnation=2, payload=None), lent)
     if end == "retired":
         job.execute(RemoveWorker(1, 2))
     else:

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, Fenced, InvalidRequest, OutOfOrder, UnknownWorker
+from ps_protocol.messages.data import PushKind
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import PushKind
-from tests.tools.partitions import FROZEN, image, job_spec, payload, push, running, stage, work
+from tests.tools.partitions import FROZEN, check, image, job_spec, payload, push, running, stage, work
 
 
 def send(job: JobPartition, kind: PushKind, clock: int, rank: int = 0, incarnation: int = 0, **more: object) -> bool:
     """Sends a message about bucket 0, by default of the worker that is live; True if it counts now."""
     message = push(clock=clock, rank=rank, incarnation=incarnation or rank + 1, kind=kind, **more)
-    return job.execute(job.checker.check(message)).fresh
+    return job.execute(check(job, message)).fresh
 
 
 def commit(job: JobPartition, clock: int, rank: int = 0, incarnation: int = 0, **groups: float) -> bool:

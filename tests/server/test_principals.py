@@ -8,10 +8,10 @@ import random
 import pytest
 
 from ps_protocol.errors import Backlogged
+from ps_protocol.messages.data import PushCall
 from ps_server.core.budget import PrincipalBudget, StagingBudget
-from ps_server.core.requests import PushCall
 from ps_server.shard.shard import Shard
-from tests.tools.partitions import call_of, lone_shard, push
+from tests.tools.partitions import lone_shard, push
 
 BUCKET = 128  # bytes
 
@@ -51,7 +51,7 @@ def shard() -> Shard:
 
 
 def of(principal: str, bucket: int, rank: int, clock: int = 1) -> tuple[PushCall, str]:
-    return call_of(push(bucket, clock, rank, rank + 1)), principal
+    return push(bucket, clock, rank, rank + 1), principal
 
 
 def test_a_caller_past_its_bytes_is_told_to_come_back_whichever_worker_it_is(shard: Shard) -> None:

@@ -14,9 +14,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Backlogged, PSError, UnknownWorker
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PullCall, PushCall, PushedBucket, PushKind
+from ps_protocol.messages.rows import RowsPull, TablePull
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.limits import DEFAULTS
-from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind, RowsPull, TablePull
 from ps_server.rpc.streams import PullStream
 from ps_server.shard.budgets import WAITING_BYTES
 from ps_server.shard.metrics import ShardMetrics
@@ -24,7 +26,7 @@ from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.shard.waiting import Outbox
 from ps_tables.contributions import RowGradients
-from tests.tools.partitions import call_of, lone_shard, push
+from tests.tools.partitions import changed, lone_shard, push
 from tests.tools.raw_worker import vector_job
 from tests.tools.table_shards import messages
 
@@ -64,7 +66,7 @@ def shard() -> Shard:
 
 
 def pull(clock: int, *buckets: int, rank: int = 0) -> PullCall:
-    return PullCall("sums", rank, rank + 1, clock, buckets)
+    return PullCall(Identity("sums", rank, rank + 1), clock, buckets)
 
 
 def test_a_caller_that_waits_for_too_many_buckets_is_told_to_come_back_whichever_worker_it_is(shard: Shard) -> None:
@@ -119,7 +121,7 @@ def test_however_a_pull_ends_its_buckets_count_no_more(shard: Shard) -> None:
     shard.drop_job("sums")
     assert dropped.error is not None
     shard.create_job(vector_job("sums", "async", 48, 0), [0, 1, 2])
-    shard.pull(PullCall("sums", 0, 0, 0, (0, 1, 2)), Stream(), "them")  # type: ignore[arg-type]  # a reader
+    shard.pull(PullCall(Identity("sums", 0, 0), 0, (0, 1, 2)), Stream(), "them")  # type: ignore[arg-type]  # a reader
 
 
 def test_a_pull_of_no_bucket_is_over_at_once_and_counts_nothing(shard: Shard) -> None:
@@ -161,7 +163,7 @@ def test_the_limit_keeps_no_worker_from_getting_on(mode: str, seed: int) -> None
 
 
 def _skip(clock: int, rank: int) -> PushCall:
-    return call_of(push(0, clock, rank, rank + 1, kind=PushKind.SKIP, payload=b""))
+    return push(0, clock, rank, rank + 1, kind=PushKind.SKIP, payload=b"")
 
 
 class Unread:
@@ -184,9 +186,11 @@ def test_the_memory_of_pulls_has_a_bound(clock: int) -> None:
     shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), pulled_limit=count * calls)
     shard.create_job(vector_job("job", "sync", 16 * count, 0), range(count), "1")
     shard.add_worker("job", 0, 1, None, run="1")
-    values = PushCall("job", 0, 1, 0, tuple(PushedBucket(index, PushKind.INITIAL_VALUE) for index in range(count)), b"")
-    shard.push(replace(values, payload=bytes(64 * count), run="1"))
-    asked = [PullCall("job", 0, 1, clock, tuple(range(count)), run="1") for _ in range(calls)]
+    values = PushCall(
+        Identity("job", 0, 1), 0, tuple(PushedBucket(index, PushKind.INITIAL_VALUE) for index in range(count)), b""
+    )
+    shard.push(changed(values, payload=bytes(64 * count), run="1"))
+    asked = [PullCall(Identity("job", 0, 1, run="1"), clock, tuple(range(count))) for _ in range(calls)]
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     streams = [Unread().stream() for _ in asked]
@@ -212,21 +216,21 @@ def test_ids_of_rows_that_wait_and_copies_of_tables_that_nobody_reads_count_by_t
     shard.create_job(replace(spec, tables=(table,)), range(1), "1")
     shard.add_worker("job", 0, 1, None, run="1")
     for number in range(3):
-        shard.pull(RowsPull("job", 0, 1, 0, 5, ids.tobytes(), run="1"), Stream(), f"caller {number}")
-    waiting = RowsPull("job", 0, 1, 0, 5, ids.tobytes(), run="1")
+        shard.pull(RowsPull(Identity("job", 0, 1, run="1"), 0, 5, ids.tobytes()), Stream(), f"caller {number}")
+    waiting = RowsPull(Identity("job", 0, 1, run="1"), 0, 5, ids.tobytes())
     streams = [Stream() for _ in range(3)]
     for stream in streams:
         shard.pull(waiting, stream, "them")
     with pytest.raises(Backlogged, match="that wait for other workers"):
         shard.pull(waiting, Stream(), "them")
-    shard.pull(RowsPull("job", 0, 1, 0, 0, ids[:10].tobytes(), run="1"), Stream(), "them")  # waits for none
+    shard.pull(RowsPull(Identity("job", 0, 1, run="1"), 0, 0, ids[:10].tobytes()), Stream(), "them")  # waits for none
     streams[0].close()
     shard.pull(waiting, Stream(), "them")
 
     rows = RowGradients(ids, np.ones(len(ids), np.int64), torch.ones(len(ids), 64))
     for message in messages(0, 1, 1, rows, 1):
-        shard.push_rows(replace(message, job="job", run="1"), "them")
-    whole = TablePull("job", 0, 1, 0, 1, count_only=False, run="1")
+        shard.push_rows(changed(message, job="job", run="1"), "them")
+    whole = TablePull(Identity("job", 0, 1, run="1"), 0, 1, count_only=False)
     shard.pull(whole, Unread().stream(), "reader")  # the first may be of any size
     with pytest.raises(Backlogged, match="bytes of whole tables, as all its workers, that are not sent yet"):
         shard.pull(whole, Unread().stream(), "reader")

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import LimitExceeded, NonFiniteGradient
+from ps_protocol.framing import Buffer
 from ps_protocol.job import NonFinite
+from ps_protocol.messages.data import PushCall, PushKind
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_server.core.commands import Initialise, StageGradient
 from ps_server.core.dense import Gradient
 from ps_server.core.limits import Limits
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
 from tests.tools.cluster import Cluster
-from tests.tools.partitions import job_spec, push, running
+from tests.tools.partitions import check, job_spec, push, running
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
@@ -56,9 +57,9 @@ def limited(norm: float, **other: Any) -> JobPartition:
     return running(spec=replace(job_spec("sync"), **other), norm_limit=norm)
 
 
-def checked(job: JobPartition, one: Push) -> Gradient:
+def checked(job: JobPartition, one: PushCall, lent: Buffer = b"") -> Gradient:
     """What a push contributes."""
-    command = job.checker.check(one)
+    command = check(job, one, lent)
     assert isinstance(command, StageGradient)
     return command.gradient
 
@@ -74,16 +75,16 @@ def test_the_norm_of_half_types_is_taken_in_float32(wire: str) -> None:
     value = 2.0**14  # that times the root of 32 is beyond float16
     assert checked(job, push(payload=gradient(job, 0, value, wire), wire_format=wire)).values is not None
     with pytest.raises(LimitExceeded, match=rf"bucket 0 has norm {1.5 * value * math.sqrt(size):g}, and"):
-        job.checker.check(push(payload=gradient(job, 0, 1.5 * value, wire), wire_format=wire))
+        check(job, push(payload=gradient(job, 0, 1.5 * value, wire), wire_format=wire))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_past_every_limit_even_where_the_job_allows_it(value: float) -> None:
     job = limited(1e30, non_finite=NonFinite.ALLOW)
     with pytest.raises(LimitExceeded, match="max-push-norm"):
-        job.checker.check(push(payload=gradient(job, 0, value)))
+        check(job, push(payload=gradient(job, 0, value)))
     with pytest.raises(NonFiniteGradient):
-        limited(1e30).checker.check(push(payload=gradient(job, 0, value)))
+        check(limited(1e30), push(payload=gradient(job, 0, value)))
 
 
 def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
@@ -94,7 +95,7 @@ def test_what_is_left_out_of_a_gradient_counts_for_nothing() -> None:
 def test_initial_values_and_steps_without_a_gradient_have_no_norm() -> None:
     job = limited(1.0)
     initial_value = push(clock=0, kind=PushKind.INITIAL_VALUE, payload=gradient(job, 0, 1e9))
-    command = job.checker.check(initial_value)
+    command = check(job, initial_value)
     assert isinstance(command, Initialise)
     assert isinstance(command.value, torch.Tensor)
     assert checked(job, push(kind=PushKind.SKIP, payload=b"")).values is None
@@ -104,7 +105,7 @@ def test_a_gradient_in_the_workers_own_memory_is_copied_before_it_is_checked() -
     """Or its worker could write another after this one was found small."""
     job = limited(10.0)
     memory = torch.ones(job.bucket(0).spec.numel)
-    found = checked(job, push(payload=bytes_of(memory), borrowed=True))
+    found = checked(job, push(payload=None), bytes_of(memory))
     memory.fill_(1e9)
     assert found.values is not None
     assert torch.equal(found.values, torch.ones_like(memory))

@@ -9,15 +9,16 @@ from dataclasses import replace
 import pytest
 
 from ps_protocol.errors import Backlogged, InvalidRequest, NonFiniteGradient
+from ps_protocol.identity import Identity
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import Notice, PullCall, PushCall, PushedBucket, PushKind
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
-from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Answer, Notice
+from ps_server.shard.waiting import Answer
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.outbox import Answers
-from tests.tools.partitions import call_of, job_spec, lone_shard, payload, push
+from tests.tools.partitions import job_spec, lone_shard, payload, push
 
 BUCKET = 128  # bytes
 CALLER = "them"
@@ -35,7 +36,7 @@ def lend_segment(shard: Shard) -> None:
     plan = segment_plan(bucket_layout(spec.parameters, spec.bucket_bytes))
     segment = LocalSegment(plan.size, DEFAULT_SHARED_DIRECTORY)
     SegmentMap(segment.memory, plan).gradients["float32"][:] = 3.0
-    shard.attach("sums", 1, 2, segment.offer)
+    shard.attach(Identity("sums", 1, 2), segment.offer)
     segment.hide()
 
 
@@ -46,12 +47,19 @@ def push_shared(shard: Shard) -> list[Answer]:
 
 def push_and_pull(shard: Shard) -> list[Answer]:
     outbox = Answers()
-    shard.exchange(SHARED, PullCall("sums", 1, 2, 1, (0, 1), in_segment=True), outbox, CALLER)
+    shard.exchange(SHARED, PullCall(Identity("sums", 1, 2), 1, (0, 1), in_segment=True), outbox, CALLER)
     return outbox.told
 
 
 GRADIENTS = tuple(PushedBucket(index, PushKind.GRADIENT) for index in (0, 1))
-SHARED = PushCall("sums", 1, 2, 1, GRADIENTS, None)
+SHARED = PushCall(Identity("sums", 1, 2), 1, GRADIENTS, None)
+
+
+def test_a_push_that_names_a_bucket_twice_is_refused_and_changes_nothing(shard: Shard) -> None:
+    twice = replace(SHARED, buckets=GRADIENTS[:1] * 2, payload=bytes(256))
+    with pytest.raises(InvalidRequest, match="a push names each bucket at most once, got 0 twice"):
+        shard.push(twice, CALLER)
+    assert shard.statistics().jobs["sums"].staged_bytes == 0
 
 
 @pytest.mark.parametrize("call", [push_shared, push_and_pull])
@@ -60,13 +68,13 @@ def test_a_push_that_is_refused_half_way_is_applied_so_far_and_whole_when_it_is_
 ) -> None:
     lend_segment(shard)
     buckets = shard.jobs()["sums"].buckets
-    shard.push(call_of(push(0)))  # worker 0's: the update of bucket 0 waits for worker 1, that of bucket 1 for both
+    shard.push(push(0))  # worker 0's: the update of bucket 0 waits for worker 1, that of bucket 1 for both
     with pytest.raises(Backlogged, match="max-caller-bytes"):
         call(shard)
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 0], "what completed an update is not left lying"
     assert buckets[0].unit.weights.flat.tolist() == [-2.0] * 32
     told = call(shard)  # bucket 0 is a repeat, and there is room for bucket 1 now
-    shard.push(call_of(push(1)))
+    shard.push(push(1))
     assert [buckets[index].rule.version for index in (0, 1)] == [1, 1]
     assert buckets[1].unit.weights.flat.tolist() == [-2.0] * 32
     if call is push_and_pull:
@@ -80,7 +88,7 @@ def test_a_push_that_is_refused_half_way_is_applied_so_far_and_whole_when_it_is_
 
 
 def several(data: bytes, *buckets: PushedBucket, rank: int = 0) -> PushCall:
-    return PushCall("sums", rank, rank + 1, 1, buckets, data)
+    return PushCall(Identity("sums", rank, rank + 1), 1, buckets, data)
 
 
 def gradient(index: int, wire_format: str = "") -> PushedBucket:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from ps_protocol.errors import InvalidRequest, TryLater, UnknownWorker
-from ps_server.core.membership import JoinRequest, Member, Membership, WorkerProcess
+from ps_protocol.messages.workers import JoinRequest
+from ps_server.core.membership import Member, Membership, NamedProcess
 from tests.tools.one_process import OneProcess, join_all, train
 
-PROCESS = WorkerProcess("launch", "host", 7)
+PROCESS = NamedProcess("launch", "host", 7)
 REQUEST = JoinRequest(pid=7, host="host", launch="launch")
 
 
@@ -65,7 +66,7 @@ def test_the_others_go_on_at_once_when_a_workers_end_is_reported(cluster: OnePro
     train(each)
     job, now = cluster.coordinator.job("job"), cluster.clock.seconds
     ended = job.members.all()[1]
-    meant = WorkerProcess(ended.launch or "launch", ended.host, ended.pid)
+    meant = NamedProcess(ended.launch or "launch", ended.host, ended.pid)
     assert job.expire(meant) == [], "a worker whose launch is not known is not meant"
     each[1].join(REQUEST)
     assert job.expire(replace(PROCESS, pid=8)) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from ps_protocol.errors import (
     TryLater,
     UnknownWorker,
 )
-from ps_protocol.job import JobSpec
+from ps_protocol.identity import Identity
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PullCall
 from ps_protocol.optimizers import with_defaults
 from ps_server.coordinator.cluster import Checkpointing
 from ps_server.coordinator.policy import CheckpointPolicy
@@ -28,8 +29,7 @@ from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.shards import Shards
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.core.placement import place_job
-from ps_server.core.requests import PullCall
-from ps_server.core.snapshot import RestoreProgress, StoredPart, VersionRange
+from ps_server.core.snapshot import RestoreProgress, RestoreRequest, VersionRange
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
@@ -66,7 +66,7 @@ def shard(tmp_path: Path, disk: HeldDisk) -> Iterator[Shard]:
 
 
 def restore(shard: Shard, name: str, last_incarnation: int, seconds: float = 30.0, run: str = RUN) -> RestoreProgress:
-    return shard.restore_job(SPEC, BUCKETS, name, last_incarnation, run, seconds=seconds)
+    return shard.restore_job(RestoreRequest(SPEC, tuple(BUCKETS), name, last_incarnation, run), seconds=seconds)
 
 
 def weights(shard: Shard) -> float:
@@ -99,7 +99,7 @@ def test_what_it_held_is_let_go_before_it_reads_and_workers_are_told_to_join(sha
     restore(shard, "000002", 6, seconds=0.0)
     assert disk.reached.wait(30)
     assert shard.jobs() == {}
-    call = PullCall("job", 0, 6, 3, (0,), run=RUN)
+    call = PullCall(Identity("job", 0, 6, run=RUN), 3, (0,))
     with pytest.raises(UnknownWorker, match="join again"):
         shard.pull_state(call, None)  # type: ignore[arg-type]
     with pytest.raises(NotFound):
@@ -178,10 +178,8 @@ class ReadingShard:
     def process(self) -> int:
         return 1
 
-    def restore_job(
-        self, spec: JobSpec, buckets: list[int], name: str, last: int, run: str, own: Sequence[StoredPart], shards: int
-    ) -> RestoreProgress:
-        self.asked.append((name, last))
+    def restore_job(self, request: RestoreRequest) -> RestoreProgress:
+        self.asked.append((request.checkpoint, request.last_incarnation))
         assert self.recovery is not None
         told = self.recovery.progress("job")
         assert told is not None
@@ -277,5 +275,5 @@ def test_a_call_with_buckets_that_cannot_be_leaves_the_job_as_it_is(
     disk.go.set()
     restore(shard, "000001", 5)
     with pytest.raises(InvalidRequest, match=f"each once, got {got}"):
-        shard.restore_job(SPEC, buckets, "000002", 6, RUN)
+        shard.restore_job(RestoreRequest(SPEC, tuple(buckets), "000002", 6, RUN))
     assert weights(shard) == 1.0

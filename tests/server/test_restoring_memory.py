@@ -16,7 +16,7 @@ from ps_protocol.errors import LimitExceeded
 from ps_protocol.layout import bucket_layout
 from ps_protocol.optimizers import with_defaults
 from ps_server.core.budget import room_for
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import BucketSnapshot, RestoreRequest
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import OwnThreads
@@ -31,6 +31,7 @@ PEAK = 2.0  # times weights and optimizer state
 SPEC = with_defaults(replace(vector_job("job", "sync", 2**16, 2), optimizer="Adam", groups=({"lr": 0.1},)))
 LAYOUT = bucket_layout(SPEC.parameters, SPEC.bucket_bytes).buckets
 NAME, RUN = "000001", "1"
+REQUEST = RestoreRequest(SPEC, tuple(range(len(LAYOUT))), NAME, 1, RUN)
 
 
 def write_checkpoint(store: CheckpointStore) -> None:
@@ -67,14 +68,14 @@ def test_what_a_job_is_still_to_take_counts_while_it_is_restored(
     shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads(), checkpoints=store)
     small = vector_job("small", "sync", 16, 1)
     try:
-        shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, seconds=0.0)
+        shard.restore_job(REQUEST, seconds=0.0)
         assert disk.reached.wait(SECONDS)
         left = room.optimizer + room.staged
         monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: left)
         with pytest.raises(LimitExceeded, match=f"{left} are free, of which other jobs here still take {left}"):
             shard.create_job(small, [0], RUN)
         disk.go.set()
-        assert shard.restore_job(SPEC, range(len(LAYOUT)), NAME, 1, RUN, seconds=SECONDS).extent is not None
+        assert shard.restore_job(REQUEST, seconds=SECONDS).extent is not None
         with pytest.raises(LimitExceeded, match=f"still take {left}"):
             shard.create_job(small, [0], RUN)
         shard.drop_job("job", RUN)

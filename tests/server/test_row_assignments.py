@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, InvalidRequest, LimitExceeded, NotFound, OutOfOrder, UnknownWorker
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages import rows as row_messages
+from ps_protocol.messages.rows import RowPushKind, RowsPush
 from ps_protocol.modes import parse_mode
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import MAX_PUSHED_BYTES, Initializer, JobTable, TableSpec
@@ -21,8 +24,6 @@ from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPush
-from ps_server.rpc import row_messages
 
 DIM, RATE = 2, 1.0
 ALL = np.arange(200)
@@ -43,8 +44,8 @@ def running(mode: str = "sync", workers: int = 1, limit: int | None = None, **ro
 
 def assign(ids: np.ndarray = HERE[:3], value: float = 5.0, clock: int = 1, rank: int = 0, **more: Any) -> RowsPush:
     payload = ids.astype("<i8").tobytes() + np.full((len(ids), DIM), value, "<f4").tobytes()
-    who = "job", rank, rank + 1, 0, clock
-    return replace(RowsPush(*who, RowPushKind.ASSIGN, payload, 0, len(ids), len(ids), {}, assignment=1), **more)
+    what = Identity("job", rank, rank + 1), 0, clock
+    return replace(RowsPush(*what, RowPushKind.ASSIGN, payload, 0, len(ids), len(ids), {}, assignment=1), **more)
 
 
 def step(ids: np.ndarray = HERE[:0], clock: int = 1, rank: int = 0, skip: bool = False, number: int = 1) -> RowsPush:
@@ -52,8 +53,8 @@ def step(ids: np.ndarray = HERE[:0], clock: int = 1, rank: int = 0, skip: bool =
         ids.astype("<i8").tobytes() + np.ones(len(ids), "<u4").tobytes() + np.ones((len(ids), DIM), "<f4").tobytes()
     )
     kind = RowPushKind.SKIP if skip else RowPushKind.GRADIENT
-    who = "job", rank, rank + 1, 0, clock
-    return RowsPush(*who, kind, payload, 0, len(ids), len(ids), {}, assignment=number)
+    what = Identity("job", rank, rank + 1), 0, clock
+    return RowsPush(*what, kind, payload, 0, len(ids), len(ids), {}, assignment=number)
 
 
 def send(job: JobPartition, one: RowsPush) -> Staged:
@@ -240,4 +241,4 @@ def test_of_several_workers_those_wait_that_nothing_awaits() -> None:
 def test_an_exchange_assigns_nothing() -> None:
     request = rows_pb2.ExchangeRowsRequest(push=rows_pb2.PushRowsRequest(kind=rows_pb2.ROW_PUSH_KIND_ASSIGN))
     with pytest.raises(InvalidRequest, match="an exchange pushes all rows of a step"):
-        row_messages.exchange(request.SerializeToString())
+        row_messages.read_exchange(request.SerializeToString())

@@ -15,16 +15,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater, UnknownWorker
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.rows import FeedPart, RowPushKind, RowsPush, RowsWatch
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
-from ps_server.core.requests import RowPushKind, RowsPush, RowsWatch
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import MESSAGE_BYTES
 from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS, RowCursor, row_cursor
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import FeedPart, Lent
+from ps_server.shard.waiting import Lent
 
 DIM = 64
 SPEC = JobSpec(
@@ -110,7 +111,7 @@ class Feeding:
             part = ids[first : first + size].astype(np.int64)
             payload = part.tobytes() + np.ones(len(part), np.uint32).tobytes() + bytes(4 * DIM * len(part))
             pushed = RowPushKind.GRADIENT, payload, first, len(part), len(ids), {}
-            self.shard.push_rows(RowsPush("job", 0, 1, table, clock, *pushed))  # type: ignore[arg-type]
+            self.shard.push_rows(RowsPush(Identity("job", 0, 1), table, clock, *pushed))  # type: ignore[arg-type]
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -135,7 +136,7 @@ def test_a_round_comes_in_messages_of_a_few_mib_and_the_next_brings_what_changed
     assert [bool(part.cursor) for part in parts] == [False, False, False, True]
     begin = parts[0].begin
     assert begin is not None
-    assert (begin.full, begin.version, begin.shards, begin.table) == (True, 1, 1, SPEC.tables[0].rows)
+    assert begin == (True, 1, 1, SPEC.tables[0].rows.dim, SPEC.tables[0].rows.initializer)
     assert reader.rows == feeding.held()
     assert not reader.queued
     feeding.train(np.array([5, 10**6]))

@@ -10,18 +10,19 @@ import torch
 
 from ps_protocol.errors import Fenced, InvalidRequest, NonFiniteGradient, NotShared, PSError
 from ps_protocol.framing import message_parts
+from ps_protocol.identity import Identity
+from ps_protocol.messages import rows as row_messages
+from ps_protocol.messages.data import Notice
+from ps_protocol.messages.rows import PulledRows, PullPlaces, RowPushKind, RowsPull, RowsPush
 from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pulled_bytes, pushed_bytes
 from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
-from ps_server.core.requests import PullPlaces, RowPushKind, RowsPull, RowsPush
-from ps_server.rpc import row_messages
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Notice, PulledRows
 from ps_worker.cluster.segments import LocalSegment
 from tests.tools.outbox import Answers
-from tests.tools.partitions import job_spec, lone_shard
+from tests.tools.partitions import changed, job_spec, lone_shard
 
 DIM, ROW_BYTES = 2, 4096
 IDS = np.array([3, -7, 2**40])
@@ -38,7 +39,7 @@ class Sharing:
     def attach(self, row_bytes: int) -> None:
         """Hands over a segment for rows, in place of the one before."""
         with LocalSegment(PAGE_BYTES + row_bytes, DEFAULT_SHARED_DIRECTORY, row_bytes) as segment:
-            self.shard.attach("sums", 0, 1, segment.offer)
+            self.shard.attach(Identity("sums", 0, 1), segment.offer)
         self.memory = RowMemory(segment.memory)
 
     def push(self, clock: int, value: float = 1.0, place: int = PAGE_BYTES) -> None:
@@ -58,7 +59,7 @@ class Sharing:
         count, outbox = len(IDS), Answers()
         self.memory.array(place, count, np.int64)[:] = IDS
         places = PullPlaces(place, count, place + 8 * count)
-        self.shard.pull(RowsPull("sums", 0, 1, 0, clock, b"", places=places), outbox)
+        self.shard.pull(RowsPull(Identity("sums", 0, 1), 0, clock, b"", places=places), outbox)
         [answer] = outbox.told
         assert isinstance(answer, PulledRows)
         assert answer.in_segment
@@ -68,7 +69,7 @@ class Sharing:
 
 
 def named(clock: int, place: int, count: int = len(IDS)) -> RowsPush:
-    return RowsPush("sums", 0, 1, 0, clock, RowPushKind.GRADIENT, b"", 0, count, count, {}, place=place)
+    return RowsPush(Identity("sums", 0, 1), 0, clock, RowPushKind.GRADIENT, b"", 0, count, count, {}, place=place)
 
 
 def test_rows_are_pushed_from_the_segment_and_pulled_into_it() -> None:
@@ -85,7 +86,7 @@ def test_a_push_is_what_the_segment_had_when_it_came() -> None:
     worker.memory.rows(PAGE_BYTES + 36, 3, DIM).fill_(float("nan"))
     worker.memory.array(PAGE_BYTES, 3, np.int64)[:] = 5
     other = IDS.tobytes() + np.ones(3, np.uint32).tobytes() + np.full((3, DIM), 3.0, np.float32).tobytes()
-    worker.shard.push_rows(replace(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    worker.shard.push_rows(changed(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
     assert worker.pull(1, PAGE_BYTES + 512) == [[-1.0, -1.0]] * 3
 
 
@@ -106,7 +107,9 @@ class Exchanging(Sharing):
         self.put(PAGE_BYTES, value)
         self.memory.array(PAGE_BYTES + 512, count, np.int64)[:] = IDS[::-1]
         places = PullPlaces(wanted, count, wanted + 8 * count)
-        self.shard.exchange(named(clock, PAGE_BYTES), RowsPull("sums", 0, 1, 0, clock, b"", places=places), outbox)
+        self.shard.exchange(
+            named(clock, PAGE_BYTES), RowsPull(Identity("sums", 0, 1), 0, clock, b"", places=places), outbox
+        )
         return outbox
 
     def pulled(self) -> list[list[float]]:
@@ -132,7 +135,7 @@ def test_an_exchange_that_waits_for_others_says_that_its_push_is_staged() -> Non
     assert isinstance(notice, Notice)
     assert notice.staged_seconds is not None
     other = IDS.tobytes() + np.ones(3, np.uint32).tobytes() + np.full((3, DIM), 3.0, np.float32).tobytes()
-    worker.shard.push_rows(replace(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
+    worker.shard.push_rows(changed(named(1, 0), rank=1, incarnation=2, place=None, payload=other))
     assert outbox.finished
     assert worker.pulled() == [[-1.0] * DIM] * 3
     worker.shard._pulls.tell_staged(worker.shard._clock() + 2)
@@ -154,13 +157,13 @@ def test_an_exchange_has_all_rows_of_a_step_and_no_payload() -> None:
     push = rows_pb2.PushRowsRequest(kind="ROW_PUSH_KIND_GRADIENT", row_count=1, total_row_count=1, clock=3, table=1)
     push.payload = b"1234"
     with pytest.raises(InvalidRequest, match="got 1 of 1 rows and 4 bytes in the message"):
-        row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+        row_messages.read_exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
     push.ClearField("payload")
     push.in_segment.offset, push.total_row_count = PAGE_BYTES, 2
     with pytest.raises(InvalidRequest, match="got 1 of 2 rows and 0 bytes"):
-        row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+        row_messages.read_exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
     push.total_row_count = 1
-    _, pull = row_messages.exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
+    _, pull = row_messages.read_exchange(rows_pb2.ExchangeRowsRequest(push=push).SerializeToString())
     assert (pull.table, pull.clock, pull.places, pull.payload) == (1, 3, None, b"")
 
 
@@ -178,7 +181,7 @@ def test_a_place_that_is_none_is_refused_and_changes_nothing(place: int) -> None
         worker.shard.push_rows(named(2, place))
     for places in (PullPlaces(place, 9, PAGE_BYTES), PullPlaces(PAGE_BYTES, 9, place)):
         with pytest.raises(InvalidRequest, match="segment for rows"):
-            worker.shard.pull(RowsPull("sums", 0, 1, 0, 1, b"", places=places), Answers())
+            worker.shard.pull(RowsPull(Identity("sums", 0, 1), 0, 1, b"", places=places), Answers())
     assert worker.pull(1) == [[0.0, 0.0]] * 3
 
 
@@ -212,12 +215,12 @@ def test_a_worker_has_the_segment_of_its_own_place_alone() -> None:
     shard = worker.shard
     shard.add_worker("sums", 1, 2, 0)
     with pytest.raises(NotShared, match="worker 1 has attached no segment for rows"):
-        shard.push_rows(replace(named(1, PAGE_BYTES), rank=1, incarnation=2))
+        shard.push_rows(changed(named(1, PAGE_BYTES), rank=1, incarnation=2))
     shard.add_worker("sums", 0, 3, 0)  # it has joined again
     with pytest.raises(Fenced):
         worker.push(1)
     with pytest.raises(NotShared):
-        shard.push_rows(replace(named(1, PAGE_BYTES), incarnation=3))
+        shard.push_rows(changed(named(1, PAGE_BYTES), incarnation=3))
 
 
 @pytest.mark.parametrize("row_bytes", [MAX_ROW_BYTES + 1, 2**63])
@@ -225,9 +228,9 @@ def test_a_segment_beyond_all_measure_is_refused(row_bytes: int) -> None:
     worker = Sharing()
     with LocalSegment(PAGE_BYTES, DEFAULT_SHARED_DIRECTORY) as segment:
         with pytest.raises(InvalidRequest, match=f"at most {MAX_ROW_BYTES} bytes"):
-            worker.shard.attach("sums", 0, 1, replace(segment.offer, row_bytes=row_bytes))
+            worker.shard.attach(Identity("sums", 0, 1), replace(segment.offer, row_bytes=row_bytes))
         with pytest.raises(PSError, match=f"has {PAGE_BYTES} bytes where {PAGE_BYTES + 64} are needed"):
-            worker.shard.attach("sums", 0, 1, replace(segment.offer, row_bytes=64))
+            worker.shard.attach(Identity("sums", 0, 1), replace(segment.offer, row_bytes=64))
     worker.push(1)
     assert worker.pull(1) == [[0.0, 0.0]] * 3
 
@@ -238,20 +241,20 @@ def test_a_job_without_tables_has_no_segment_for_rows() -> None:
         LocalSegment(2 * PAGE_BYTES, DEFAULT_SHARED_DIRECTORY, PAGE_BYTES) as segment,
         pytest.raises(InvalidRequest, match="in a job with tables"),
     ):
-        shard.attach("sums", 0, 1, segment.offer)
+        shard.attach(Identity("sums", 0, 1), segment.offer)
 
 
 def test_what_lies_in_the_segment_is_not_read_from_the_message_too() -> None:
     push = rows_pb2.PushRowsRequest(kind=rows_pb2.ROW_PUSH_KIND_GRADIENT)
     push.in_segment.offset = PAGE_BYTES
     with pytest.raises(InvalidRequest, match="got both"):
-        row_messages.push(message_parts(push, b"1234").whole())
+        row_messages.read_push(message_parts(push, b"1234").whole())
     pull = rows_pb2.PullRowsRequest(row_count=3)
     with pytest.raises(InvalidRequest, match="row_count only with ids_in_segment, got one without"):
-        row_messages.pull(message_parts(pull).whole())
+        row_messages.read_pull(message_parts(pull).whole())
     pull.ids_in_segment.offset = PAGE_BYTES
     with pytest.raises(InvalidRequest, match="has no payload, got no place for its rows"):
-        row_messages.pull(message_parts(pull).whole())
+        row_messages.read_pull(message_parts(pull).whole())
 
 
 def test_memory_of_rows_is_a_view() -> None:

@@ -22,7 +22,9 @@ from ps_protocol.errors import (
     PSError,
     UnknownWorker,
 )
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, NonFinite
+from ps_protocol.messages.rows import RowPushKind, RowsPull, RowsPush
 from ps_protocol.modes import parse_mode
 from ps_protocol.row_ids import shards_of
 from ps_protocol.tables import Initializer, JobTable, TableSpec
@@ -31,10 +33,10 @@ from ps_server.core.consistency import Add
 from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush
 from ps_server.core.table_rows import table_size
 from ps_server.core.validation import check_job_spec
 from ps_tables.sizes import index_bytes
+from tests.tools.partitions import changed
 
 DIM = 2
 HERE = np.array([each for each in range(200) if shards_of(np.array([each]), 2)[0] == 0][:8])
@@ -67,9 +69,9 @@ def payload(ids: np.ndarray, value: float = 1.0, counts: np.ndarray | None = Non
 
 def push(ids: np.ndarray = HERE[:3], value: float = 1.0, clock: int = 1, rank: int = 0, **more: Any) -> RowsPush:
     made = RowsPush(
-        "job", rank, rank + 1, 0, clock, RowPushKind.GRADIENT, payload(ids, value), 0, len(ids), len(ids), {}
+        Identity("job", rank, rank + 1), 0, clock, RowPushKind.GRADIENT, payload(ids, value), 0, len(ids), len(ids), {}
     )
-    return replace(made, **more)
+    return changed(made, **more)
 
 
 def skip(clock: int = 1, rank: int = 0, kind: RowPushKind = RowPushKind.SKIP) -> RowsPush:
@@ -161,7 +163,7 @@ def test_the_messages_of_a_worker_that_is_gone_are_dropped() -> None:
     assert (before, job._room.staged.bytes, job.tables[0].pending) == (8 * 4 * DIM, 0, {})
     job.execute(AddWorker(0, 5, 0))
     for message in parts():
-        send(job, replace(message, incarnation=5))
+        send(job, changed(message, incarnation=5))
     send(job, skip(rank=1))
     assert weights(job, HERE) == [0.0] * 8
 
@@ -171,7 +173,7 @@ def test_messages_of_an_earlier_clock_are_dropped_for_those_of_the_next() -> Non
     job = running("async")
     send(job, parts()[0])
     job.execute(AddWorker(0, 7, 3))
-    send(job, replace(push(clock=4), incarnation=7))
+    send(job, changed(push(clock=4), incarnation=7))
     assert weights(job, HERE) == [0.0] * 3 + [1.0] * 5
 
 
@@ -290,7 +292,7 @@ def test_hyper_parameters_hold_from_their_push_on() -> None:
 def test_pulls_that_make_no_sense_are_refused(change: dict[str, Any], said: str) -> None:
     job = running()
     with pytest.raises((InvalidRequest, NotFound), match=said):
-        job.row_checker.wanted(replace(RowsPull("job", 0, 1, 0, 0, b""), **change))
+        job.row_checker.wanted(changed(RowsPull(Identity("job", 0, 1), 0, 0, b""), **change))
 
 
 def test_how_far_a_job_is_counts_its_tables() -> None:

@@ -22,12 +22,12 @@ from torch import nn
 from ps_protocol.errors import NonFiniteGradient, NotShared
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
+from ps_protocol.messages.data import PullCall
 from ps_protocol.modes import Consistency
 from ps_protocol.segment_layout import NONCE_BYTES, SOCKET_PREFIX, SegmentMap, SegmentOffer, SegmentPlan, segment_plan
 from ps_protocol.tensors import TORCH_DTYPES
 from ps_runtime import local_sockets
 from ps_runtime.memory import free_bytes
-from ps_server.core.requests import PullCall
 from ps_server.shard import segments
 from ps_server.shard.job import HostedJob
 from ps_server.shard.segments import attach

@@ -12,11 +12,11 @@ import torch
 from ps_protocol.convert import next_optimizer, next_optimizer_message
 from ps_protocol.errors import InvalidRequest, LimitExceeded, PSError
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PushCall, PushKind
 from ps_protocol.optimizers import hyper_parameters
 from ps_protocol.stages import MAX_STAGES, StageSpec
 from ps_server.core.commands import AddWorker
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushKind
 from ps_server.shard.stage_room import StageRoom
 from ps_server.storage.bucket_file import read_snapshots, snapshot_tensors
 from ps_server.storage.table_files import save_tensors
@@ -37,7 +37,7 @@ def work(job: JobPartition) -> None:
     work_on(job, 0)
 
 
-def following(told: Any = NEXT, clock: int = 1, rank: int = 0, **more: Any) -> Push:
+def following(told: Any = NEXT, clock: int = 1, rank: int = 0, **more: Any) -> PushCall:
     """What has something else train a bucket from a worker's step on."""
     more = {"payload": b"", "stage": 0, **more}
     return push(0, clock, rank, rank + 1, kind=PushKind.NEXT_OPTIMIZER, next_optimizer=told, **more)
@@ -128,7 +128,9 @@ def test_slices_without_a_group_stay_as_they_are() -> None:
         ),
     ],
 )
-def test_what_cannot_train_a_bucket_is_refused_and_changes_nothing(bad: Push, error: type[PSError], said: str) -> None:
+def test_what_cannot_train_a_bucket_is_refused_and_changes_nothing(
+    bad: PushCall, error: type[PSError], said: str
+) -> None:
     job = partition("async")
     stage(job, following(replace(NEXT, number=3), rank=1))
     before = image(job)

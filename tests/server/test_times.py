@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from ps_server.core.requests import PullCall
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import BucketTimes, Notice, Outbox, PulledBucket
-from tests.tools.partitions import call_of, lone_shard, push
+from ps_server.shard.waiting import Outbox
+from tests.tools.partitions import lone_shard, push
 
 
 class Stream(Outbox):
@@ -58,7 +59,7 @@ def shard_with(clock: Hand, mode: str = "sync") -> Shard:
 
 def pull(shard: Shard, rank: int, at: int, *buckets: int, times: bool = True) -> Stream:
     stream = Stream()
-    shard.pull(PullCall("sums", rank, rank + 1, at, buckets, times_wanted=times), stream, "them")  # type: ignore[arg-type]
+    shard.pull(PullCall(Identity("sums", rank, rank + 1), at, buckets, times_wanted=times), stream, "them")  # type: ignore[arg-type]
     return stream
 
 
@@ -74,12 +75,12 @@ def test_each_moment_is_where_it_happens(clock: Hand, mode: str, times: tuple[fl
     shard = shard_with(clock, mode)
     pull(shard, 0, 0)
     clock.now = 1001.0
-    shard.push(call_of(push(0, 1, 0)))
+    shard.push(push(0, 1, 0))
     clock.now = 1002.0
     waiting = pull(shard, 0, 1, 0)
     assert waiting.answers == []
     clock.now = 1003.0
-    shard.push(call_of(push(0, 1, 1, 2)))
+    shard.push(push(0, 1, 1, 2))
     [bucket] = waiting.answers
     assert isinstance(bucket, PulledBucket)
     assert bucket.times == BucketTimes(*times)
@@ -92,8 +93,8 @@ def test_a_push_that_is_repeated_was_staged_the_first_time(clock: Hand) -> None:
     pull(shard, 0, 0)
     for now in (1001.0, 1002.0):
         clock.now = now
-        shard.push(call_of(push(0, 1, 0)))
-    shard.push(call_of(push(0, 1, 1, 2)))
+        shard.push(push(0, 1, 0))
+    shard.push(push(0, 1, 1, 2))
     assert pull(shard, 0, 1, 0).answers[0].times[0] == 1.0
 
 
@@ -102,7 +103,7 @@ def test_of_those_who_do_not_ask_nothing_is_noted(clock: Hand) -> None:
     job = shard.jobs()["sums"]
     pull(shard, 0, 0)
     for rank in (0, 1):
-        shard.push(call_of(push(0, 1, rank, rank + 1)))
+        shard.push(push(0, 1, rank, rank + 1))
     assert list(job.times._pushes) == [0]
     assert pull(shard, 1, 1, 0).answers[0].times is None, "what was pushed before it asked has no times"
     assert pull(shard, 0, 1, 0, times=False).answers[0].times is None
@@ -114,7 +115,7 @@ def test_of_those_who_do_not_ask_nothing_is_noted(clock: Hand) -> None:
 def test_a_reader_is_told_no_times(clock: Hand) -> None:
     shard = shard_with(clock)
     stream = Stream()
-    call = PullCall("sums", 0, 0, 0, (0,), times_wanted=True)
+    call = PullCall(Identity("sums", 0, 0), 0, (0,), times_wanted=True)
     shard.pull(call, stream, "them")  # type: ignore[arg-type]
     assert [answer.times for answer in stream.answers] == [None]
     assert not shard.jobs()["sums"].times._pushes

@@ -11,6 +11,7 @@ import torch
 
 from ps_protocol.data import DataRange
 from ps_protocol.errors import Backlogged, LimitExceeded
+from ps_protocol.identity import Identity
 from ps_protocol.tables import Initializer, JobTable, TableSpec, assigned_bytes
 from ps_server.core import data_commits
 from ps_server.core.budget import PrincipalBudget
@@ -38,8 +39,8 @@ class Kind:
         return replace(command, ranges=ranges)  # type: ignore[call-arg]
 
 
-def who(rank: int, unit: int) -> tuple[int, int, bytes, int]:
-    return rank, rank + 1, b"", unit
+def who(rank: int, unit: int) -> tuple[Identity, int]:
+    return Identity("job", rank, rank + 1), unit
 
 
 def pushed(rank: int, clock: int, bucket: int = 0) -> PushCommand:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.coordinator.rounds import GatherRequest, Standing
+from ps_protocol.identity import Identity
+from ps_protocol.messages.workers import GatherRequest
+from ps_server.coordinator.rounds import Standing
 from tests.tools.one_process import DirectWorker, FullDisk, OneProcess, join_all
 
 
@@ -47,7 +49,8 @@ def cluster(tmp_path: Path, disk: FullDisk) -> Iterator[OneProcess]:
 
 def asked(worker: DirectWorker, number: int) -> Told:
     member, told = worker.place.member, Told()
-    request = GatherRequest(worker.rank, member.incarnation, number, 0, b"%d" % number, member.key)
+    identity = Identity("job", worker.rank, member.incarnation, member.key)
+    request = GatherRequest(identity, number, 0, b"%d" % number)
     worker.cluster.coordinator.job("job").rounds.gather_values(request, told)
     return told
 

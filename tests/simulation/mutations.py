@@ -39,7 +39,7 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.job import HostedJob, HostedUnit
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 from ps_tables.candidates import Candidates
 from ps_tables.contributions import RowGradients
 from ps_tables.copies import TableCopy
@@ -130,7 +130,7 @@ def admits_everybody(patch: pytest.MonkeyPatch) -> None:
 
 def fences_nobody(patch: pytest.MonkeyPatch) -> None:
     """Workers that were replaced, or whose lease ran out, may push and pull."""
-    patch.setattr(JobPartition, "check_worker", lambda self, rank, incarnation, key=None: None)
+    patch.setattr(JobPartition, "check_worker", lambda self, worker: None)
 
 
 def never_removes(patch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def adds_a_message_twice(patch: pytest.MonkeyPatch) -> None:
     stage = ShardTable.stage
 
     def adding(self: ShardTable, command: StageRows) -> Staged:
-        pending = self.pending.get(command.rank)
+        pending = self.pending.get(command.worker.rank)
         if pending is not None and pending.step is not None and command.first in pending.step.parts:
             known = pending.step.parts[command.first]
             gradients = known.rows.gradients + command.rows.gradients
@@ -395,9 +395,9 @@ def counts_a_repeated_push_twice(patch: pytest.MonkeyPatch) -> None:
 
     def again(self: ShardTable, command: UnitCommand) -> Staged:
         rule = self.rule
-        is_repeat = isinstance(command, StageRows) and rule.staged.get(command.rank) == command.clock
-        if is_repeat and rule.applied.get(command.rank) == rule.staged[command.rank]:
-            rule.staged[command.rank] -= 1
+        is_repeat = isinstance(command, StageRows) and rule.staged.get(command.worker.rank) == command.clock
+        if is_repeat and rule.applied.get(command.worker.rank) == rule.staged[command.worker.rank]:
+            rule.staged[command.worker.rank] -= 1
         return execute(self, command)
 
     patch.setattr(ShardTable, "execute", again)
@@ -577,7 +577,7 @@ def forgets_that_all_died(patch: pytest.MonkeyPatch) -> None:
 def goes_on_when_deposed(patch: pytest.MonkeyPatch) -> None:
     """A coordinator whose lease another one has taken over goes on, and shards obey it."""
     patch.setattr(Charge, "lost", "")
-    patch.setattr(Terms, "check", lambda *_, **__: None)
+    patch.setattr(CoordinatorTerms, "check", lambda *_, **__: None)
 
 
 DEPOSED = frozenset({"lost its place", "wrong roster", "wrong members", "gave up", "stuck", "another run", "no job"})

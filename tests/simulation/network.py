@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any
 
 from ps_protocol.errors import PSError, TryLater
-from ps_server.shard.waiting import Answer, Lent, Outbox, PulledBucket, PulledRows, PulledTable
+from ps_protocol.messages.data import PulledBucket
+from ps_protocol.messages.rows import PulledRows, PulledTable
+from ps_server.shard.waiting import Answer, Lent, Outbox
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 

@@ -13,9 +13,8 @@ import safetensors.torch
 import torch
 
 from ps_protocol.errors import PSError, TryLater
+from ps_protocol.messages.rows import PulledRows, PulledTable, RowPushKind, RowsPull, RowsPush, TablePull, TablePush
 from ps_protocol.tables import Beginning
-from ps_server.core.requests import RowPushKind, RowsPull, RowsPush, TablePull, TablePush
-from ps_server.shard.waiting import PulledRows, PulledTable
 from tests.chaos.oracle import Violation
 from tests.simulation.row_oracle import (
     Content,
@@ -94,9 +93,8 @@ class WorkerRows:
             ids = np.array([part.ids[row] for row in rows], "<i8")
             occurrences = np.array([part.occurrences[row] for row in rows], "<u4")
             payload = ids.tobytes() + occurrences.tobytes() + part.gradients[rows].astype("<f4").tobytes()
-            who = self.run.name, self.worker.rank, place.incarnation
             counted = first, len(rows), total
-            yield RowsPush(*who, table.number, clock, kind, payload, *counted, {}, key=place.key, run=place.run)
+            yield RowsPush(self.worker.identity(place), table.number, clock, kind, payload, *counted, {})
 
     def beginnings(self, place: Place) -> list[Callable[[], object]]:
         """Returns what sends the rows that tables begin with: to each shard one message after the other."""
@@ -116,9 +114,8 @@ class WorkerRows:
         ids = [*rows][first:end]
         elements = np.array([rows[number] + START for number in ids], "<f4").reshape(-1, table.dim)
         payload = np.array(ids, "<i8").tobytes() + np.ones(len(ids), "<i8").tobytes() + elements.tobytes()
-        who = self.run.name, self.worker.rank, place.incarnation, table.number
         what = Beginning(UPDATES_BEFORE, 0, len(rows)), first, len(ids), 0, is_last
-        return TablePush(*who, *what, payload, place.key, place.run)
+        return TablePush(self.worker.identity(place), table.number, *what, payload)
 
     def _push(self, place: Place, shard: int, message: RowsPush | TablePush) -> None:
         def attempt() -> object:
@@ -135,7 +132,7 @@ class WorkerRows:
     def _pull(self, place: Place, table: Table, shard: int, step: int) -> None:
         ids = table.asked(shard, self.row, step)
         payload = np.array(ids, "<i8").tobytes()
-        call = RowsPull(*self._who(place, table), payload, key=place.key, run=place.run)
+        call = RowsPull(self.worker.identity(place), table.number, place.clock, payload)
 
         def attempt() -> None:
             pulled, missing = Pulled(ids, np.empty((len(ids), table.dim), np.float32)), set(range(len(ids)))
@@ -152,9 +149,6 @@ class WorkerRows:
             self._pulled[table.number, shard] = pulled
 
         self._until_it_comes(place, attempt)
-
-    def _who(self, place: Place, table: Table) -> tuple[str, int, int, int, int]:
-        return self.run.name, self.worker.rank, place.incarnation, table.number, place.clock
 
     def _answers(self, place: Place, shard: int, call: RowsPull | TablePull) -> Iterator[object]:
         address, begun = place.addresses[shard], place.calls.append
@@ -217,7 +211,7 @@ class WorkerRows:
 
     def fetched(self, place: Place, table: Table, shard: int) -> Content:
         """Returns a whole table of a shard, with all that is staged there."""
-        call = TablePull(*self._who(place, table), count_only=False, key=place.key, run=place.run)
+        call = TablePull(self.worker.identity(place), table.number, place.clock, count_only=False)
         pieces: list[bytes] = []
         count = 0
 

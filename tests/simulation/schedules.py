@@ -14,12 +14,12 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from ps_protocol.errors import PSError
+from ps_protocol.messages.workers import SavedState
 from ps_worker.cluster.participation import FIRST_PAUSE_SECONDS, SCRIPT_SECONDS, PlaceLost
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.model_state import ModelState
 from ps_worker.strategies.late_script import LateScript
-from ps_worker.values import SavedState
 from tests.simulation.servers import COORDINATOR
 
 if TYPE_CHECKING:

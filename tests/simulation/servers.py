@@ -27,7 +27,7 @@ from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
 from ps_server.shard.job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
-from ps_server.shard.terms import Terms
+from ps_server.shard.terms import CoordinatorTerms
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.own_disk import take_own_disk
@@ -213,11 +213,13 @@ class ShardProcess:
         }
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
         self.host.methods["process"] = lambda: self.process
-        self.host.methods["restore_job"] = lambda *wanted: shard.restore_job(*wanted, seconds=RESTORE_SECONDS)
-        self.host.methods["for_coordinator"] = partial(self._obey, Terms(), dict(self.host.methods))
+        self.host.methods["restore_job"] = lambda request: shard.restore_job(request, RESTORE_SECONDS)
+        self.host.methods["for_coordinator"] = partial(self._obey, CoordinatorTerms(), dict(self.host.methods))
         self.host.spawn("registration", self._register)
 
-    def _obey(self, terms: Terms, methods: dict[str, Callable[..., Any]], method: str, term: int, *rest: Any) -> Any:
+    def _obey(
+        self, terms: CoordinatorTerms, methods: dict[str, Callable[..., Any]], method: str, term: int, *rest: Any
+    ) -> Any:
         """Does as rpc.shard_service."""
         terms.check(term, is_look=method in ("statistics", "process"))
         return methods[method](*rest)

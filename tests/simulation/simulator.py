@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from ps_protocol.errors import Backlogged, UnknownWorker
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PushCall
+from ps_protocol.messages.rows import RowPushKind, RowsPush
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RemoveWorker
 from ps_server.core.consistency import Add, Step, UpdateRule
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.requests import Push, RowPushKind, RowsPush
 from tests.simulation.rows import NEVER, id_of
 from tests.tools.partitions import FROZEN, TRAINED, image, initial, job_spec, payload, push, stage
 
@@ -38,9 +40,9 @@ ROWS = JobTable(TableSpec("rows", CELLS, Initializer("constant", 0.0)), "SGD", {
 IDS = {part: np.array([id_of(shard, NEVER, row) for row in (1, 2)]) for shard, part in enumerate(ON_SHARDS)}
 
 
-def stage_any(shard: JobPartition, one: Push | RowsPush) -> bool:
+def stage_any(shard: JobPartition, one: PushCall | RowsPush) -> bool:
     """Checks and stages; True if it was a repeat."""
-    if isinstance(one, Push):
+    if isinstance(one, PushCall):
         return stage(shard, one)
     return shard.execute(shard.row_checker.push(one)).duplicate
 
@@ -62,7 +64,7 @@ class Worker:
     clock: int = 0
     to_push: set[tuple[int, int]] = field(default_factory=set)  # a part, and the number of its message
     to_pull: set[int] = field(default_factory=set)
-    sent: list[tuple[int, Push | RowsPush]] = field(default_factory=list)  # with the part
+    sent: list[tuple[int, PushCall | RowsPush]] = field(default_factory=list)  # with the part
 
     def next_step(self, parts: tuple[int, ...]) -> None:
         if not self.to_push and not self.to_pull:
@@ -162,13 +164,13 @@ class Simulation:
         worker.to_push.discard((index, message))
         return True
 
-    def made(self, worker: Worker, index: int, message: int, gradient: bytes) -> Push | RowsPush:
-        who = worker.rank, worker.incarnation
+    def made(self, worker: Worker, index: int, message: int, gradient: bytes) -> PushCall | RowsPush:
         if index in TRAINED:
-            return push(index, worker.clock, *who, payload=gradient)
+            return push(index, worker.clock, worker.rank, worker.incarnation, payload=gradient)
         ids, occurrences = IDS[index][message : message + 1].astype("<i8"), np.ones(1, "<u4")
         content = ids.tobytes() + occurrences.tobytes() + gradient
-        return RowsPush("sums", *who, 0, worker.clock, RowPushKind.GRADIENT, content, message, 1, 2, {})
+        what = Identity("sums", worker.rank, worker.incarnation), 0, worker.clock
+        return RowsPush(*what, RowPushKind.GRADIENT, content, message, 1, 2, {})
 
     def repeat(self, worker: Worker) -> None:
         if worker.sent:

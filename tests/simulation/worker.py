@@ -19,10 +19,11 @@ import torch
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import Fenced, NotFound, PSError, TryLater, UnknownWorker, Unreachable
 from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.core.membership import JoinRequest, JoinResult
-from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
-from ps_server.shard.waiting import PulledBucket
+from ps_server.core.membership import JoinedMember
 from tests.chaos.oracle import Life, Violation, Witness
 from tests.simulation.fragments import StreamedRound
 from tests.simulation.network import Call
@@ -54,7 +55,7 @@ class PlaceLost(Exception):
 class Place:
     """A worker's place in the job, and its connections from there. closed: they are cut off."""
 
-    result: JoinResult
+    result: JoinedMember
     addresses: dict[int, str]
     clock: int
     since: float
@@ -481,20 +482,20 @@ class Worker:
 
         return [partial(push, shard, held) for shard, held in self._homes(place, buckets).items()]
 
+    def identity(self, place: Place) -> Identity:
+        """Returns how the worker calls itself in a place."""
+        return Identity(self.run.name, self.rank, place.incarnation, place.key, place.run)
+
     def _push(self, place: Place, shard: int, bucket: int, clock: int, payload: bytes) -> None:
         kind = PushKind.INITIAL_VALUE if not clock else PushKind.GRADIENT if payload else PushKind.SKIP
         spec = self.run.spec
         narrow = spec.gradient_wire if kind is PushKind.GRADIENT and spec.gradient_wire in BLOCKS else ""
         call = PushCall(
-            self.run.name,
-            self.rank,
-            place.incarnation,
+            self.identity(place),
             clock,
             (PushedBucket(bucket, kind, wire_format=narrow),),
             payload,
             groups=self._groups(clock) if clock else {},
-            key=place.key,
-            run=place.run,
         )
         address, network, number = place.addresses[shard], self.cluster.network, self._number
         self.retry(lambda: network.call(address, "push", call, seconds=CALL_SECONDS), lambda: place.closed)
@@ -531,13 +532,11 @@ class Worker:
         def attempt() -> None:
             narrow = self.run.spec.weight_wire in BLOCKS
             whole = {bucket for bucket in missing if narrow and self.versions.get(bucket) != clock - 1}
-            who = self.run.name, self.rank, place.incarnation, clock
-            call = PullCall(
-                *who, tuple(missing), place.key, run=place.run, whole=frozenset(whole), all_staged=all_staged
-            )
+            worker = self.identity(place)
+            call = PullCall(worker, clock, tuple(missing), whole=frozenset(whole), all_staged=all_staged)
             network = self.cluster.network
             for answer in network.stream(address, "pull", call, seconds=PULL_SECONDS, begun=place.calls.append):
-                if isinstance(answer, PulledBucket) and answer.payload is not None:
+                if isinstance(answer, PulledBucket) and answer.waiting is None:
                     self._land(answer, answer.payload)
                     missing.pop(answer.bucket, None)
                     if answer.save_state:

@@ -12,12 +12,13 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, TryLater, Unreachable
+from ps_protocol.messages.rows import RoundBegin
 from ps_protocol.tables import Initializer
 from ps_server.core.limits import Limits
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker.cluster.feeds import RowWatch, shard_addresses
 from ps_worker.row_feed import RowFeed
-from ps_worker.tables.row_copy import FeedPart, RoundBegin, RowCopy, saved_copy
+from ps_worker.tables.row_copy import ReadPart, RowCopy, saved_copy
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.rollbacks import QUICK
@@ -249,10 +250,10 @@ def begin(full: bool = True, version: int = 1) -> RoundBegin:
 def test_a_full_copy_leaves_what_was_there_readable_until_its_end() -> None:
     def part(
         *ids: int, begins: RoundBegin | None = None, removed: tuple[int, ...] = (), cursor: bytes = b""
-    ) -> FeedPart:
+    ) -> ReadPart:
         numbers = torch.tensor(ids, dtype=torch.int64)
         gone = torch.tensor(removed, dtype=torch.int64).numpy()
-        return FeedPart(begins, gone, numbers.numpy(), numbers[:, None].float().expand(-1, 2).contiguous(), cursor)
+        return ReadPart(begins, gone, numbers.numpy(), numbers[:, None].float().expand(-1, 2).contiguous(), cursor)
 
     copy = RowCopy(begin(), 2**20)
     copy.take(part(1, 2, 3, begins=begin(), cursor=b"a"))

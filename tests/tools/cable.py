@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import ps_worker
+from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.v1 import data_pb2
 from ps_worker import Session
 from ps_worker.cluster import calls, membership
 from ps_worker.cluster.coordinator import CoordinatorClient
 from ps_worker.cluster.data_connection import DataConnection
-from ps_worker.values import JoinResult, Registration, ShardMap
+from ps_worker.values import Registration
 from tests.tools.cluster import Cluster, until
 
 CHUNK = 2**16

@@ -21,17 +21,19 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import PSError
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
+from ps_protocol.messages.envelope import Origin
 from ps_protocol.segment_layout import PAGE_BYTES
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of
 from ps_protocol.v1 import shard_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.requests import PushCall, PushedBucket, PushKind
-from ps_server.rpc import convert
+from ps_server.core.snapshot import SnapshotRequest
+from ps_server.rpc import shard_messages
 from ps_server.rpc.cluster_service import ClusterService
-from ps_server.rpc.data_messages import Answers
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.job_service import JobService
@@ -94,8 +96,8 @@ class Target:
         self.coordinator = Coordinator(1, lambda index, address: DirectShard(self.shard, 1), make_executor=AtOnce)
         self._fill()
         inline: Any = NoThreads()  # does at once what a pool would do later, and lets errors out
-        data = DataService(self.shard, Answers(0, 1))
-        feeds = FeedService(self.shard, Answers(0, 1))
+        data = DataService(self.shard, Origin(0, 1))
+        feeds = FeedService(self.shard, Origin(0, 1))
         data.senders = feeds.senders = inline
         self.handlers: dict[str, Callable[[bytes], Any]] = {
             "Push": lambda raw: data._push(raw, _Context()),  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ class Target:
             request = shard_pb2.AwaitSnapshotRequest.FromString(raw)
         except DecodeError:
             return
-        convert.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
+        shard_messages.await_snapshot_response(self.shard.await_snapshot(request.job, request.checkpoint, 0.0))
 
     def _fill(self) -> None:
         """Makes the job with its two workers, and a checkpoint on disk of a job that is not there any more."""
@@ -141,7 +143,7 @@ class Target:
         self._make(BEGINNING_SPEC, KEY)  # whose table has not begun
         self._make(replace(SPEC, name=KEPT), KEY)
         assert self.store.begin(KEPT, CHECKPOINT)
-        self.shard.begin_snapshot(KEPT, CHECKPOINT, None)
+        self.shard.begin_snapshot(SnapshotRequest(KEPT, CHECKPOINT, None))
         part = self.shard.await_snapshot(KEPT, CHECKPOINT, 0.0).part
         self.shard.drop_job(KEPT)
         self.store.commit(KEPT, manifest_of(replace(SPEC, name=KEPT), CHECKPOINT, part, clock=0))
@@ -152,11 +154,11 @@ class Target:
         self.shard.add_worker(spec.name, 0, 1, 0, key)
         if spec.tables:
             with LocalSegment(2 * PAGE_BYTES, DEFAULT_SHARED_DIRECTORY, PAGE_BYTES) as segment:
-                self.shard.attach(spec.name, 0, 1, segment.offer, key)
+                self.shard.attach(Identity(spec.name, 0, 1, key), segment.offer)
         for bucket in bucket_layout(spec.parameters, spec.bucket_bytes).buckets:
             values = torch.arange(bucket.numel).to(TORCH_DTYPES[bucket.dtype]).numpy().tobytes()
             pushed = (PushedBucket(bucket.index, PushKind.INITIAL_VALUE),)
-            self.shard.push(PushCall(spec.name, 0, 1, 0, pushed, values, key=key))
+            self.shard.push(PushCall(Identity(spec.name, 0, 1, key=key), 0, pushed, values))
 
     def _views(self) -> Views:
         """Returns the views of the cluster as it is now: nothing looks at it again."""

@@ -14,20 +14,22 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import PSError
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import bucket_layout
+from ps_protocol.messages.data import PullCall, PulledBucket, PushCall, PushedBucket, PushKind
+from ps_protocol.messages.workers import JoinRequest
 from ps_protocol.tensors import bytes_of
 from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.timing import Clock
 from ps_server.core.data_commits import Committed
-from ps_server.core.membership import JoinRequest, JoinResult
-from ps_server.core.requests import PullCall, PushCall, PushedBucket, PushKind
+from ps_server.core.membership import JoinedMember
 from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, Lent, Outbox, PulledBucket
+from ps_server.shard.waiting import Answer, Lent, Outbox
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest
@@ -202,12 +204,12 @@ class DirectWorker:
         self.run = cluster.coordinator.register_job(spec, launch)[0].placed.run
         self.place = self.join(JoinRequest(host="here", run=self.run, launch=launch))
 
-    def join(self, request: JoinRequest) -> JoinResult:
+    def join(self, request: JoinRequest) -> JoinedMember:
         self.place = self.cluster.coordinator.join(self.spec.name, self.rank, request)
         self.clock = self.place.clock
         return self.place
 
-    def rejoin(self) -> JoinResult:
+    def rejoin(self) -> JoinedMember:
         previous = self.place.member.incarnation
         return self.join(JoinRequest(host="here", previous=previous, clock=self.clock, run=self.run))
 
@@ -231,14 +233,10 @@ class DirectWorker:
     def _push(self, bucket: int, clock: int, kind: PushKind, values: torch.Tensor) -> None:
         member = self.place.member
         call = PushCall(
-            self.spec.name,
-            self.rank,
-            member.incarnation,
+            Identity(self.spec.name, self.rank, member.incarnation, key=member.key, run=self.run),
             clock,
             (PushedBucket(bucket, kind),),
             bytes(bytes_of(values)),
-            key=member.key,
-            run=self.run,
         )
         self._shard(bucket).push(call)
 
@@ -248,8 +246,8 @@ class DirectWorker:
         self.in_checkpoint = False
         for bucket in self.layout.buckets:
             member, outbox = self.place.member, _Outbox()
-            who = self.spec.name, self.rank, member.incarnation, self.clock
-            self._shard(bucket.index).pull(PullCall(*who, (bucket.index,), member.key, run=self.run), outbox)
+            worker = Identity(self.spec.name, self.rank, member.incarnation, member.key, self.run)
+            self._shard(bucket.index).pull(PullCall(worker, self.clock, (bucket.index,)), outbox)
             for index, save_state, values in outbox.buckets():
                 weights[index] = values
                 self.in_checkpoint |= save_state
@@ -300,7 +298,7 @@ class _Outbox(Outbox):
         self._over = False
 
     def tell(self, answer: Answer) -> None:
-        if isinstance(answer, PulledBucket) and answer.payload is not None:
+        if isinstance(answer, PulledBucket) and answer.waiting is None:
             weights = torch.frombuffer(bytearray(answer.payload), dtype=torch.float32)
             self._buckets.append((answer.bucket, answer.save_state, weights))
 

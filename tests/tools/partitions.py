@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from prometheus_client import CollectorRegistry
 
+from ps_protocol.framing import Buffer
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, NonFinite
 from ps_protocol.layout import ParameterSpec
+from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.tensors import bytes_of
-from ps_server.core.commands import AddWorker
+from ps_server.core.commands import AddWorker, UnitCommand
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
-from ps_server.core.requests import Push, PushCall, PushedBucket, PushKind
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from tests.tools.modes import consistency
+
+M = TypeVar("M")
 
 # -- a small job and its pushes --------------------------------------------------------------------------------------
 
@@ -47,29 +53,38 @@ def payload(values: torch.Tensor | float, size: int = 32) -> bytes:
     return bytes(bytes_of(flat))
 
 
-def push(bucket: int = 0, clock: int = 1, rank: int = 0, incarnation: int = 1, **more: object) -> Push:
-    """A gradient of ones for a bucket, but for what is said otherwise."""
-    found: dict[str, object] = {"kind": PushKind.GRADIENT, "payload": payload(1.0), **more}
-    return Push("sums", rank, incarnation, bucket, clock, **found)  # type: ignore[arg-type]
+def push(bucket: int = 0, clock: int = 1, rank: int = 0, incarnation: int = 1, **more: Any) -> PushCall:
+    """A gradient of ones for a bucket, but for what is said otherwise of the bucket or of the call."""
+    of_call = {"payload": payload(1.0), **{name: more.pop(name) for name in _OF_CALL & more.keys()}}
+    pushed = PushedBucket(bucket, **{"kind": PushKind.GRADIENT, **more})
+    return PushCall(Identity("sums", rank, incarnation), clock, (pushed,), **of_call)
 
 
-def call_of(push: Push) -> PushCall:
-    """The call that pushes one bucket."""
-    bucket = PushedBucket(push.bucket, push.kind, push.absent, push.finite, push.state, push.wire_format)
-    who = push.job, push.rank, push.incarnation
-    return PushCall(*who, push.clock, (bucket,), push.payload, push.groups or {}, push.ranges, push.key)
+_OF_CALL = {each.name for each in fields(PushCall)}
 
 
-def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> Push:
+def changed(message: M, **more: Any) -> M:
+    """A message with other fields, its own or its worker's."""
+    worker = {name: more.pop(name) for name in ("job", "rank", "incarnation", "key", "run") if name in more}
+    return replace(message, worker=replace(message.worker, **worker), **more)  # type: ignore[attr-defined, type-var]
+
+
+def check(job: JobPartition, one: PushCall, lent: Buffer = b"") -> UnitCommand:
+    """The command that stages the only bucket of a call. lent: its gradient, if that lies in the worker's memory"""
+    [pushed] = one.buckets
+    return job.checker.check(one, pushed, lent if one.payload is None else one.payload)
+
+
+def initial(bucket: int, rank: int = 0, incarnation: int = 1) -> PushCall:
     data = payload(torch.zeros(2, dtype=torch.int64)) if bucket == FROZEN else payload(0.0)
     # Held tensors start on a 64-byte boundary like all others, and the bucket ends with that.
     padded = data + bytes(-len(data) % 64)
     return push(bucket, 0, rank, incarnation, kind=PushKind.INITIAL_VALUE, payload=padded)
 
 
-def stage(job: JobPartition, one: Push) -> bool:
-    """Checks and stages; True if it was a repeat."""
-    return job.execute(job.checker.check(one)).duplicate
+def stage(job: JobPartition, one: PushCall, lent: Buffer = b"") -> bool:
+    """Checks and stages; True if it was a repeat. lent: as in `check`"""
+    return job.execute(check(job, one, lent)).duplicate
 
 
 def image(job: JobPartition) -> list[object]:
@@ -134,5 +149,5 @@ def lone_shard(
     for rank in range(workers):
         made.add_worker("sums", rank, rank + 1, 0)
     for index in range(3):
-        made.push(call_of(initial(index)))
+        made.push(initial(index))
     return made

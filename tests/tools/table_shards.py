@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
+from ps_protocol.messages.rows import RowPushKind, RowsPush
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.core.commands import AddWorker, RestoreSnapshot
 from ps_server.core.consistency import Add
 from ps_server.core.partition import JobPartition
 from ps_server.core.placement import Place
-from ps_server.core.requests import RowPushKind, RowsPush
 from ps_server.core.snapshot import TableSnapshot, joined
 from ps_tables.contributions import RowGradients
 from ps_tables.sizes import index_bytes, record_bytes
@@ -65,5 +66,5 @@ def messages(rank: int, incarnation: int, clock: int, rows: RowGradients, parts:
         part = rows.part(np.arange(first, min(first + size, len(rows))))
         counts = part.counts.astype(np.uint32)
         payload = part.ids.tobytes() + counts.tobytes() + part.gradients.numpy().tobytes()
-        who = "t", rank, incarnation, 0, clock
-        yield RowsPush(*who, RowPushKind.GRADIENT, payload, first, len(part), len(rows), {})
+        what = Identity("t", rank, incarnation), 0, clock
+        yield RowsPush(*what, RowPushKind.GRADIENT, payload, first, len(part), len(rows), {})

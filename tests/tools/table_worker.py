@@ -16,6 +16,7 @@ from ps_protocol.tables import JobTable, TableSpec
 from ps_server.storage.manifest import Manifest
 from ps_tables.increments import in_order
 from tests.tools.one_process import DirectWorker, OneProcess
+from tests.tools.partitions import changed
 from tests.tools.row_gradients import summed
 from tests.tools.table_shards import DIM, SPEC, messages
 
@@ -43,7 +44,7 @@ class TableWorker(DirectWorker):
         of, member = shards_of(rows.ids, len(self.cluster.shards)), self.place.member
         for index, shard in self.cluster.shards.items():
             for message in messages(0, member.incarnation, self.clock, rows.part(of == index), 1):
-                shard.push_rows(replace(message, job="job", key=member.key, run=self.run))
+                shard.push_rows(changed(message, job="job", key=member.key, run=self.run))
 
     def steps(self, count: int, universe: int = 400) -> None:
         """Makes some steps of ten popular rows."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.identity import Identity
+from ps_protocol.messages.workers import JoinResult, ShardPushed
 from ps_worker.model.step import EndedStep
 from ps_worker.strategies.unfinished import Fate, Unfinished
-from ps_worker.values import JoinResult, ShardPushed
 
 STEP = EndedStep(0, set(), {}, False, ())
 BEGUN = 8  # the clock for which the step was pushed first

@@ -17,7 +17,7 @@ from ps_protocol.layout import bucket_layout
 from ps_protocol.modes import Consistency, local_rounds
 from ps_worker import InvalidRequest, JobMismatch, LimitExceeded, NonFiniteGradient, Unsupported
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.membership import Membership
+from ps_worker.cluster.membership import OwnMembership
 from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
 from tests.tools.cases import crossed
@@ -375,7 +375,7 @@ def test_who_leaves_in_the_middle_of_a_round_leaves_all_fragments_at_one_round(
 ) -> None:
     """So that a checkpoint of the job has a moment even where nobody is left to bring the rest."""
     found: list[tuple[int, int]] = []
-    leave = Membership.close
+    leave = OwnMembership.close
 
     def versions() -> list[tuple[int, int]]:
         states = [shard.jobs()[job].state for shard in shared.shards]
@@ -392,7 +392,7 @@ def test_who_leaves_in_the_middle_of_a_round_leaves_all_fragments_at_one_round(
         for number in range(steps):
             step(model, optimizer, batch(0, number))
         assert steps == 4 or 0 in {low for low, _ in versions()}, "the second fragment has had no update"
-        monkeypatch.setattr(Membership, "close", leaves)
+        monkeypatch.setattr(OwnMembership, "close", leaves)
     assert found
 
 

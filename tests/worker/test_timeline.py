@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.layout import BucketSpec, Layout, Slice
+from ps_protocol.messages.data import BucketTimes, PulledBucket
 from ps_worker.timeline import recording
 from ps_worker.timeline.chrome import SIX, BucketMoments, StepMoments, events
 from ps_worker.timeline.clocks import ClockReading, ShardClocks
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.timeline.recording import UNRECORDED, RecordingRequest, Timeline
-from ps_worker.values import PulledBucket, ShardTimes
 from tests.tools.cluster import Cluster
 
 SECONDS = st.floats(0.0, 10.0)
@@ -67,7 +67,7 @@ def test_clocks_are_read_anew_after_a_while_and_for_a_new_connection(monkeypatch
 # -- which steps, and what of them -------------------------------------------------------------------------------------
 
 
-def pulled(times: ShardTimes | None = None) -> PulledBucket:
+def pulled(times: BucketTimes | None = None) -> PulledBucket:
     return PulledBucket(0, 0.0, memoryview(b"payload"), None, times=times)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages.data import BucketPush
 from ps_protocol.v1.data_pb2 import PushRequest
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
 from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers
@@ -21,7 +22,6 @@ from ps_worker.cluster.shared_memory import SharedTransport
 from ps_worker.cluster.threads import Closed
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import Timeline
-from ps_worker.values import BucketPush
 from tests.tools.cluster import until
 
 WHO = Identity("job", 0, 1)

@@ -1,0 +1,188 @@
+"""Editions of weights: what readers ask shards for, and what these answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ps_protocol.convert import job_spec, job_spec_message, wire_format, wire_format_number
+from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.job import JobSpec
+from ps_protocol.messages.envelope import Origin, parse
+from ps_protocol.v1 import feed_pb2
+
+
+class WeightsAsked(NamedTuple):
+    """Whose weights a reader asks about. run: empty: any; with_spec: whether the job is wanted, too"""
+
+    job: str
+    run: str = ""
+    with_spec: bool = False
+
+
+class WeightsHere(NamedTuple):
+    """What a shard has of a job's weights.
+
+    lowest, highest: versions of the buckets that an optimizer steps
+    timeline: another number than before: the job went back to a checkpoint
+    shards:   that have a part of the job
+    buckets:  that are here, by index
+    has_one_version: whether an edition is of one version
+    editions: versions of editions that are here, or that somebody waits for
+    spec:     None: it was not asked for
+    """
+
+    run: str
+    lowest: int
+    highest: int
+    timeline: int
+    shards: int
+    buckets: tuple[int, ...]
+    has_one_version: bool
+    editions: tuple[int, ...]
+    spec: JobSpec | None = None
+
+    def may_have(self, version: int) -> bool:
+        """Whether the shard has an edition of a version, or may still take one."""
+        return version in self.editions or version >= self.highest
+
+
+class EditionCall(NamedTuple):
+    """Which edition of a job's weights a reader wants of a shard.
+
+    run:      of the job; empty: the one that is here
+    timeline: that the version is of
+    version:  the updates that each bucket is to have where editions are of one version; elsewhere those that it is to
+              have at least
+    wire:     the type in which float32 elements are to travel
+    buckets:  that are wanted, by index; none: all
+    """
+
+    job: str
+    run: str
+    timeline: int
+    version: int
+    wire: str
+    buckets: tuple[int, ...]
+
+
+class EditionBegin(NamedTuple):
+    """What an edition is: its lowest version, the timeline that this is of, and how many buckets follow."""
+
+    version: int
+    timeline: int
+    buckets: int
+
+
+class EditionBucket(NamedTuple):
+    """A bucket of an edition, by its index: the updates that it has, and its elements with their CRC-32.
+
+    wire_format: of the elements; empty: the bucket's own type
+    """
+
+    bucket: int
+    version: int
+    wire_format: str
+    checksum: int
+    payload: Buffer
+
+
+class EditionPart(NamedTuple):
+    """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
+
+    now: the lowest version of the job's buckets on the shard
+    """
+
+    now: int
+    begin: EditionBegin | None = None
+    bucket: EditionBucket | None = None
+
+
+def write_weights_asked(asked: WeightsAsked) -> bytes:
+    """Writes a DescribeWeightsRequest."""
+    return feed_pb2.DescribeWeightsRequest(job=asked.job, run=asked.run, with_spec=asked.with_spec).SerializeToString()
+
+
+def read_weights_asked(data: bytes) -> WeightsAsked:
+    """Reads a DescribeWeightsRequest."""
+    message = parse(feed_pb2.DescribeWeightsRequest, data)
+    return WeightsAsked(message.job, message.run, message.with_spec)
+
+
+def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
+    """Writes a DescribeWeightsResponse."""
+    return feed_pb2.DescribeWeightsResponse(
+        header=origin.of(here.run).header(here.lowest),
+        highest_version=here.highest,
+        timeline=here.timeline,
+        shard_count=here.shards,
+        buckets=here.buckets,
+        has_one_version=here.has_one_version,
+        edition_versions=here.editions,
+        spec=None if here.spec is None else job_spec_message(here.spec),
+    ).SerializeToString()
+
+
+def read_weights_here(data: bytes) -> WeightsHere:
+    """Reads a DescribeWeightsResponse."""
+    answer = parse(feed_pb2.DescribeWeightsResponse, data)
+    return WeightsHere(
+        answer.header.run,
+        answer.header.version,
+        answer.highest_version,
+        answer.timeline,
+        answer.shard_count,
+        tuple(answer.buckets),
+        answer.has_one_version,
+        tuple(answer.edition_versions),
+        job_spec(answer.spec) if answer.HasField("spec") else None,
+    )
+
+
+def write_edition_call(call: EditionCall) -> bytes:
+    """Writes a PullEditionRequest."""
+    return feed_pb2.PullEditionRequest(
+        job=call.job,
+        run=call.run,
+        timeline=call.timeline,
+        version=call.version,
+        wire_format=wire_format_number(call.wire),
+        buckets=call.buckets,
+    ).SerializeToString()
+
+
+def read_edition_call(data: bytes) -> EditionCall:
+    """Reads a PullEditionRequest."""
+    message = parse(feed_pb2.PullEditionRequest, data)
+    wire = wire_format(message.wire_format, "wire format of an edition") or "float32"
+    return EditionCall(message.job, message.run, message.timeline, message.version, wire, tuple(message.buckets))
+
+
+def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
+    """Writes a PullEditionResponse."""
+    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now)), None
+    if part.begin is not None:
+        begin = part.begin
+        sent = feed_pb2.EditionBegin(version=begin.version, timeline=begin.timeline, bucket_count=begin.buckets)
+        response.begin.CopyFrom(sent)
+    elif part.bucket is not None:
+        bucket, payload = part.bucket, part.bucket.payload
+        response.bucket.bucket, response.bucket.version = bucket.bucket, bucket.version
+        response.bucket.checksum = bucket.checksum
+        response.bucket.wire_format = wire_format_number(bucket.wire_format)
+    return message_parts(response, payload)
+
+
+def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
+    """Reads a PullEditionResponse."""
+    message = parse(feed_pb2.PullEditionResponse, fields)
+    now = message.header.version
+    if message.HasField("begin"):
+        begin = message.begin
+        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count))
+    if not message.HasField("bucket"):
+        return EditionPart(now)
+    sent = message.bucket
+    bucket = EditionBucket(
+        sent.bucket, sent.version, wire_format(sent.wire_format), sent.checksum, b"" if payload is None else payload
+    )
+    return EditionPart(now, bucket=bucket)

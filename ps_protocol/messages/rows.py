@@ -1,0 +1,554 @@
+"""Pushes, pulls and feeds of rows of tables, and what shards answer: the values, and both directions of their messages.
+
+As in data.py, requests are read as they came over the wire.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ps_protocol.convert import (
+    data_range_messages,
+    data_ranges,
+    duration,
+    hyper_messages,
+    hyper_parameters,
+    identity,
+    identity_message,
+    known,
+    row_initializer,
+    row_initializer_message,
+    seconds,
+    wire_format,
+    wire_format_number,
+)
+from ps_protocol.data import DataRange
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.framing import Buffer, Parts, message_parts
+from ps_protocol.hyper_parameters import HyperParameters
+from ps_protocol.identity import Identity
+from ps_protocol.messages.data import Notice
+from ps_protocol.messages.envelope import Awaited, Origin, Request, parse, read, whole
+from ps_protocol.tables import Beginning, Initializer
+from ps_protocol.v1 import feed_pb2, rows_pb2
+
+# -- pushes ------------------------------------------------------------------------------------------------------------
+
+
+class RowPushKind(enum.Enum):
+    """What a push of rows carries."""
+
+    GRADIENT = "gradient"
+    NO_GRADIENT = "no_gradient"  # the step has none for the table: a term of zeros
+    SKIP = "skip"  # the step leaves the table out
+    ASSIGN = "assign"  # rows that the script has set, for the step of the same clock
+
+
+_KINDS: dict[int, RowPushKind] = {
+    number: RowPushKind[name.removeprefix("ROW_PUSH_KIND_")] for name, number in rows_pb2.RowPushKind.items() if number
+}
+_KIND_NUMBERS: dict[RowPushKind, Any] = {kind: number for number, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class RowsPush:
+    """One message of the rows that a worker pushes to a table at a clock of its own.
+
+    table:        its place in the job's list
+    payload:      ids, counts and gradients of `count` rows; of rows that are assigned no counts, and values
+    first, total: the number of the first of them among all that the step has here of this kind, and how many these are
+    values:       hyper-parameters to use from this clock on
+    ranges:       of leased data, that the step used
+    place:        where the payload lies in the worker's segment for rows; None: it is in the message
+    assignment:   the number of the rows that are assigned, or that a step takes along; 0: it takes none
+    """
+
+    worker: Identity
+    table: int
+    clock: int
+    kind: RowPushKind
+    payload: Buffer
+    first: int
+    count: int
+    total: int
+    values: HyperParameters
+    ranges: tuple[DataRange, ...] = ()
+    wire_format: str = ""
+    place: int | None = None
+    assignment: int = 0
+
+
+def write_push(push: RowsPush) -> Parts:
+    """Writes a PushRowsRequest."""
+    return message_parts(_push_message(push), push.payload or None)
+
+
+def _push_message(push: RowsPush) -> rows_pb2.PushRowsRequest:
+    return rows_pb2.PushRowsRequest(
+        worker=identity_message(push.worker),
+        table=push.table,
+        clock=push.clock,
+        kind=_KIND_NUMBERS[push.kind],
+        first_row=push.first,
+        row_count=push.count,
+        total_row_count=push.total,
+        hyper_parameters=hyper_messages(push.values),
+        ranges=data_range_messages(push.ranges),
+        wire_format=wire_format_number(push.wire_format),
+        in_segment=None if push.place is None else rows_pb2.RowPlace(offset=push.place),
+        assignment=push.assignment,
+    )
+
+
+def read_push(data: Request) -> RowsPush:
+    """Reads a PushRowsRequest; its payload is a view into the bytes, or the part that came."""
+    return _push(*read(rows_pb2.PushRowsRequest, data))
+
+
+def _push(request: rows_pb2.PushRowsRequest, payload: Buffer | None) -> RowsPush:
+    in_segment = request.HasField("in_segment")
+    if in_segment and payload is not None:
+        raise InvalidRequest("rows are in the segment or in the message, got both")
+    return RowsPush(
+        worker=identity(request.worker),
+        table=request.table,
+        clock=request.clock,
+        kind=known(_KINDS, request.kind, "kind of push"),
+        payload=payload or b"",
+        first=request.first_row,
+        count=request.row_count,
+        total=request.total_row_count,
+        values=hyper_parameters(request.hyper_parameters),
+        ranges=data_ranges(request.ranges),
+        wire_format=wire_format(request.wire_format),
+        place=request.in_segment.offset if in_segment else None,
+        assignment=request.assignment,
+    )
+
+
+def write_pushed(origin: Origin, version: int, duplicate: bool) -> bytes:
+    """Writes a PushRowsResponse."""
+    return rows_pb2.PushRowsResponse(header=origin.header(version), duplicate=duplicate).SerializeToString()
+
+
+# -- what a table begins with ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TablePush:
+    """One message with what a table begins with, as rank 0 sends it.
+
+    table:     its place in the job's list
+    beginning: all of it
+    first:     how many rows and ids that wait came before
+    rows, waiting: how many of either are in the payload
+    last:      no message follows
+    """
+
+    worker: Identity
+    table: int
+    beginning: Beginning
+    first: int
+    rows: int
+    waiting: int
+    last: bool
+    payload: Buffer
+
+
+class TablePushed(NamedTuple):
+    """What a shard answers to a TablePush.
+
+    duplicate: it had taken this message before
+    begun:     the table had begun before it was to begin with something else, of which `seed` is that
+    """
+
+    version: int
+    duplicate: bool
+    begun: bool
+    seed: int
+
+
+def write_table_push(push: TablePush) -> Parts:
+    """Writes a PushTableRequest."""
+    begins = push.beginning
+    request = rows_pb2.PushTableRequest(
+        worker=identity_message(push.worker),
+        table=push.table,
+        beginning=rows_pb2.TableBeginning(
+            version=begins.version,
+            seed=begins.seed,
+            row_count=begins.rows,
+            waiting_count=begins.waiting,
+            with_state=begins.with_state,
+        ),
+        first=push.first,
+        row_count=push.rows,
+        waiting_count=push.waiting,
+        last=push.last,
+    )
+    return message_parts(request, push.payload or None)
+
+
+def read_table_push(data: Request) -> TablePush:
+    """Reads a PushTableRequest, as `read_push`."""
+    request, payload = read(rows_pb2.PushTableRequest, data)
+    begins = request.beginning
+    return TablePush(
+        worker=identity(request.worker),
+        table=request.table,
+        beginning=Beginning(begins.version, begins.seed, begins.row_count, begins.waiting_count, begins.with_state),
+        first=request.first,
+        rows=request.row_count,
+        waiting=request.waiting_count,
+        last=request.last,
+        payload=payload or b"",
+    )
+
+
+def write_table_pushed(origin: Origin, answer: TablePushed) -> bytes:
+    """Writes a PushTableResponse."""
+    header = origin.header(answer.version)
+    response = rows_pb2.PushTableResponse(
+        header=header, duplicate=answer.duplicate, begun=answer.begun, seed=answer.seed
+    )
+    return response.SerializeToString()
+
+
+def read_table_pushed(data: bytes) -> TablePushed:
+    """Reads a PushTableResponse."""
+    response = rows_pb2.PushTableResponse.FromString(data)
+    return TablePushed(response.header.version, response.duplicate, response.begun, response.seed)
+
+
+# -- pulls -------------------------------------------------------------------------------------------------------------
+
+
+class PullPlaces(NamedTuple):
+    """Where in a worker's segment for rows the ids of a pull lie, how many they are, and where its rows go."""
+
+    ids: int
+    id_count: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class RowsPull:
+    """Which rows of a table a worker or a reader wants, at which clock of its own.
+
+    payload: their ids
+    places:  of ids and rows in the worker's segment; None: they are in messages
+    """
+
+    worker: Identity
+    table: int
+    clock: int
+    payload: Buffer
+    places: PullPlaces | None = None
+
+
+@dataclass(frozen=True)
+class TablePull:
+    """Which table a worker wants, at which clock of its own. count_only: it only asks how many rows there are"""
+
+    worker: Identity
+    table: int
+    clock: int
+    count_only: bool
+
+
+def write_pull(pull: RowsPull) -> Parts:
+    """Writes a PullRowsRequest."""
+    request = rows_pb2.PullRowsRequest(worker=identity_message(pull.worker), table=pull.table, clock=pull.clock)
+    _name_places(request, pull.places)
+    return message_parts(request, pull.payload if pull.places is None else None)
+
+
+def _name_places(request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, places: PullPlaces | None) -> None:
+    if places is not None:
+        request.ids_in_segment.offset, request.row_count = places.ids, places.id_count
+        request.rows_in_segment.offset = places.rows
+
+
+def read_pull(data: Request) -> RowsPull:
+    """Reads a PullRowsRequest, as `read_push`."""
+    request, payload = read(rows_pb2.PullRowsRequest, data)
+    return RowsPull(identity(request.worker), request.table, request.clock, payload or b"", _places(request, payload))
+
+
+def _places(
+    request: rows_pb2.PullRowsRequest | rows_pb2.ExchangeRowsRequest, payload: Buffer | None
+) -> PullPlaces | None:
+    if request.HasField("ids_in_segment"):
+        if payload is not None or not request.HasField("rows_in_segment"):
+            got = "no place for its rows" if payload is None else f"a payload of {len(payload)} bytes"
+            raise InvalidRequest(
+                f"a pull names places in the segment for both its ids and its rows, and has no payload, got {got}"
+            )
+        return PullPlaces(request.ids_in_segment.offset, request.row_count, request.rows_in_segment.offset)
+    if request.HasField("rows_in_segment") or request.row_count:
+        raise InvalidRequest("expected rows_in_segment and row_count only with ids_in_segment, got one without")
+    return None
+
+
+def write_exchange(push: RowsPush, places: PullPlaces | None) -> Parts:
+    """Writes an ExchangeRowsRequest: a push whose rows are in the segment, and a pull of rows of the same table.
+
+    places: as in RowsPull; None: of no rows
+    """
+    request = rows_pb2.ExchangeRowsRequest(push=_push_message(push))
+    _name_places(request, places)
+    return message_parts(request)
+
+
+def read_exchange(data: Request) -> tuple[RowsPush, RowsPull]:
+    """Reads an ExchangeRowsRequest: what is pushed, and what is pulled."""
+    request = parse(rows_pb2.ExchangeRowsRequest, whole(data))
+    push = _push(request.push, request.push.payload or None)
+    if push.payload or push.count != push.total or push.kind is RowPushKind.ASSIGN:
+        raise InvalidRequest(
+            "an exchange pushes all rows of a step, and they are in the segment, got "
+            f"{push.count} of {push.total} rows and {len(push.payload)} bytes in the message"
+        )
+    return push, RowsPull(push.worker, push.table, push.clock, b"", _places(request, None))
+
+
+def write_table_pull(pull: TablePull) -> bytes:
+    """Writes a PullTableRequest."""
+    return rows_pb2.PullTableRequest(
+        worker=identity_message(pull.worker), table=pull.table, clock=pull.clock, count_only=pull.count_only
+    ).SerializeToString()
+
+
+def read_table_pull(data: Request) -> TablePull:
+    """Reads a PullTableRequest."""
+    request = parse(rows_pb2.PullTableRequest, whole(data))
+    return TablePull(identity(request.worker), request.table, request.clock, request.count_only)
+
+
+# -- what is pulled ----------------------------------------------------------------------------------------------------
+
+
+class PulledRows(NamedTuple):
+    """Rows of a pull: so many from the position `first` of its ids on.
+
+    trained: how many of them have been trained
+    in_segment: they are in the worker's segment
+    waited, waiting, save_state, payload, wire_format: as in PulledBucket
+    """
+
+    version: int = 0
+    first: int = 0
+    rows: int = 0
+    trained: int = 0
+    waited: float = 0.0
+    waiting: Awaited | None = None
+    save_state: bool = False
+    payload: memoryview | None = None
+    wire_format: str = ""
+    in_segment: bool = False
+
+
+class PulledTable(NamedTuple):
+    """A piece of a table.
+
+    rows:    how many the shard has
+    seed:    of rows that are not trained
+    waiting: as in PulledBucket
+    payload: the next bytes of a safetensors file; None: only their number is wanted
+    """
+
+    version: int = 0
+    rows: int = 0
+    seed: int = 0
+    waiting: Awaited | None = None
+    payload: memoryview | None = None
+
+
+def write_pulled(origin: Origin, answer: PulledRows) -> Parts:
+    """Writes a PullRowsResponse: rows that are here, or why they do not come yet."""
+    response = _pulled_message(answer)
+    response.header.CopyFrom(origin.header(answer.version))
+    return message_parts(response, answer.payload)
+
+
+def _pulled_message(answer: PulledRows) -> rows_pb2.PullRowsResponse:
+    if answer.waiting is not None:
+        return rows_pb2.PullRowsResponse(waiting=_notice(answer.waiting))
+    response = rows_pb2.PullRowsResponse(
+        first_row=answer.first,
+        row_count=answer.rows,
+        trained_count=answer.trained,
+        wire_format=wire_format_number(answer.wire_format),
+        state_wanted=answer.save_state,
+        in_segment=answer.in_segment,
+    )
+    if answer.waited:
+        response.wait_duration.CopyFrom(duration(answer.waited))
+    return response
+
+
+def read_pulled(fields: bytes, payload: memoryview | None) -> PulledRows:
+    """Reads one message of the answer to a pull."""
+    return _pulled(rows_pb2.PullRowsResponse.FromString(fields), payload)
+
+
+def _pulled(response: rows_pb2.PullRowsResponse, payload: memoryview | None) -> PulledRows:
+    return PulledRows(
+        response.header.version,
+        response.first_row,
+        response.row_count,
+        response.trained_count,
+        seconds(response.wait_duration),
+        _awaited(response.waiting) if response.HasField("waiting") else None,
+        response.state_wanted,
+        payload,
+        wire_format(response.wire_format),
+        response.in_segment,
+    )
+
+
+def write_exchanged(origin: Origin, answer: PulledRows | Notice) -> Parts:
+    """Writes an ExchangeRowsResponse, as `write_pulled`; or one that says that the push is staged."""
+    if isinstance(answer, PulledRows):
+        header = origin.header(answer.version)
+        return message_parts(rows_pb2.ExchangeRowsResponse(header=header, pulled=_pulled_message(answer)))
+    response = rows_pb2.ExchangeRowsResponse(header=origin.header(0))
+    response.staged_duration.CopyFrom(duration(answer.staged_seconds or 0.0))
+    return message_parts(response)
+
+
+def read_exchanged(fields: bytes) -> tuple[float, PulledRows | None]:
+    """Reads one message of the answer to an exchange: the seconds for which the push has been staged, and rows."""
+    response = rows_pb2.ExchangeRowsResponse.FromString(fields)
+    pulled = _pulled(response.pulled, None) if response.HasField("pulled") else None
+    return seconds(response.staged_duration), pulled
+
+
+def write_pulled_table(origin: Origin, answer: PulledTable) -> Parts:
+    """Writes a PullTableResponse: a piece of a table, or why it does not come yet."""
+    response = rows_pb2.PullTableResponse(header=origin.header(answer.version))
+    if answer.waiting is not None:
+        response.waiting.CopyFrom(_notice(answer.waiting))
+        return message_parts(response)
+    response.row_count, response.seed = answer.rows, answer.seed
+    return message_parts(response, answer.payload)
+
+
+def read_pulled_table(fields: bytes, payload: memoryview | None) -> PulledTable:
+    """Reads one message of the answer to a pull of a table."""
+    response = rows_pb2.PullTableResponse.FromString(fields)
+    waiting = _awaited(response.waiting) if response.HasField("waiting") else None
+    return PulledTable(response.header.version, response.row_count, response.seed, waiting, payload)
+
+
+def _notice(waiting: Awaited) -> rows_pb2.RowWaitNotice:
+    return rows_pb2.RowWaitNotice(awaited_ranks=waiting.ranks, reason=waiting.reason)
+
+
+def _awaited(notice: rows_pb2.RowWaitNotice) -> Awaited:
+    return Awaited(tuple(notice.awaited_ranks), notice.reason)
+
+
+# -- feeds -------------------------------------------------------------------------------------------------------------
+
+PERIOD_SECONDS = 1.0  # between two rounds of a feed, for a reader that names none
+
+
+@dataclass(frozen=True)
+class RowsWatch:
+    """Which table a reader follows, by name, from which cursor on (empty: the whole table is wanted), and the seconds
+    between two rounds at least."""
+
+    job: str
+    table: str
+    cursor: bytes
+    period: float
+
+
+class RoundBegin(NamedTuple):
+    """What a round of a feed brings.
+
+    full:    all rows, and not only those that changed
+    version: updates that the table had when it began
+    shards:  that have a part of the table
+    """
+
+    full: bool
+    version: int
+    shards: int
+    dim: int
+    initializer: Initializer
+
+
+class FeedPart(NamedTuple):
+    """A part of a round of a feed.
+
+    version: of the round
+    begin:   in the first part
+    removed, rows: how many ids of removed rows, and how many rows, are in the payload
+    cursor:  in the last part
+    """
+
+    version: int = 0
+    begin: RoundBegin | None = None
+    removed: int = 0
+    rows: int = 0
+    wire_format: str = ""
+    cursor: bytes = b""
+    payload: Buffer | None = None
+
+
+def write_watch(watch: RowsWatch) -> bytes:
+    """Writes a WatchRowsRequest."""
+    return feed_pb2.WatchRowsRequest(
+        job=watch.job, table=watch.table, cursor=watch.cursor, period_duration=duration(watch.period)
+    ).SerializeToString()
+
+
+def read_watch(data: bytes) -> RowsWatch:
+    """Reads a WatchRowsRequest."""
+    message = parse(feed_pb2.WatchRowsRequest, data)
+    period = seconds(message.period_duration) if message.HasField("period_duration") else PERIOD_SECONDS
+    return RowsWatch(message.job, message.table, message.cursor, period)
+
+
+def write_feed_part(origin: Origin, part: FeedPart) -> Parts:
+    """Writes a WatchRowsResponse."""
+    response = feed_pb2.WatchRowsResponse(
+        header=origin.header(part.version),
+        removed_count=part.removed,
+        row_count=part.rows,
+        wire_format=wire_format_number(part.wire_format),
+        cursor=part.cursor,
+    )
+    if part.begin is not None:
+        begin = part.begin
+        response.begin.full, response.begin.version, response.begin.shard_count = (
+            begin.full,
+            begin.version,
+            begin.shards,
+        )
+        response.begin.dim = begin.dim
+        response.begin.initializer.CopyFrom(row_initializer_message(begin.initializer))
+    return message_parts(response, part.payload)
+
+
+def read_feed_part(fields: bytes, payload: Buffer | None) -> FeedPart:
+    """Reads a WatchRowsResponse."""
+    response = feed_pb2.WatchRowsResponse.FromString(fields)
+    begin = None
+    if response.HasField("begin"):
+        sent = response.begin
+        initializer = row_initializer(sent.initializer, "of the feed")
+        begin = RoundBegin(sent.full, sent.version, sent.shard_count, sent.dim, initializer)
+    return FeedPart(
+        response.header.version,
+        begin,
+        response.removed_count,
+        response.row_count,
+        wire_format(response.wire_format),
+        response.cursor,
+        payload,
+    )

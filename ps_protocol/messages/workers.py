@@ -1,0 +1,380 @@
+"""What workers tell the coordinator and hear from it: joins, signs of life, rounds of values and leases of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.convert import (
+    data_range_messages,
+    data_ranges,
+    duration,
+    identity,
+    identity_message,
+    seconds,
+    since_1970,
+    timestamp,
+)
+from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
+from ps_protocol.identity import Identity
+from ps_protocol.v1 import leases_pb2, membership_pb2, rounds_pb2, types_pb2
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """Addresses of the shards by index, and the shard of each bucket."""
+
+    addresses: dict[int, str]
+    bucket_shards: tuple[int, ...]
+
+
+def shard_map_message(shards: ShardMap) -> types_pb2.ShardMap:
+    """Returns the message of where a job's buckets are."""
+    return types_pb2.ShardMap(
+        shards=[
+            types_pb2.ShardInfo(index=index, address=shards.addresses[index]) for index in sorted(shards.addresses)
+        ],
+        bucket_shards=shards.bucket_shards,
+    )
+
+
+def shard_map(message: types_pb2.ShardMap) -> ShardMap:
+    """Returns where a job's buckets are."""
+    return ShardMap({shard.index: shard.address for shard in message.shards}, tuple(message.bucket_shards))
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A process that asks to join.
+
+    previous:     for a worker that comes back, its incarnation before
+    clock:        how many steps it had finished then
+    attempt:      the same for all repeats of one call; 0: no two calls are repeats of each other
+    launch:       the launch that started it; empty: not known
+    take_over:    live workers of other launches are to be fenced
+    waited:       seconds since it heard first that it has to wait for a launch that may be dead; 0: it did not yet
+    launch_ranks: the ranks of all workers that the launch is about to start
+    run:          of the job that the process registered; empty: any
+    """
+
+    pid: int = 0
+    host: str = ""
+    metrics_address: str = ""
+    previous: int | None = None
+    clock: int = 0
+    attempt: int = field(default=0, repr=False)
+    launch: str = ""
+    take_over: bool = False
+    waited: float = 0.0
+    launch_ranks: range = range(0)
+    run: str = ""
+
+
+def write_join(job: str, rank: int | None, request: JoinRequest) -> membership_pb2.JoinRequest:
+    """Returns the message that asks for a place in a job. rank: the wanted one; None: any"""
+    ranks, launch = request.launch_ranks, None
+    if request.launch or request.take_over or len(ranks):
+        launch = membership_pb2.Launch(
+            name=request.launch, first_rank=ranks.start, rank_count=len(ranks), takeover=request.take_over
+        )
+    return membership_pb2.JoinRequest(
+        job=job,
+        rank=rank,
+        pid=request.pid,
+        host=request.host,
+        metrics_address=request.metrics_address,
+        previous_incarnation=request.previous or 0,
+        clock=request.clock,
+        request_id=request.attempt,
+        wait_duration=duration(request.waited),
+        launch=launch,
+        run=request.run,
+    )
+
+
+def read_join(message: membership_pb2.JoinRequest) -> JoinRequest:
+    """Returns what a process asks for that wants to join."""
+    launch = message.launch
+    return JoinRequest(
+        message.pid,
+        message.host,
+        message.metrics_address,
+        message.previous_incarnation or None,
+        message.clock,
+        message.request_id,
+        launch.name,
+        launch.takeover,
+        max(0.0, seconds(message.wait_duration)),
+        range(launch.first_rank, launch.first_rank + launch.rank_count),
+        message.run,
+    )
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A worker's own state. clock: of the checkpoint that has it, or the worker's own when it left"""
+
+    clock: int
+    content: bytes = field(repr=False)
+
+
+def state_message(state: SavedState | None) -> membership_pb2.WorkerState | None:
+    """Returns the message of a worker's own state, or of what its script has set."""
+    return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The training that a launch goes on with and has taken no part in before.
+
+    began:   when the job began, or the earlier run whose checkpoint it was restored from, in seconds since 1970
+    trained: when it was trained last; None: not known
+    live:    how many other workers train it
+    """
+
+    began: float
+    trained: float | None
+    live: int
+
+
+@dataclass(frozen=True)
+class ShardPushed:
+    """How far workers of one rank have pushed on one shard.
+
+    clock:   the last of which they have pushed every bucket that trains there, and its part of every table
+    further: by bucket or table, the last clock that they have pushed of it, where it is a later one. Tables are behind
+             all buckets of the job
+    """
+
+    clock: int
+    further: Mapping[int, int]
+
+
+def pushed_message(shard: int, pushed: ShardPushed) -> types_pb2.ShardPushes:
+    """Returns the message of how far a rank had pushed on one shard."""
+    of_clock: dict[int, list[int]] = {}
+    for part, clock in pushed.further.items():
+        of_clock.setdefault(clock, []).append(part)
+    further = [types_pb2.FurtherPush(clock=clock, parts=parts) for clock, parts in of_clock.items()]
+    return types_pb2.ShardPushes(shard=shard, pushed_clock=pushed.clock, further=further)
+
+
+def shard_pushed(message: types_pb2.ShardPushes) -> ShardPushed:
+    """Returns how far a rank had pushed on one shard."""
+    return ShardPushed(message.pushed_clock, {part: each.clock for each in message.further for part in each.parts})
+
+
+@dataclass(frozen=True)
+class JoinResult:
+    """A worker's place in its job, as it got it when it joined.
+
+    clock:         the one it starts from
+    lease:         seconds for which it counts as live without a heartbeat
+    shard_map:     where the buckets are now; None: where they were at the registration
+    restore_count: how often the whole job was rolled back to a checkpoint
+    state:         what a worker of this rank had saved; None if there is nothing
+    pushed:        the last clock of which workers of this rank had pushed every bucket that trains; None: not known
+    on_shards:     the same for each shard; empty: not known
+    continued:     for the first worker of a launch, if others have trained the job
+    """
+
+    identity: Identity
+    clock: int
+    lease: float
+    shard_map: ShardMap | None = None
+    restore_count: int = 0
+    state: SavedState | None = None
+    pushed: int | None = None
+    on_shards: Mapping[int, ShardPushed] = field(default_factory=dict)
+    continued: Continued | None = None
+
+    def has_had(self, shard: int, part: int, clock: int) -> bool:
+        """Whether a bucket or a table there has had what workers of this rank push for a clock."""
+        pushed = self.on_shards.get(shard)
+        return pushed is not None and max(pushed.clock, pushed.further.get(part, 0)) >= clock
+
+    def has_some(self, clock: int) -> bool:
+        """Whether any bucket or table has had what workers of this rank push for a clock."""
+        every = [(pushed.clock, *pushed.further.values()) for pushed in self.on_shards.values()]
+        return any(clock <= most for each in every for most in each)
+
+
+def write_joined(result: JoinResult) -> membership_pb2.JoinResponse:
+    """Returns the message of a worker's place in a job."""
+    continued = None
+    if result.continued is not None:
+        began, live = timestamp(result.continued.began), result.continued.live
+        continued = membership_pb2.ContinuedJob(begin_time=began, live_count=live)
+        if result.continued.trained is not None:
+            continued.train_time.CopyFrom(timestamp(result.continued.trained))
+    return membership_pb2.JoinResponse(
+        worker=identity_message(result.identity),
+        clock=result.clock,
+        lease_duration=duration(result.lease),
+        shard_map=None if result.shard_map is None else shard_map_message(result.shard_map),
+        restore_count=result.restore_count,
+        worker_state=state_message(result.state),
+        pushed_clock=result.pushed,
+        shard_pushes=[pushed_message(shard, pushed) for shard, pushed in result.on_shards.items()],
+        continued=continued,
+    )
+
+
+def read_joined(message: membership_pb2.JoinResponse) -> JoinResult:
+    """Returns the place that a worker got."""
+    state, job = message.worker_state, message.continued
+    continued = None
+    if message.HasField("continued"):
+        trained = since_1970(job.train_time) if job.HasField("train_time") else None
+        continued = Continued(since_1970(job.begin_time), trained, job.live_count)
+    return JoinResult(
+        identity(message.worker),
+        message.clock,
+        seconds(message.lease_duration),
+        shard_map(message.shard_map) if message.HasField("shard_map") else None,
+        message.restore_count,
+        SavedState(state.clock, state.content) if message.HasField("worker_state") else None,
+        message.pushed_clock if message.HasField("pushed_clock") else None,
+        {each.shard: shard_pushed(each) for each in message.shard_pushes},
+        continued,
+    )
+
+
+# -- signs of life -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """What the coordinator answers to a sign of life.
+
+    script_request: the number of the request for what this worker's script has set; 0: there is none
+    script:         what the job's script has set, for a worker that asked
+    script_coming:  another worker is to send it, and has not yet
+    """
+
+    script_request: int
+    script: SavedState | None
+    script_coming: bool
+
+
+def write_heartbeat(worker: Identity, clock: int, script_wanted: bool = False) -> membership_pb2.HeartbeatRequest:
+    """Returns the message that a worker lives. clock: the steps it has finished; script_wanted: it asks for what the
+    job's script has set"""
+    return membership_pb2.HeartbeatRequest(worker=identity_message(worker), clock=clock, script_wanted=script_wanted)
+
+
+def read_heartbeat_answer(message: membership_pb2.HeartbeatResponse) -> HeartbeatAnswer:
+    """Returns what the coordinator answers to a sign of life."""
+    script = SavedState(message.script.clock, message.script.content) if message.HasField("script") else None
+    return HeartbeatAnswer(message.script_request, script, message.script_coming)
+
+
+# -- rounds of values --------------------------------------------------------------------------------------------------
+
+VALUES_BYTES = 8 * 2**20  # of values in one message: what several workers gave may be more than a message may have
+
+
+@dataclass(frozen=True)
+class GatherRequest:
+    """One worker's value for a round. number: of the round; 0: there is no value, it asks which round is next"""
+
+    worker: Identity
+    number: int
+    clock: int
+    value: bytes = field(repr=False)
+
+
+def write_gather(request: GatherRequest) -> rounds_pb2.GatherValuesRequest:
+    """Returns the message of a worker's value for a round."""
+    return rounds_pb2.GatherValuesRequest(
+        worker=identity_message(request.worker), round=request.number, clock=request.clock, value=request.value
+    )
+
+
+def read_gather(message: rounds_pb2.GatherValuesRequest) -> GatherRequest:
+    """Returns what a worker gives to a round."""
+    return GatherRequest(identity(message.worker), message.round, message.clock, message.value)
+
+
+@dataclass(frozen=True)
+class RoundNews:
+    """One message about a round.
+
+    complete:    nothing more comes; if not `refused`, the values are all there
+    values:      by rank; perhaps only some of them
+    refused:     why there are none, in words
+    waiting_for: ranks that have not given their value
+    step_wanted: one of those is in a step that waits for a step of this worker
+    """
+
+    number: int
+    complete: bool
+    values: dict[int, bytes] = field(repr=False)
+    refused: str
+    waiting_for: tuple[int, ...]
+    step_wanted: bool
+
+
+def write_round_news(news: RoundNews) -> Iterator[rounds_pb2.GatherValuesResponse]:
+    """Yields the messages of how a round stands: its values in as many as they need, of which the last one says so."""
+    response = rounds_pb2.GatherValuesResponse(
+        round=news.number, awaited_ranks=news.waiting_for, step_wanted=news.step_wanted
+    )
+    size = 0
+    for rank, value in news.values.items():
+        if response.values and size + len(value) > VALUES_BYTES:
+            yield response
+            response, size = rounds_pb2.GatherValuesResponse(round=news.number), 0
+        response.values.add(rank=rank, value=value)
+        size += len(value)
+    response.complete, response.refusal = news.complete, news.refused
+    yield response
+
+
+def read_round_news(message: rounds_pb2.GatherValuesResponse) -> RoundNews:
+    """Returns how a round stands."""
+    return RoundNews(
+        message.round,
+        message.complete,
+        {given.rank: given.value for given in message.values},
+        message.refusal,
+        tuple(message.awaited_ranks),
+        message.step_wanted,
+    )
+
+
+# -- leases of data ----------------------------------------------------------------------------------------------------
+
+
+def write_lease(worker: Identity, request: LeaseRequest) -> leases_pb2.LeaseDataRequest:
+    """Returns the message that asks for batches of a loader's data."""
+    loader, report = request.loader, request.report
+    return leases_pb2.LeaseDataRequest(
+        worker=identity_message(worker),
+        loader=leases_pb2.LoaderSpec(
+            loader=loader.loader,
+            sample_count=loader.size,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            seed=loader.seed,
+        ),
+        pass_number=request.pass_number,
+        batch_count=request.count,
+        leased=data_range_messages(report.leased),
+        committed=data_range_messages(report.committed),
+        returned=data_range_messages(report.returned),
+    )
+
+
+def read_lease(message: leases_pb2.LeaseDataRequest) -> LeaseRequest:
+    """Returns what a worker asks of a loader's data."""
+    loader = message.loader
+    seed = loader.seed if loader.HasField("seed") else None
+    return LeaseRequest(
+        loader=LoaderSpec(loader.loader, loader.sample_count, loader.batch_size, loader.drop_last, seed),
+        pass_number=message.pass_number,
+        count=message.batch_count,
+        report=LeaseReport(data_ranges(message.leased), data_ranges(message.committed), data_ranges(message.returned)),
+    )

@@ -1,0 +1,263 @@
+"""What a coordinator asks of a shard and hears from it: values and protobuf messages, in both directions."""
+
+from __future__ import annotations
+
+from ps_protocol.convert import (
+    duration,
+    job_spec,
+    job_spec_message,
+    seconds,
+)
+from ps_protocol.errors import Fenced
+from ps_protocol.messages.workers import ShardPushed, pushed_message, shard_pushed
+from ps_protocol.v1 import shard_pb2, types_pb2
+from ps_server.core.agreement import Agreement
+from ps_server.core.data_commits import Committed
+from ps_server.core.membership import Arrival, Counted
+from ps_server.core.snapshot import (
+    Part,
+    RestoreProgress,
+    RestoreRequest,
+    ShardSnapshot,
+    SnapshotRequest,
+    StoredPart,
+    VersionRange,
+)
+from ps_server.core.statistics import ShardJobStatistics, ShardStatistics, Wait
+from ps_server.rpc import figure_messages
+
+
+def arrival(request: shard_pb2.AddWorkerRequest) -> Arrival:
+    """Returns a worker that a shard is to count."""
+    worker, clock = request.worker, request.clock if request.HasField("clock") else None
+    return Arrival(worker.rank, worker.incarnation, worker.lease_key, clock)
+
+
+def add_worker_response(counted: Counted) -> shard_pb2.AddWorkerResponse:
+    """Returns how far a shard is that counts a worker."""
+    pushes = pushed_message(0, ShardPushed(counted.pushed or 0, counted.further or {}))
+    return shard_pb2.AddWorkerResponse(frontier=counted.frontier, pushed_clock=counted.pushed, pushes=pushes)
+
+
+def added_worker(added: Counted | Fenced) -> shard_pb2.AddedWorker:
+    """Returns whether a shard counts one of several workers."""
+    if isinstance(added, Fenced):
+        return shard_pb2.AddedWorker(fenced=str(added))
+    return shard_pb2.AddedWorker(counted=add_worker_response(added))
+
+
+def added(worker: shard_pb2.AddedWorker) -> Counted | Fenced:
+    """Returns whether a shard counts one of several workers, as it answers."""
+    return Fenced(worker.fenced) if worker.fenced else counted(worker.counted)
+
+
+def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
+    """Returns how far a shard is, as it answers."""
+    pushed = response.pushed_clock if response.HasField("pushed_clock") else None
+    further = shard_pushed(response.pushes).further if response.HasField("pushes") else None
+    return Counted(response.frontier, pushed, further)
+
+
+def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:
+    """Returns what is committed on a shard."""
+    loaders = [
+        shard_pb2.CommittedData(
+            loader=loader,
+            pass_number=number,
+            ranges=[types_pb2.DataRange(loader=loader, pass_number=number, start=a, stop=b) for a, b in spans],
+        )
+        for loader, (number, spans) in committed.items()
+    ]
+    return shard_pb2.GetCommittedDataResponse(loaders=loaders, trains_buckets=has_say)
+
+
+def committed(response: shard_pb2.GetCommittedDataResponse) -> Committed | None:
+    """Returns what a shard has committed; None if no bucket trains there."""
+    if not response.trains_buckets:
+        return None
+    return {data.loader: (data.pass_number, [(r.start, r.stop) for r in data.ranges]) for data in response.loaders}
+
+
+def await_snapshot_response(snapshot: ShardSnapshot) -> shard_pb2.AwaitSnapshotResponse:
+    """Returns the message of a shard's snapshot on disk."""
+    part = snapshot.part
+    return shard_pb2.AwaitSnapshotResponse(
+        file=part.file,
+        size_bytes=part.bytes,
+        sha256=bytes.fromhex(part.sha256),
+        versions=versions_message(snapshot.extent),
+        stall_duration=duration(snapshot.held_up),
+        disk=part.disk,
+        changes_only=snapshot.changes_only,
+    )
+
+
+def shard_snapshot(response: shard_pb2.AwaitSnapshotResponse) -> ShardSnapshot:
+    """Returns a shard's snapshot on disk."""
+    held_up = seconds(response.stall_duration)
+    return ShardSnapshot(part(response), versions(response.versions), held_up, response.changes_only)
+
+
+def part(message: shard_pb2.AwaitSnapshotResponse | shard_pb2.ShardFile) -> Part:
+    """Returns what a message says of a shard's file."""
+    return Part(message.file, message.size_bytes, message.sha256.hex(), message.disk)
+
+
+def snapshot_message(request: SnapshotRequest) -> shard_pb2.BeginSnapshotRequest:
+    """Returns the message that asks a shard for its part of a checkpoint."""
+    return shard_pb2.BeginSnapshotRequest(
+        job=request.job,
+        checkpoint=request.checkpoint,
+        clock=request.clock,
+        run=request.run,
+        refusal_duration=duration(request.refusal) if request.refusal else None,
+        last_incarnation=request.last_incarnation,
+        kept_checkpoints=request.kept,
+        base_sha256=bytes.fromhex(request.built_on),
+    )
+
+
+def snapshot_request(message: shard_pb2.BeginSnapshotRequest) -> SnapshotRequest:
+    """Returns which part of a checkpoint a shard is asked for."""
+    return SnapshotRequest(
+        message.job,
+        message.checkpoint,
+        message.clock if message.HasField("clock") else None,
+        message.run,
+        seconds(message.refusal_duration),
+        message.last_incarnation,
+        tuple(message.kept_checkpoints),
+        message.base_sha256.hex(),
+    )
+
+
+def restore_message(request: RestoreRequest) -> shard_pb2.RestoreJobRequest:
+    """Returns the message that asks a shard to continue a job as of a checkpoint."""
+    own = [_file_message(stored) for stored in request.own]
+    return shard_pb2.RestoreJobRequest(
+        spec=job_spec_message(request.spec),
+        buckets=request.buckets,
+        checkpoint=request.checkpoint,
+        last_incarnation=request.last_incarnation,
+        run=request.run,
+        own_file=own[-1] if own else None,
+        shard_count=request.shards,
+        base_files=own[:-1],
+    )
+
+
+def restore_request(message: shard_pb2.RestoreJobRequest) -> RestoreRequest:
+    """Returns the job that a shard is asked to continue. Raises InvalidRequest as job_spec."""
+    files = [*message.base_files, message.own_file] if message.HasField("own_file") else []
+    own = tuple(StoredPart(file.checkpoint or message.checkpoint, part(file)) for file in files)
+    at = message.checkpoint, message.last_incarnation, message.run
+    return RestoreRequest(job_spec(message.spec), tuple(message.buckets), *at, own, message.shard_count or 1)
+
+
+def _file_message(stored: StoredPart) -> shard_pb2.ShardFile:
+    """Returns the message of a file on a shard's own disk."""
+    return shard_pb2.ShardFile(
+        file=stored.part.file,
+        size_bytes=stored.part.bytes,
+        sha256=bytes.fromhex(stored.part.sha256),
+        disk=stored.part.disk,
+        checkpoint=stored.checkpoint,
+    )
+
+
+def versions_message(versions: VersionRange) -> shard_pb2.VersionRange:
+    """Returns the message that says how far buckets are."""
+    return shard_pb2.VersionRange(
+        min_version=versions.version_min, max_version=versions.version_max, clocks=versions.clocks
+    )
+
+
+def versions(message: shard_pb2.VersionRange) -> VersionRange:
+    """Returns how far buckets are."""
+    return VersionRange(message.min_version, message.max_version, dict(message.clocks))
+
+
+def restore_response(progress: RestoreProgress) -> shard_pb2.RestoreJobResponse:
+    """Returns the message that says how far a restore is."""
+    response = shard_pb2.RestoreJobResponse(done_bytes=progress.done, total_bytes=progress.total)
+    if progress.extent is not None:
+        response.versions.CopyFrom(versions_message(progress.extent))
+    return response
+
+
+def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
+    """Returns how far a restore is."""
+    extent = versions(message.versions) if message.HasField("versions") else None
+    return RestoreProgress(message.done_bytes, message.total_bytes, extent)
+
+
+def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:
+    """Returns how a job is on a shard."""
+    return shard_pb2.ShardJobStatus(
+        job=name,
+        bucket_count=job.bucket_count,
+        parameter_bytes=job.parameter_bytes,
+        optimizer_bytes=job.optimizer_bytes,
+        staged_bytes=job.staged_bytes,
+        versions=versions_message(VersionRange(job.version_min, job.version_max, dict(job.clocks))),
+        waits=[
+            shard_pb2.WaitStatus(
+                rank=wait.rank,
+                clock=wait.clock,
+                bucket_count=wait.bucket_count,
+                awaited_ranks=sorted(wait.waiting_for),
+                reason=wait.reason,
+                wait_duration=duration(wait.seconds),
+            )
+            for wait in job.waits
+        ],
+        run=job.run,
+        figures=figure_messages.shard_job_message(job.figures) if job.figures is not None else None,
+        departed_clocks=job.departed_clocks,
+        sharing_ranks=job.sharing,
+        connected_ranks=job.connected,
+        tables=[figure_messages.table_message(table) for table in job.tables],
+        agreement=None
+        if job.agreement is None
+        else shard_pb2.RoundAgreement(mean_square=job.agreement.mean_square, square_mean=job.agreement.square_mean),
+    )
+
+
+def shard_statistics(response: shard_pb2.GetShardStatusResponse) -> ShardStatistics:
+    """Returns what a shard holds."""
+    figures = figure_messages.shard_figures(response.figures) if response.HasField("figures") else None
+    return ShardStatistics({job.job: _shard_job(job) for job in response.jobs}, figures)
+
+
+def _shard_job(status: shard_pb2.ShardJobStatus) -> ShardJobStatistics:
+    waits = tuple(
+        Wait(
+            wait.rank,
+            wait.clock,
+            wait.bucket_count,
+            frozenset(wait.awaited_ranks),
+            wait.reason,
+            seconds(wait.wait_duration),
+        )
+        for wait in status.waits
+    )
+    return ShardJobStatistics(
+        bucket_count=status.bucket_count,
+        parameter_bytes=status.parameter_bytes,
+        optimizer_bytes=status.optimizer_bytes,
+        staged_bytes=status.staged_bytes,
+        version_min=status.versions.min_version,
+        version_max=status.versions.max_version,
+        clocks=dict(status.versions.clocks),
+        waits=waits,
+        waiting_pulls=sum(wait.bucket_count for wait in waits),
+        run=status.run,
+        figures=figure_messages.shard_job_figures(status.figures) if status.HasField("figures") else None,
+        departed_clocks=dict(status.departed_clocks),
+        sharing=tuple(status.sharing_ranks),
+        connected=tuple(status.connected_ranks),
+        tables=tuple(figure_messages.table_figures(table) for table in status.tables),
+        agreement=Agreement(status.agreement.mean_square, status.agreement.square_mean)
+        if status.HasField("agreement")
+        else None,
+    )
