@@ -10,6 +10,8 @@ import pytest
 from ps_protocol.row_ids import mix
 from ps_tables.index import Index
 
+pytestmark = pytest.mark.usefixtures("with_and_without_the_library")
+
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]
 
 

@@ -19,6 +19,8 @@ from ps_tables.memory import RowArray
 from ps_tables.optimizers import RowOptimizer, row_optimizer
 from ps_tables.table import Table
 
+pytestmark = pytest.mark.usefixtures("with_and_without_the_library")
+
 CAPACITY = 3_000
 # Beside the plain ones.
 MORE: list[tuple[str, dict[str, Any]]] = [

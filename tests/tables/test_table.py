@@ -18,6 +18,8 @@ from ps_tables.initial import initial_rows
 from ps_tables.table import Applied, Table
 from tests.tools.row_gradients import summed
 
+pytestmark = pytest.mark.usefixtures("with_and_without_the_library")
+
 SPEC = TableSpec("t", 4, Initializer("uniform", 0.1, 3))
 
 
