@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ps_server.ops.columns import cut
-from ps_server.ops.text import printable
+from ps_server.ops.columns import cut, printable
 
 SHOWN = 12  # workers that are shown by rank, all of them, where there is room
 SLOWEST, FASTEST = 8, 2  # of more workers
