@@ -1,4 +1,4 @@
-"""The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
+"""The rules, without sockets, clocks, threads, environment or protobuf: time and data come in as arguments.
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
