@@ -20,8 +20,9 @@ from ps_worker import session
 from ps_worker.connecting import connect
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
-from ps_worker.tables import freezing, modules, optimizers
-from ps_worker.tables.given import RowFile
+from ps_worker.tables import freezing, modules
+from ps_worker.tables import table_optimizers as optimizers
+from ps_worker.tables.given_rows import RowFile
 
 _DEFINED = (ast.FunctionDef, ast.ClassDef)
 

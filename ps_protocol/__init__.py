@@ -3,7 +3,7 @@
 addresses.py       The syntax of addresses and of host names
 codecs.py          Encodes a bucket's elements as a payload, and decodes them
 convert.py         Conversions between protobuf messages and values that servers and workers share
-data.py            Elastic data: the batches that the coordinator leases to workers
+batches.py         Elastic data: the batches that the coordinator leases to workers
 errors.py          Every error of the project, its reason and its canonical code
 figures.py         The measurements of a worker, for dashboards
 fragments.py       The fragments of a model in mode `local:H/F`, and the steps at which each is pushed and mixed in
@@ -19,7 +19,6 @@ modes.py           The modes of training, and the one rule behind four of them
 optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
 optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments
 row_ids.py         Ids of rows: their hash, and the shard of a row
-row_memory.py      The memory for rows that a worker shares with the shards on its host
 row_optimizers.py  The optimizers that can step the rows of a table, and their arguments
 segment_layout.py  The layout of the memory that a worker shares with the shards on its host
 stages.py          Stages of a script that changes its optimizers: the optimizer of a bucket in each stage

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.fragments import Fragments

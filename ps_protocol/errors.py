@@ -28,7 +28,7 @@
         └── Untrusted         the two ends of a TLS connection do not trust each other
 
 An error that a server raises crosses the wire as a canonical code and a reason, and the worker raises the same class
-(ps_runtime/status.py). No code recognises an error by the text of its message.
+(ps_runtime/grpc_status.py). No code recognises an error by the text of its message.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ reloading.py      Values that are read from files, and read again when they chan
 retry.py          How a failed call is repeated: the pauses, the limit, and what the failure means
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        How a main thread waits for long and hears signals
-status.py         Errors of the project as gRPC statuses, and back
+grpc_status.py    Errors of the project as gRPC statuses, and back
 thread_limit.py   How many threads this process may have
 tls_contexts.py   TLS of connections that are not gRPC's
 tls_diagnosis.py  Why a TLS connection does not come about

@@ -18,8 +18,8 @@ import grpc
 from ps_protocol.errors import PSError, TryLater, Unauthenticated, Unreachable
 from ps_runtime import tls_diagnosis
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.grpc_status import error_from
 from ps_runtime.reloading import CHECK_SECONDS
-from ps_runtime.status import error_from
 from ps_runtime.troubles import Troubles
 
 T = TypeVar("T")

@@ -66,14 +66,12 @@ from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
-from ps_server.rpc.lease_service import DataLeaseService
-from ps_server.rpc.membership_service import MembershipService
 from ps_server.rpc.own_ports import OwnPorts
 from ps_server.rpc.registration import ShardRegistration
-from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_client import ShardClient
 from ps_server.rpc.shard_service import ShardService
 from ps_server.rpc.views import Views
+from ps_server.rpc.worker_services import DataLeaseService, MembershipService, RoundService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.native_loops import use_native_loops
 from ps_server.shard.shard import Shard

@@ -1,5 +1,5 @@
 """What a launcher of your own says of processes that have ended: docs/launching.md has an example."""
 
-from ps_worker.cluster.reports import report_shard_end, report_worker_end
+from ps_worker.cluster.launcher_reports import report_shard_end, report_worker_end
 
 __all__ = ["report_shard_end", "report_worker_end"]

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from ps_worker.session import Session
     from ps_worker.subscription import WeightFeed, subscribe
     from ps_worker.tables.freezing import freeze
-    from ps_worker.tables.given import RowFile
+    from ps_worker.tables.given_rows import RowFile
     from ps_worker.tables.modules import Embedding, EmbeddingBag
-    from ps_worker.tables.optimizers import Ftrl, RowWiseAdagrad
+    from ps_worker.tables.table_optimizers import Ftrl, RowWiseAdagrad
 
 __all__ = [
     "Embedding",
@@ -110,9 +110,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(modules, name)
     if name == "RowFile":
-        from ps_worker.tables import given
+        from ps_worker.tables import given_rows
 
-        return given.RowFile
+        return given_rows.RowFile
     if name == "freeze":
         from ps_worker.tables import freezing
 
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(subscription, name)
     if name in ("Ftrl", "RowWiseAdagrad"):
-        from ps_worker.tables import optimizers
+        from ps_worker.tables import table_optimizers
 
-        return getattr(optimizers, name)
+        return getattr(table_optimizers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -89,7 +89,7 @@ def parser() -> CommandLine:
 def ask(arguments: argparse.Namespace) -> str:
     """Runs a command that tells or asks the coordinator something; returns what came of it. Raises PSError."""
     from ps_runtime.credentials import access_of
-    from ps_worker.cluster.reports import await_job_end, report_worker_end
+    from ps_worker.cluster.launcher_reports import await_job_end, report_worker_end
 
     if not arguments.server:
         raise InvalidRequest(f"{arguments.command} needs --server HOST:PORT")

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ps_protocol.batches import DataRange
 from ps_protocol.convert import (
     data_range_messages,
     data_ranges,
@@ -24,7 +25,6 @@ from ps_protocol.convert import (
     wire_format,
     wire_format_number,
 )
-from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.hyper_parameters import HyperParameters

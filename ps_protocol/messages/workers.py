@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ps_protocol.batches import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.convert import (
     data_range_messages,
     data_ranges,
@@ -15,7 +16,6 @@ from ps_protocol.convert import (
     since_1970,
     timestamp,
 )
-from ps_protocol.data import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import leases_pb2, membership_pb2, rounds_pb2, types_pb2
 

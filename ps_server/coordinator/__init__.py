@@ -2,19 +2,17 @@
 
 coordinator.py  The coordinator: its jobs, and where each begins and ends
 new_jobs.py     Making a job on all shards: a new one, or as the last checkpoint of its name has it
-job.py          A job, as its coordinator knows it: all that happens to it is a method of it
+runs.py         The identity of each run of a job
+coordinated_job.py A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
-attendance.py   The launches that have taken part, and how the worker went that left last
-reservations.py Joins under way: what each worker is going to be, until every shard counts it
 joins.py        Joins of one job: those that wait while others are being counted on the shards go together
 together.py     Work that costs as much for many callers as for one
 removals.py     Workers that are gone, and that shards may still count
-expiry.py       Ends leases that have run out, and jobs that their workers have deserted
 lifecycle.py    What a job is in the middle of, and whether it is over
 watchers.py     The workers that watch the roster of one job
-data.py         The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
-rounds.py       The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
-checkpoints.py  The checkpoints of one job: when one is made, which is asked for, and what the last one has
+job_data.py     The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask
+job_rounds.py   The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait
+job_checkpoints.py The checkpoints of one job: when one is made, which is asked for, and what the last one has
 checkpoint_attempt.py One checkpoint of a job under way: its clock, the shards' parts, the workers' states
 worker_states.py The workers' own parts of a job's checkpoints
 recovery.py     Rolling a job back to its last checkpoint, after a shard lost what it held
@@ -24,13 +22,11 @@ held_jobs.py    What shards hold, beside what the coordinator knows: jobs that o
 refusals.py     What a process is told that cannot join now, and which workers of another launch are in its way
 cluster.py      What all jobs of a coordinator share: the shards, the limits, the checkpoints, and the time
 charge.py       Whether a coordinator is still in charge: another one may have taken its lease over
-runs.py         The identity of each run of a job
 ended_jobs.py   The jobs that are over: why, and which of them have finished
 events.py       What happened lately, for people who watch
 job_script.py   What the script of one job has set that is the job's, for workers that join late
 heard.py        What the workers of one job have measured, as their last heartbeats said
 policy.py       When checkpoints are made, where they go, and how many are kept
-saved_job.py    A job as a coordinator saves it, and as the next one resumes it
 state_file.py   What a coordinator needs to come back after its death, in one small file beside the checkpoints
 timing.py       The clock that a coordinator goes by, and how long it waits for what
 """

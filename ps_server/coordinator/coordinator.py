@@ -30,19 +30,17 @@ from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
-from ps_server.coordinator.expiry import Expiry
-from ps_server.coordinator.held_jobs import HeldJobs, Run
-from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.held_jobs import Expiry, HeldJobs, Run
 from ps_server.coordinator.new_jobs import NewJobs
 from ps_server.coordinator.policy import CheckpointPolicy
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
-from ps_server.coordinator.saved_job import resumed, saved
 from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard, Shards
 from ps_server.coordinator.shared_room import SharedRoom
-from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.state_file import StateFile, resumed, saved
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
 from ps_server.coordinator.together import Together
 from ps_server.core.limits import DEFAULTS, Limits

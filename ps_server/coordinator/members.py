@@ -17,16 +17,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ps_protocol.errors import Fenced, LimitExceeded, NotFound, PSError, TryLater
 from ps_protocol.messages.workers import JoinRequest
-from ps_server.coordinator.attendance import Attendance
 from ps_server.coordinator.cluster import Cluster
 from ps_server.coordinator.refusals import refusal, try_soon
 from ps_server.coordinator.removals import Removal, Removals
-from ps_server.coordinator.reservations import Reservation, Reservations
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import Arrival, Counted, Member, Membership, NamedProcess, check_key
 from ps_server.failpoints import failpoint
@@ -444,3 +442,114 @@ def _may_be_late(request: JoinRequest) -> bool:
     has waited. A client that names no launch is not asked to.
     """
     return request.previous is None and bool(request.attempt and request.launch) and not request.waited
+
+
+# -- launches that have taken part -------------------------------------------------------------------------------------
+
+# The launches that have taken part in a job, and how its last worker left: whether the job has finished, for whom.
+#
+# A job whose last worker has left may wait for one that was taken off as silent: until that comes back, is known to be
+# dead, or has been away for too long. The job is finished then.
+
+
+LAUNCHES_KEPT = 256  # that took part in one job; the first are forgotten
+
+
+class Attendance:
+    """Which launches have taken part in a job, the last one last, and how the worker went that left last.
+
+    has_been: a worker has joined since this coordinator knows the job
+    has_left: no worker has joined since one left, and none was lost
+    is_done:  the script of that one had come to its end
+    left_at:  when it left, in seconds since 1970
+    waits:    the job ends as soon as no worker is left that may come back
+    """
+
+    def __init__(self) -> None:
+        self.launches: tuple[str, ...] = ()
+        self.has_been = self.has_left = self.is_done = self.waits = False
+        self.left_at = 0.0
+
+    def joined(self, launch: str) -> None:
+        """Notes a worker. launch: that started it; empty: not known"""
+        self.has_been, self.has_left, self.waits = True, False, False
+        if launch and launch not in self.launches:
+            self.launches = (*self.launches, launch)[-LAUNCHES_KEPT:]
+
+    def left(self, done: bool, at: float) -> None:
+        """Notes that a worker has left. done: its script has come to its end"""
+        self.has_left, self.is_done, self.left_at = True, done, at
+
+    def lost(self) -> None:
+        """Notes that a live worker is gone: what it had to do is still to be done, whoever has left before."""
+        self.has_left = self.waits = False
+
+    def wait(self) -> bool:
+        """Has the job wait for those that may come back. Returns whether it did not wait yet."""
+        begins, self.waits = not self.waits, True
+        return begins
+
+
+# -- joins under way ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """What a worker that may join is going to be.
+
+    older:  the live worker that it replaces
+    is_new: its process has not had a place before
+    """
+
+    rank: int
+    incarnation: int
+    attempt: int
+    key: bytes = field(repr=False)
+    older: Member | None
+    is_new: bool
+
+
+class Reservations:
+    """One for each rank that is being taken. Not thread-safe."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._by_rank: dict[int, Reservation] = {}
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._by_rank.values())
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def ranks(self) -> Collection[int]:
+        """Returns the ranks that are being taken."""
+        return self._by_rank.keys()
+
+    def add(self, reservation: Reservation) -> Reservation | None:
+        """Takes a reservation in; returns the one of the same rank that it makes void."""
+        before = self._by_rank.get(reservation.rank)
+        self._by_rank[reservation.rank] = reservation
+        return before
+
+    def check(self, reservation: Reservation) -> None:
+        """Raises TryLater or Fenced where a join was overtaken by a rollback or by another process.
+
+        A new process may try again: the other one may be its predecessor, whose last call arrives after its death.
+        """
+        current = self._by_rank.get(reservation.rank)
+        if current is None:
+            raise TryLater(f"job {self._job!r} was rolled back while worker {reservation.rank} joined")
+        if current is not reservation:
+            if reservation.is_new:
+                raise TryLater(f"another process joins job {self._job!r} as worker {reservation.rank} at this moment")
+            raise Fenced(f"worker {reservation.rank} was replaced by another process while it joined")
+
+    def drop(self, reservation: Reservation) -> None:
+        """Forgets a reservation, unless a later one has made it void."""
+        if self._by_rank.get(reservation.rank) is reservation:
+            del self._by_rank[reservation.rank]
+
+    def clear(self) -> None:
+        """Makes all of them void: the job is rolled back."""
+        self._by_rank.clear()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ps_protocol.errors import LimitExceeded, PSError, RunEnded, TryLater
 from ps_protocol.job import JobSpec
 from ps_server.coordinator.cluster import Cluster, Registry
-from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.recovery import Recovery
 from ps_server.coordinator.refusals import try_soon
 from ps_server.coordinator.runs import Runs

@@ -1,4 +1,4 @@
-"""The rules, without sockets, clocks, threads, environment or messages: time and data come in as arguments.
+"""The rules, without sockets, clocks, threads, environment or protobuf: time and data come in as arguments.
 
 accounting.py    Steps that workers lost, or made again, because shards were rolled back to a checkpoint
 admission.py     Admission: which requests may be received now, and which wait for a place
@@ -14,7 +14,7 @@ data_leases.py   One loader's data, as the coordinator gives it out: batch by ba
 dense.py         One bucket's tensors: its weights, its optimizer, and the gradients being added up for the open update
 sums.py          The sum of what workers have contributed to one update of a bucket, and steps in pieces
 extent.py        Checks how large a job is, and that its parts fit together
-figures.py       What processes measure of their own work, for people who watch
+server_figures.py What processes measure of their own work, for people who watch
 limits.py        How much anyone may take: every limit of a server by name, with its default
 membership.py    The live workers of a job: leases, incarnations, ranks
 named_values.py  Hyper-parameters: which were found good, and whose an update is made with
@@ -24,7 +24,7 @@ rounds.py        Rounds: values that all live workers of a job exchange, one rou
 snapshot.py      A bucket as a checkpoint has it: a value that outlives the shard it was taken from
 statistics.py    What a shard or a coordinator says about itself: frozen records
 table_rows.py    A table's rows on one shard, what workers contribute to them, and how many there may be
-tables.py        A table of a job on one shard: a unit whose contributions are rows, in several messages
+shard_table.py   A table of a job on one shard: a unit whose contributions are rows, in several messages
 thread_shares.py How the threads that a process may have are divided
 unit.py          A unit: what a bucket and a table have in common
 validation.py    Checks registrations, addresses and names before a coordinator or a shard uses them

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import PSError
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.identity import Identity

@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import Backlogged, OutOfOrder
 from ps_protocol.modes import Consistency
 from ps_server.core.snapshot import VersionRange

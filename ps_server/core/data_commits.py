@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_protocol.data import MAX_PUSH_RANGES, DataRange
+from ps_protocol.batches import MAX_PUSH_RANGES, DataRange
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_server.core.validation import check_once
 

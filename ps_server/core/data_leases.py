@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ps_protocol.data import NOTHING, BatchLease, DataRange, LeaseReport, LoaderSpec
+from ps_protocol.batches import NOTHING, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import InvalidRequest, JobMismatch
 from ps_server.core.data_commits import Committed, Intervals, Span, common
 

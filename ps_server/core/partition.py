@@ -41,12 +41,12 @@ from ps_server.core.commands import (
 from ps_server.core.consistency import Add, Live, Step, UpdateRule, update_rule
 from ps_server.core.data_commits import DataCommits
 from ps_server.core.dense import DenseBucket, Gradient
-from ps_server.core.figures import TableFigures, told
 from ps_server.core.membership import Counted, check_incarnation, check_key
 from ps_server.core.placement import Place
+from ps_server.core.server_figures import TableFigures, told
+from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import VersionRange, union
 from ps_server.core.sums import Scratch
-from ps_server.core.tables import ShardTable
 from ps_server.core.unit import Unit
 
 ASSIGNED_WEIGHTS = 4  # what may be assigned and wait for its step, in weights: they and three optimizer states

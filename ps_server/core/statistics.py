@@ -9,8 +9,8 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import LoaderProgress
-from ps_server.core.figures import ShardFigures, ShardJobFigures, TableFigures
 from ps_server.core.membership import Member
+from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFigures
 
 
 @dataclass(frozen=True)

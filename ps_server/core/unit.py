@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_server.core.budget import StagingRoom
 from ps_server.core.commands import PushCommand, Staged, UnitCommand

@@ -13,5 +13,4 @@ page.py         The page on which a browser shows a cluster; and `ps-server page
 race.py         The race of a job's workers, for a terminal
 screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again
 status.py       `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
-text.py         Texts of peers, for a terminal
 """

@@ -64,3 +64,8 @@ def wrapped(parts: Sequence[str], width: int | None, between: str = " · ") -> l
         else:
             lines.append(part)
     return [cut(line, width) for line in lines]
+
+
+def printable(text: str) -> str:
+    """Returns a text of a peer's so that it does nothing to a terminal: escaped where it cannot be printed."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

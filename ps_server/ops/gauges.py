@@ -9,7 +9,7 @@ from typing import Any
 
 from ps_runtime.metrics import Gauges, Sample
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.figures import TableFigures
+from ps_server.core.server_figures import TableFigures
 from ps_server.core.statistics import (
     CheckpointStatistics,
     CoordinatorStatistics,

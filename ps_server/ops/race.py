@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ps_server.ops.columns import cut
+from ps_server.ops.columns import cut, printable
 from ps_server.ops.status import clock_unit
-from ps_server.ops.text import printable
 
 SHOWN = 12  # workers that are shown by rank, all of them, where there is room
 SLOWEST, FASTEST = 8, 2  # of more workers

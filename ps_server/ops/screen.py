@@ -13,10 +13,9 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.dates import seconds_of
 from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
-from ps_server.ops.columns import cut, wrapped
+from ps_server.ops.columns import cut, printable, wrapped
 from ps_server.ops.race import race
 from ps_server.ops.status import job_lines, mode_text, process_lines, steps_text
-from ps_server.ops.text import printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import json_text, plain
 

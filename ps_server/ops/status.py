@@ -13,8 +13,7 @@ from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.quantities import counted, ranges, ranks_text, size_text
 from ps_runtime.retry import Peer
 from ps_server.core.agreement import Agreement
-from ps_server.ops.columns import folded, lines_of
-from ps_server.ops.text import printable
+from ps_server.ops.columns import folded, lines_of, printable
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain
 

@@ -9,15 +9,12 @@ data_connections.py Calls that a worker makes over a data connection, each as if
 data_listener.py    Where workers open data connections: a TCP port, and a unix socket
 data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
-figure_messages.py  What processes measure of their own work, as messages, and back
 frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
 handshakes.py       New data connections, until they have shown their ticket: one thread takes all of them
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
-layout_messages.py  The layout of a job's buckets as messages, for clients that do not compute it
-lease_service.py    Serves workers of elastic jobs that lease data
-membership_service.py Serves workers that join a job, stay in it, and leave it
+worker_services.py    Serves workers: they join jobs, live in them, gather values in rounds and lease data
 own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
@@ -25,7 +22,6 @@ position.py         Where a reader of views is: what it has been told already
 receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
-round_service.py    Serves workers that gather values from each other, in rounds
 shard_client.py     How the coordinator calls the shards
 shard_messages.py   What a coordinator asks of a shard and hears from it, as values and as messages
 shard_service.py    Serves what the coordinator asks of a shard

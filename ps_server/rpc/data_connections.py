@@ -26,7 +26,7 @@ from ps_protocol.frames import HEADER_BYTES, METHODS, TICKET_BYTES, Header, Kind
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_runtime.frame_socket import FrameSocket
-from ps_runtime.status import STATUS_KEY
+from ps_runtime.grpc_status import STATUS_KEY
 from ps_server.rpc.auth import host_of
 from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.receive_buffers import ReceiveBuffers

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
 from ps_runtime.frame_socket import nothing
+from ps_runtime.grpc_status import code_of
 from ps_runtime.metrics import LATENCY_BUCKETS
-from ps_runtime.status import code_of
 from ps_runtime.troubles import Troubles
 from ps_server.rpc.call_limits import Admitted, CallLimits, caller_name
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal

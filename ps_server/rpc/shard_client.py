@@ -16,7 +16,7 @@ from ps_protocol.v1.shard_pb2_grpc import ShardServiceStub
 from ps_protocol.v1.types_pb2 import WorkerIdentity
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.timing import DEFAULT_SERVER_CALL_SECONDS
 from ps_server.core.data_commits import Committed

@@ -15,7 +15,7 @@ from ps_protocol.versions import check_coordinator_run
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import WORKERS_A_CALL
 from ps_server.core.validation import check_job_spec
-from ps_server.rpc import figure_messages, shard_messages
+from ps_server.rpc import shard_messages
 from ps_server.rpc.call_limits import in_pool, may_see
 from ps_server.shard.shard import Shard
 from ps_server.shard.terms import CoordinatorTerms
@@ -115,7 +115,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):  # type: ignore[misc,un
         figures = statistics.figures
         return shard_pb2.GetShardStatusResponse(
             jobs=[shard_messages.shard_job_status(name, job) for name, job in statistics.jobs.items() if may_see(name)],
-            figures=figure_messages.shard_message(figures) if figures is not None else None,
+            figures=shard_messages.shard_message(figures) if figures is not None else None,
             process=self._process,
         )
 

@@ -13,7 +13,7 @@ from ps_server.coordinator.events import Event
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.membership import Member
 from ps_server.core.statistics import JobStatistics, ShardStatistics
-from ps_server.rpc import figure_messages, shard_messages
+from ps_server.rpc import shard_messages
 from ps_server.view.finished import EndedJobView
 from ps_server.view.history import Samples
 from ps_server.view.making import logged_means
@@ -162,7 +162,7 @@ def shard_status(
         pid=shard.pid,
         reachable=statistics is not None and not silent,
         restart_count=shard.restart_count,
-        figures=figure_messages.shard_message(figures) if figures is not None else None,
+        figures=shard_messages.shard_message(figures) if figures is not None else None,
         jobs=[shard_messages.shard_job_status(name, job) for name, job in sorted(jobs.items()) if sees(name)],
     )
 

@@ -4,7 +4,7 @@ apply.py      Applies what is staged: adds contributions and steps optimizers
 budgets.py    What principals have on a shard, counted over all its jobs
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
-job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
+hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
 loans.py      Weights that are sent from where they are, and copied only if an update comes to change them
 metrics.py    What a shard tells Prometheus
 native_loops.py The library for tables in a server process: whether it is used

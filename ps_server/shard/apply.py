@@ -18,7 +18,7 @@ from ps_protocol.errors import PSError
 from ps_runtime.background import note_error
 from ps_server.core.consistency import Add, Step
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import HostedJob, HostedUnit
+from ps_server.shard.hosted_job import HostedJob, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Task, Threads

@@ -45,7 +45,7 @@ from ps_server.core.partition import JobPartition, check_buckets
 from ps_server.core.placement import Place
 from ps_server.core.snapshot import RestoreProgress, RestoreRequest, TableSnapshot, VersionRange, joined
 from ps_server.failpoints import failpoint
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Threads

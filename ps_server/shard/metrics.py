@@ -17,7 +17,7 @@ from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_server.core.commands import Staged
 from ps_server.core.consistency import Add, Step
 from ps_server.core.dense import Gradient
-from ps_server.core.figures import ShardJobFigures
+from ps_server.core.server_figures import ShardJobFigures
 
 # ssp:K allows K + 1 and no more: K and K + 1 have buckets of their own for each K up to 8, and for 16, 32 and 64.
 STALENESS_BUCKETS = (*range(10), 12, 16, 17, 32, 33, 64, 65)

@@ -29,7 +29,7 @@ from ps_server.core.consistency import ALL_STAGED_APPLIED, Admission
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.budgets import PulledBuckets
-from ps_server.shard.job import HostedJob, HostedTable, HostedUnit
+from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
 from ps_server.shard.waiting import (

@@ -17,14 +17,13 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import BLOCK_WIRES
 from ps_protocol.messages.data import PullCall, PushCall, PushKind
 from ps_protocol.messages.rows import RowsPull, RowsPush, TablePush
-from ps_protocol.row_memory import RowMemory
-from ps_protocol.segment_layout import SegmentMap, SegmentOffer
+from ps_protocol.segment_layout import RowMemory, SegmentMap, SegmentOffer
 from ps_protocol.tensors import bytes_of
 from ps_server.core.commands import Assign, PushCommand, Staged, UnitCommand
 from ps_server.core.validation import check_once
 from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
-from ps_server.shard.job import Attached, AttachedRows, HostedJob
+from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach

@@ -22,7 +22,7 @@ from ps_protocol.messages.rows import FeedPart, RoundBegin, RowsWatch
 from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.job import HostedJob, HostedTable
+from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
 from ps_server.shard.waiting import Lent, Outbox
 from ps_tables.changes import Changes

@@ -32,14 +32,14 @@ from ps_server.core.budget import PrincipalBudget
 from ps_server.core.commands import AddWorker, RemoveWorker, Staged
 from ps_server.core.data_commits import Committed
 from ps_server.core.data_leases import WorkerId
-from ps_server.core.figures import ShardFigures
 from ps_server.core.membership import Arrival, Counted
+from ps_server.core.server_figures import ShardFigures
 from ps_server.core.snapshot import Part, RestoreProgress, RestoreRequest, ShardSnapshot, Snapshot, SnapshotRequest
 from ps_server.core.statistics import ShardStatistics
 from ps_server.shard.apply import Updates
 from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs, TablePlaces
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes

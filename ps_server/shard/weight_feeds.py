@@ -26,7 +26,7 @@ from ps_protocol.messages.editions import (
 from ps_server.failpoints import failpoint
 from ps_server.shard.editions import CopiedBucket, TakenEdition, WantedEdition
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.waiting import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete

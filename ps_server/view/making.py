@@ -10,8 +10,8 @@ from ps_protocol.figures import PHASES, WorkerFigures
 from ps_runtime.quantities import ranks_text
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
-from ps_server.core.figures import ShardJobFigures
 from ps_server.core.membership import Member
+from ps_server.core.server_figures import ShardJobFigures
 from ps_server.core.statistics import JobStatistics, ShardStatistics, Wait
 from ps_server.view.diagnosis import JobSigns, diagnosis, state
 from ps_server.view.history import Name

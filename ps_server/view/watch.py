@@ -13,8 +13,8 @@ from functools import partial
 
 from ps_protocol.errors import LimitExceeded, PSError
 from ps_runtime.background import Background
+from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
 from ps_server.core.limits import share

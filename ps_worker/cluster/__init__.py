@@ -6,23 +6,20 @@ connection.py     One incarnation of a worker in its job: its place, and the way
 transport.py      A transport is one way for buckets between a worker and one shard
 network.py        One way to a shard: buckets as messages
 shared_memory.py  The other way to a shard: buckets through memory that the worker shares with it
-rows.py           The ways of rows between a worker and all shards
+row_transport.py  The ways of rows between a worker and all shards
 first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
-row_memory.py     Memory for the rows of a step, shared with shards on this host
-row_landing.py    A pull of rows under way
 feeds.py          Feeds of rows, as a reader calls them
-segments.py       A segment: memory that the worker makes, and hands over to shards on its host
+local_segment.py  A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, which are repeated when they fail: over its data connection, or by gRPC
 data_connection.py A data connection to one shard: calls of push and pull over frames
 data_link.py      The data connection to one shard, as long as a worker has its place: opened, and opened again
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
-clocks.py         Reads the clock of a shard, for a timeline
-coordinator.py    Calls to the coordinator
-membership.py     A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
+coordinator_calls.py Calls to the coordinator
+own_membership.py A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
 heartbeat_process.py Heartbeats while C code keeps the GIL: the process beside the worker that sends them
 heartbeat_child.py What that process runs: the standard library alone
-reports.py        What launchers ask of a coordinator: they report processes that have ended
+launcher_reports.py What launchers ask of a coordinator: they report processes that have ended
 script.py         What a worker tells of its script, for workers that join late
-rounds.py         A worker's part in the job's rounds, in which all live workers exchange a value
-threads.py        Threads that work for a session and never keep a script from ending
+value_rounds.py   A worker's part in the job's rounds, in which all live workers exchange a value
+daemon_pool.py    Threads that work for a session and never keep a script from ending
 """

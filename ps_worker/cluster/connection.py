@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import PSError
+from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
-from ps_protocol.messages.data import BucketPush, PulledState, write_open
+from ps_protocol.messages.data import BucketPush, PullCall, PulledState, read_notice, write_open, write_pull
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
@@ -28,13 +30,11 @@ from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
-from ps_worker.cluster.clocks import read_clock
+from ps_worker.cluster.daemon_pool import JOIN_SECONDS
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
-from ps_worker.cluster.row_memory import share_rows
-from ps_worker.cluster.rows import RowTransport
-from ps_worker.cluster.shared_memory import SharedTransport, share_memory
-from ps_worker.cluster.threads import JOIN_SECONDS
+from ps_worker.cluster.row_transport import RowTransport
+from ps_worker.cluster.shared_memory import SharedTransport, share_memory, share_rows
 from ps_worker.cluster.transport import Draft, ShardStep, Transport
 from ps_worker.model.flat import FlatModel
 from ps_worker.tables.ahead import RowsAhead
@@ -378,3 +378,20 @@ class Connection:
 def _skip(push: BucketPush) -> BucketPush:
     """Returns a push that leaves its bucket as it is."""
     return replace(push, empty=True, absent=())
+
+
+READINGS = 8
+READING_SECONDS = 2.0
+
+
+def read_clock(calls: ShardCalls, worker: Identity) -> Iterator[ClockReading]:
+    """Yields readings of a shard's clock; none if its version does not tell it. Raises PSError."""
+    request = write_pull(PullCall(worker, 0, (), times_wanted=True))
+    for _ in range(READINGS):
+        asked = time.perf_counter()
+        message = calls.first_of("Pull", request, READING_SECONDS)
+        answered = time.perf_counter()
+        clock = read_notice(message).clock if message is not None else None
+        if clock is None:
+            return
+        yield ClockReading(asked, answered, clock)

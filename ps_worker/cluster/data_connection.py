@@ -22,7 +22,7 @@ from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.background import start
 from ps_runtime.frame_socket import FrameSocket, nothing
-from ps_runtime.status import STATUS_KEY
+from ps_runtime.grpc_status import STATUS_KEY
 
 _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4096  # that surely fit where there is room

@@ -20,7 +20,7 @@ from ps_protocol.row_ids import by_shard, mix, shards_of
 from ps_protocol.tables import Beginning, JobTable
 from ps_tables.beginning import encoded, row_columns, row_size
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.tables.given import GivenRows
+from ps_worker.tables.given_rows import GivenRows
 from ps_worker.tables.server_rows import FirstRows, ServerTables
 
 MESSAGE_BYTES = 4 * 2**20

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+
+from ps_protocol.codecs import PLAIN, Cast
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
+from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
+from ps_protocol.messages.envelope import Awaited
+from ps_protocol.messages.rows import PulledRows
 from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
@@ -103,3 +113,121 @@ class Landing:
             self._sizes[wire] = self._sizes.get(wire, 0) + self._plan.land(bucket, pulled)
             self._longest = max(self._longest, pulled.waited)
             self._checkpoint = self._checkpoint or pulled.save_state
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class RowLanding:
+    """A pull of rows from one shard. For one thread at a time.
+
+    request: of PullRows
+    count:   of the rows that it asks for, and `dim` elements of each; codec: as they come in messages
+    land:    takes rows over, from a number on: [n, dim] float32
+    shared:  where rows come that are in the segment: [rows, dim]; None: they come in messages
+    waits:   told of what it waits for
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        request: bytes,
+        count: int,
+        dim: int,
+        codec: Cast,
+        land: Callable[[int, torch.Tensor], None],
+        shared: torch.Tensor | None,
+        waits: Troubles,
+    ) -> None:
+        self._peer, self._request, self._rows, self._dim, self._codec = peer, request, count, dim, codec
+        self._land, self._shared, self._waits = land, shared, waits
+        self.progressed: Callable[[], None] = nothing  # is called with each message
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins anew: nothing has come."""
+        self._landed = np.zeros(self._rows, np.bool_)
+        self._answered, self._waited, self._save_state = False, 0.0, False
+        self._fields = b""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows have come."""
+        return self._answered and bool(self._landed.all())
+
+    def request(self) -> bytes:
+        """Returns the request."""
+        return self._request
+
+    def result(self) -> PullResult:
+        """Returns what came of it. Raises InvalidRequest where rows are missing."""
+        if not self.is_done:
+            raise InvalidRequest(f"{self._peer}: expected {self._rows} rows, got {int(self._landed.sum())}")
+        self._waits.over("rows")
+        codec = self._codec if self._shared is None else PLAIN["float32"]
+        return PullResult({codec.name: codec.size(self._rows * self._dim)}, self._waited, self._save_state)
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        """Returns memory for the payload of the message that comes."""
+        self._fields = split_head(head, payload_bytes)
+        return memoryview(bytearray(payload_bytes)) if payload_bytes else None
+
+    def take(self, payload: memoryview | None) -> bool:
+        """Takes the message that `place` was told of; returns whether all rows have come."""
+        self.message(self._fields, payload)
+        return self.is_done
+
+    def message(self, fields: bytes, payload: memoryview | None) -> None:
+        """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
+        self.progressed()
+        self._take(rows.read_pulled(fields, payload))
+
+    def _take(self, pulled: PulledRows) -> None:
+        self._waited = max(self._waited, pulled.waited)
+        self._save_state = self._save_state or pulled.save_state
+        if pulled.waiting is not None:
+            note_wait(self._waits, pulled.waiting)
+            return
+        self._answered = True
+        elements = self._read(pulled)
+        if pulled.rows:
+            self._land(pulled.first, elements)
+            self._landed[pulled.first : pulled.first + pulled.rows] = True
+
+    def _read(self, pulled: PulledRows) -> torch.Tensor:
+        first, count, payload = pulled.first, pulled.rows, pulled.payload
+        if pulled.in_segment and self._shared is not None and payload is None and (first, count) == (0, self._rows):
+            return self._shared
+        expected, sent = self._codec.size(count * self._dim), len(payload or b"")
+        came_as = pulled.wire_format or "float32"
+        if pulled.in_segment or first + count > self._rows or sent != expected or came_as != self._codec.dtype:
+            way = "in the segment" if pulled.in_segment else f"in {sent} bytes of {came_as}"
+            raise InvalidRequest(
+                f"{self._peer}: expected {self._rows} rows of {self._dim} x {self._codec.dtype}, got rows {first} to "
+                f"{first + count} {way}"
+            )
+        return self._codec.decode(payload or b"", count * self._dim).view(count, self._dim).to(torch.float32)
+
+
+class ExchangeLanding(RowLanding):
+    """A pull of rows that comes with a push.
+
+    staged: is called with the time at which the push was staged, on the clock of time.perf_counter; maybe again
+    """
+
+    def __init__(self, *pull: Any, staged: Callable[[float], None]) -> None:
+        self._staged = staged
+        super().__init__(*pull)
+
+    def message(self, fields: bytes, payload: memoryview | None) -> None:
+        """Takes a message. Raises InvalidRequest for one that cannot be an answer."""
+        self.progressed()
+        staged_seconds, pulled = rows.read_exchanged(fields)
+        self._staged(time.perf_counter() - staged_seconds)  # no answer comes before it is
+        if pulled is not None:
+            self._take(pulled._replace(payload=payload))
+
+
+def note_wait(waits: Troubles, waiting: Awaited) -> None:
+    """Tells of what rows wait for."""
+    waits.met("rows", "waiting for rows: %s", waiting.reason, detail=waiting.ranks)

@@ -24,13 +24,13 @@ from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
 from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
-from ps_worker.cluster.membership import CLOSED_EARLY, OwnMembership
 from ps_worker.cluster.options import JobOptions
+from ps_worker.cluster.own_membership import CLOSED_EARLY, OwnMembership
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.model.flat import FlatModel
-from ps_worker.model.optimizer_state import States, state_assignments
+from ps_worker.model.state_transfer import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.recording import Timeline
 

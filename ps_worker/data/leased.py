@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ps_protocol.data import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
+from ps_protocol.batches import BatchLease, DataRange, LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_worker.data.loaders import POSITION_METHODS, PreparedLoader, rebuilt, shuffles
 from ps_worker.data.look_ahead import LookAhead

@@ -11,12 +11,12 @@ local_settings.py   The settings of a job of local steps, as a script gives them
 local_round.py      A round of local steps: which fragment of the model is due, and what is pushed of it
 no_sync.py          Lends a session's `no_sync` to the user's model, for scripts written for DistributedDataParallel
 optimizer.py        The optimizer that `prepare` returns: it looks like the user's own, and is stepped on the servers
-optimizer_state.py  Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
+state_transfer.py   Optimizer state on its way to the shards and back: by parameter as in torch, by bucket on the shards
 overlap.py          Which buckets leave while backward still runs
 refused.py          Models that servers cannot train, told before anything joins, and in a dry run
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
-stages.py           What steps the parameters of a job, in each stage of the script
+script_stages.py    What steps the parameters of a job, in each stage of the script
 storage.py          A storage of its own for a part of a flat buffer
 stepped_alone.py    Notices an optimizer that steps a session's parameters past it, on this worker alone
 tracked.py          Parameters and gradients that notify the session where a script may change them

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ps_protocol.errors import Unsupported
-from ps_worker.model.optimizer_state import tensors_of
+from ps_worker.model.state_transfer import tensors_of
 from ps_worker.tables.stepping import stand_for
 
 log = logging.getLogger("ps_worker")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient
 from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.job import JobSpec, NonFinite
@@ -29,7 +29,7 @@ from ps_runtime.troubles import Troubles
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.overlap import Overlap
-from ps_worker.model.stages import Stage, next_stage, stage_of_job
+from ps_worker.model.script_stages import Stage, next_stage, stage_of_job
 from ps_worker.tables.server_rows import ServerTables, TableStep
 from ps_worker.timeline.profiler import PUSH, named
 from ps_worker.timeline.recording import Timeline

@@ -28,8 +28,8 @@ from ps_runtime.background import start
 from ps_runtime.credentials import access
 from ps_runtime.own_program import own_program
 from ps_runtime.settings import environment
-from ps_worker.cluster.reports import report_shard_end, report_worker_end
-from ps_worker.ray.values import Certificates, WorkerProcess
+from ps_worker.cluster.launcher_reports import report_shard_end, report_worker_end
+from ps_worker.ray.deployment import Certificates, WorkerProcess
 
 LOOK_SECONDS = 1.0  # a server that is not ready is looked after so often
 STATUS_SECONDS = 30.0

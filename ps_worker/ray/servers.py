@@ -16,7 +16,7 @@ from ps_runtime.launch_id import new_launch_id
 from ps_runtime.quantities import counted, size_text
 from ps_worker.config import SETTINGS
 from ps_worker.ray.actors import CoordinatorActor, ServerPlan, ShardActor
-from ps_worker.ray.values import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
+from ps_worker.ray.deployment import SERVER, WORKER, Certificates, Deployment, WorkerProcess, WorkerSettings
 
 PLACE_SECONDS = 60.0  # for which Ray may look for nodes with room for the shards
 START_SECONDS = 120.0  # for which servers may start: nodes import torch, some of them for the first time

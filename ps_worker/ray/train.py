@@ -16,8 +16,8 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_worker.ray.deployment import Deployment, WorkerProcess, WorkerSettings
 from ps_worker.ray.servers import ParameterServer
-from ps_worker.ray.values import Deployment, WorkerProcess, WorkerSettings
 
 log = logging.getLogger("ps_worker")
 

@@ -8,6 +8,5 @@ documents.py        Encodes values as one safetensors file with JSON, and decode
 encoding.py         The state of a worker without the weights, as values and as bytes
 ending.py           Whether a script ends by itself or by a signal, and code that signals may not interrupt
 inner.py            The state of optimizers that step on the worker, at the rounds of checkpoints
-inner_weights.py    The same with the worker's own weights, in the mode that mixes fragments into them
 sender.py           Sends each captured state to the coordinator, in a thread
 """

@@ -20,7 +20,7 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_worker.model.elements import is_trained
 from ps_worker.model.optimizer import ParameterStates, RemoteOptimizers, optimizer_like
-from ps_worker.model.stages import Stage
+from ps_worker.model.script_stages import Stage
 
 log = logging.getLogger("ps_worker")
 

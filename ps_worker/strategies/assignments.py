@@ -25,8 +25,8 @@ from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.optimizer_state import States, check_states, state_assignments
-from ps_worker.model.stages import Stage
+from ps_worker.model.script_stages import Stage
+from ps_worker.model.state_transfer import States, check_states, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.values import BucketAssignment
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
-from ps_worker.data.position import ShareLoop
+from ps_worker.data.pass_position import ShareLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.stepped_alone import watch_steps
 from ps_worker.strategies.strategy import Prepared

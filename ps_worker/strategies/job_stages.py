@@ -2,7 +2,7 @@
 
 begun  The script hands optimizers over. They take the places of those that had any of their parameters. Parameters that
        none has had become a job beside this one (added.py).
-told   With the next step each bucket is told what steps it from then on (ps_worker/model/stages.py). It is told once a
+told   With the next step each bucket is told what steps it from then on (model/script_stages.py). It is told once a
        place: a bucket that has come to the stage stays as it is, and one that was rolled back to before it comes again.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded, Unsupported
 from ps_worker.cluster.participation import Participation
-from ps_worker.model.optimizer_state import check_states, states_of
-from ps_worker.model.stages import Stage, tensors_in
+from ps_worker.model.script_stages import Stage, tensors_in
+from ps_worker.model.state_transfer import check_states, states_of
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.strategies.added import AddedGroups

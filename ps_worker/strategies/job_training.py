@@ -10,7 +10,7 @@ lost       A worker loses its place by a pause, a partition, or a rollback of th
            weights there (ps_worker/cluster/participation.py). A step that was at hand counts as a whole: what shards
            have not had of it is pushed again from there (unfinished.py). Where a rollback has undone steps of this
            worker, its own state is rolled back too, and the batch's other steps are left out.
-between    Leased data, values over all workers (cluster/rounds.py), optimizer state that the script reads or sets.
+between    Leased data, values over all workers (value_rounds.py), optimizer state that the script reads or sets.
 
 What one step is, a step of gradients or a round of local steps, is a StepKind (step_kind.py).
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ps_protocol.data import BatchLease, LeaseRequest
+from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
@@ -34,7 +34,7 @@ from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.optimizer_state import StateCollector, States
+from ps_worker.model.state_transfer import StateCollector, States
 from ps_worker.model.step import StepMaker
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState

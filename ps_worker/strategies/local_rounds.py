@@ -22,19 +22,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ps_protocol.data import MAX_PUSH_RANGES
+from ps_protocol.batches import MAX_PUSH_RANGES
 from ps_protocol.errors import InvalidRequest, NonFiniteGradient, Unsupported
 from ps_protocol.local import Local
 from ps_protocol.messages.workers import SavedState
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.job_spec import check_known
 from ps_worker.model.local_round import LocalRound
-from ps_worker.model.stages import tensors_in
+from ps_worker.model.script_stages import tensors_in
 from ps_worker.model.step import StepMaker
 from ps_worker.state.checkpoint import LocalCheckpoint, Save, WorkerCheckpoint
 from ps_worker.state.ending import is_cut_short
-from ps_worker.state.inner import InnerStates
-from ps_worker.state.inner_weights import InnerWithWeights
+from ps_worker.state.inner import InnerStates, InnerWithWeights
 from ps_worker.strategies.fragment_exchange import FragmentExchange
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.unfinished import Unfinished

@@ -25,8 +25,8 @@ from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
-from ps_worker.cluster.rounds import ValueRounds
 from ps_worker.cluster.shared_memory import check_transport
+from ps_worker.cluster.value_rounds import ValueRounds
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
 from ps_worker.data.loaders import (
     PreparedLoader,
@@ -38,7 +38,7 @@ from ps_worker.data.loaders import (
 )
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
-from ps_worker.model.optimizer_state import states_before
+from ps_worker.model.state_transfer import states_before
 from ps_worker.model.step import StepMaker
 from ps_worker.model.stepped_alone import SteppedAlone, refuse
 from ps_worker.state.ending import is_cut_short

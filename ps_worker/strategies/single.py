@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ps_worker.data.loaders import PreparedLoader, prepared_loader, refused_of_loader
-from ps_worker.data.position import WholeLoop
+from ps_worker.data.pass_position import WholeLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import refused_of
 from ps_worker.model.stepped_alone import SteppedAlone

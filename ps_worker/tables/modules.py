@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.tables.ahead import IdsOf, flat_ids
-from ps_worker.tables.given import GivenRows, RowFile
+from ps_worker.tables.given_rows import GivenRows, RowFile
 from ps_worker.tables.lookups import LookedUp, Lookups, expanded, with_divided_gradient
-from ps_worker.tables.optimizers import TableOptimizer
-from ps_worker.tables.rows import Exchange, LocalRows, Rows, TableSettings
+from ps_worker.tables.own_rows import Exchange, LocalRows, Rows, TableSettings
 from ps_worker.tables.stepping import check, joined_group, register
+from ps_worker.tables.table_optimizers import TableOptimizer
 
 T = TypeVar("T", bound="Embedding")
 

@@ -22,10 +22,10 @@ from ps_tables.saved import saved_rows
 from ps_tables.sums import are_finite
 from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.assigned import Assigned, AssignedRows
-from ps_worker.tables.given import GivenRows
+from ps_worker.tables.given_rows import GivenRows
 from ps_worker.tables.lookups import LookedUp, empty_rows
 from ps_worker.tables.modules import Embedding, looked_up
-from ps_worker.tables.rows import Exchange, LocalRows
+from ps_worker.tables.own_rows import Exchange, LocalRows
 from ps_worker.tables.stepping import check, group_of, optimizer_of
 
 log = logging.getLogger("ps_worker")

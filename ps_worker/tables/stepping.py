@@ -20,7 +20,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS
 from ps_worker.tables.lookups import Lookups
-from ps_worker.tables.rows import Rows, TableSettings
+from ps_worker.tables.own_rows import Rows, TableSettings
 
 
 class Stepped(Protocol):

@@ -17,7 +17,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.v1 import figures_pb2, membership_pb2
 from ps_runtime.quantities import duration_text
 from ps_runtime.retry import Peer
-from ps_server.core.figures import check_worker_figures
+from ps_server.core.server_figures import check_worker_figures
 from ps_server.ops import screen, status
 from ps_server.rpc.coordinator_client import OperatorClient
 from ps_server.rpc.plain import plain

@@ -11,8 +11,7 @@ import torch
 from ps_protocol.errors import JobMismatch, NoCheckpoints, NotFound, TryLater
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.config import ServerConfig
-from ps_server.coordinator.saved_job import SavedJob
-from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.core.statistics import RecoveryStatistics
 from ps_server.ops import status
 from ps_server.server import Server

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker
 from ps_protocol.messages.data import PushKind
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.pushes import Pushes
 from ps_worker.cluster.participation import Participation, PlaceLost
 from tests.tools.cases import cases

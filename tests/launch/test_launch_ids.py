@@ -21,8 +21,7 @@ from ps_protocol.errors import Fenced, InvalidRequest, JobInUse
 from ps_protocol.messages.workers import JoinRequest
 from ps_runtime import launch_id
 from ps_server.coordinator import state_file
-from ps_server.coordinator.saved_job import SavedJob
-from ps_server.coordinator.state_file import StateFile
+from ps_server.coordinator.state_file import SavedJob, StateFile
 from ps_server.coordinator.timing import Timing
 from ps_server.core.membership import Member
 from ps_server.ops import status

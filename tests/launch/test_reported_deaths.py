@@ -15,7 +15,7 @@ import pytest
 
 from ps_protocol.errors import NotFound
 from ps_server.ops import status
-from ps_worker.cluster.reports import report_shard_end, report_worker_end
+from ps_worker.cluster.launcher_reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import START_SECONDS, Start, python
 from tests.tools.raw_worker import RawWorker, vector_job

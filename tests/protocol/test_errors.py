@@ -17,7 +17,7 @@ from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 from ps_protocol.v1 import types_pb2
 from ps_runtime import retry
 from ps_runtime.channel import open_channel, server_options
-from ps_runtime.status import LONGEST_RETRY_SECONDS, error_from, status_of
+from ps_runtime.grpc_status import LONGEST_RETRY_SECONDS, error_from, status_of
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits

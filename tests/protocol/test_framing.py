@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ps_protocol.batches import DataRange
 from ps_protocol.convert import hyper_messages
-from ps_protocol.data import DataRange
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import PAYLOAD_FIELD, Parts, message_parts, split_message
 from ps_protocol.identity import Identity

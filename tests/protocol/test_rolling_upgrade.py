@@ -20,7 +20,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import VersionMismatch
 from ps_protocol.versions import VERSION
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from tests.tools.cluster import Cluster, until
 from tests.tools.recordings import Player, Recorded, recording
 

@@ -17,7 +17,7 @@ from ps_protocol.v1.cluster_pb2_grpc import ClusterServiceStub
 from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits, share
 from ps_server.server import _with_memory
 from tests.tools.cluster import Cluster, until

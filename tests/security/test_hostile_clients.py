@@ -23,7 +23,7 @@ from ps_protocol.v1 import data_pb2, jobs_pb2, membership_pb2, types_pb2
 from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
 from ps_server.rpc.calls_in_flight import WAITING_FOR_EACH
 from ps_server.rpc.health_client import is_serving

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import BY_REASON, PSError
 from ps_protocol.v1 import data_pb2, types_pb2
 from ps_runtime.channel import open_channel
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.rpc.permissions import METHODS
 from tests.tools.cluster import Cluster
 from tests.tools.fuzz_requests import KEY, SEEDS, SPEC, WORKER

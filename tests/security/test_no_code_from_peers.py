@@ -23,7 +23,7 @@ ARGUMENTS = {"shell", "allow_pickle"}
 BY_NAME = {
     ("bench/__main__.py", "importlib.import_module"),  # benchmarks, whose names stand in that file
     ("ps_server/storage/table_files.py", "np.save"),  # arrays of numbers, which are written and never read
-    ("ps_worker/tables/given.py", "np.load"),  # arrays of numbers of the script's own, without pickle
+    ("ps_worker/tables/given_rows.py", "np.load"),  # arrays of numbers of the script's own, without pickle
 }
 
 
@@ -96,7 +96,7 @@ def test_attributes_are_never_looked_up_by_a_name_that_came_over_the_wire() -> N
         "ps_protocol/convert.py",  # a oneof's field, as protobuf names it
         "ps_protocol/tensors.py",  # torch's dtypes by the table of data types
         "ps_server/rpc/plain.py",  # a message's fields, as its descriptor names them
-        "ps_server/rpc/figure_messages.py",  # a message's durations, by the phases that a step has
+        "ps_server/rpc/shard_messages.py",  # a message's durations, by the phases that a step has
         "ps_server/rpc/interceptor.py",  # two attributes of handlers
         "ps_server/rpc/shard_service.py",  # the service's own methods, as its descriptor names them
         "ps_server/cli.py",  # a flag's value, by the names of two flags

@@ -35,10 +35,10 @@ from ps_server.rpc.handshakes import Handshakes
 from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lease import Lease
+from ps_worker.cluster.daemon_pool import DaemonPool
 from ps_worker.cluster.data_connection import DataConnection
 from ps_worker.cluster.data_link import DataLink
-from ps_worker.cluster.segments import LocalSegment
-from ps_worker.cluster.threads import DaemonPool
+from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
 from tests.tools.cluster import Cluster, until
@@ -218,10 +218,10 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_server/rpc/handshakes.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_worker/cluster/threads.py DaemonPool.__init__": pools_of_a_session,
+    "ps_worker/cluster/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
     "ps_worker/cluster/data_connection.py DataConnection.__init__": data_connection,
     "ps_worker/cluster/data_link.py DataLink.current": data_link,
-    "ps_worker/cluster/segments.py LocalSegment.__init__": segments,
+    "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
     "ps_launch/one_server.py OneServer.__init__": one_server,
     "ps_launch/lifeline.py Lifeline.__init__": lifeline,
@@ -232,7 +232,7 @@ ELSEWHERE = {
         "tests/security/test_handshakes.py",
         "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
     ),
-    "ps_worker/cluster/membership.py Membership.join": (
+    "ps_worker/cluster/own_membership.py Membership.join": (
         "tests/security/test_no_thread.py",
         "test_a_worker_without_a_thread_for_its_place_leaves_and_says_why",
     ),

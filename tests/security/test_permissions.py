@@ -22,14 +22,14 @@ from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime import reloading
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import Access, Tls, access
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.ops import dev_certs, status
 from ps_server.rpc.auth import parse_access_list
 from ps_server.rpc.calls_in_flight import HEARTBEAT
 from ps_server.rpc.health_client import is_serving
 from ps_server.rpc.permissions import EVERYONE, METHODS, REFLECTION_V1, Permission, Principal, Role
 from ps_server.rpc.receiving import KINDS
-from ps_worker.cluster.reports import report_shard_end, report_worker_end
+from ps_worker.cluster.launcher_reports import report_shard_end, report_worker_end
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import joined, vector_job
 

@@ -24,7 +24,7 @@ import ps_worker
 from ps_protocol.errors import NotShared, TryLater, UnknownWorker
 from ps_protocol.segment_layout import SOCKET_PREFIX, SegmentOffer
 from ps_runtime import local_sockets
-from ps_worker.cluster.segments import LocalSegment
+from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.cluster import Cluster
 from tests.tools.launching import Commands
 from tests.tools.sharing_worker import SharingWorker

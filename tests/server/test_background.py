@@ -14,7 +14,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_runtime import background
 from ps_server.core.snapshot import RestoreRequest, SnapshotRequest
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import ApplyThreads, NoThreads, OwnThreads

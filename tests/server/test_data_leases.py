@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.data import MAX_PUSH_RANGES, BatchLease, DataRange, LeaseReport, LoaderSpec
+from ps_protocol.batches import MAX_PUSH_RANGES, BatchLease, DataRange, LeaseReport, LoaderSpec
 from ps_protocol.errors import Fenced, InvalidRequest, JobMismatch, LimitExceeded, UnknownWorker
 from ps_protocol.messages.data import PushKind
 from ps_server.core.commands import AddWorker, RemoveWorker

@@ -29,7 +29,7 @@ from ps_server.core.limits import DEFAULTS
 from ps_server.core.partition import JobPartition
 from ps_server.core.table_rows import RowsContribution
 from ps_server.core.validation import check_job_spec
-from ps_server.shard.job import HostedUnit
+from ps_server.shard.hosted_job import HostedUnit
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads

@@ -244,7 +244,7 @@ def test_periods_tables_and_too_many_feeds_are_refused() -> None:
     with pytest.raises(NotFound, match="job 'job' has no table 'other'; its tables: 'few', 'items'"):
         feeding.watch(table="other")
     one, _ = feeding.watch(), feeding.watch(table="few")
-    with pytest.raises(LimitExceeded, match="has 2 feeds of rows here: that is the limit max-feeds"):
+    with pytest.raises(LimitExceeded, match="has 2 feeds here: that is the limit max-feeds"):
         feeding.watch()
     one.close()
     feeding.watch()

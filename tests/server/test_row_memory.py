@@ -14,13 +14,12 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages import rows as row_messages
 from ps_protocol.messages.data import Notice
 from ps_protocol.messages.rows import PulledRows, PullPlaces, RowPushKind, RowsPull, RowsPush
-from ps_protocol.row_memory import MAX_ROW_BYTES, RowMemory, pulled_bytes, pushed_bytes
-from ps_protocol.segment_layout import PAGE_BYTES
+from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, pulled_bytes, pushed_bytes
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_protocol.v1 import rows_pb2
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
 from ps_server.shard.shard import Shard
-from ps_worker.cluster.segments import LocalSegment
+from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.outbox import Answers
 from tests.tools.partitions import changed, job_spec, lone_shard
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ps_protocol.data import DataRange
+from ps_protocol.batches import DataRange
 from ps_protocol.errors import Backlogged, LimitExceeded
 from ps_protocol.identity import Identity
 from ps_protocol.tables import Initializer, JobTable, TableSpec, assigned_bytes

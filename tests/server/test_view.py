@@ -16,8 +16,8 @@ from ps_server.coordinator.events import EVENTS_KEPT, EventLog
 from ps_server.coordinator.heard import HeardFigures
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.timing import Clock
-from ps_server.core.figures import ShardFigures, ShardJobFigures, check_worker_figures
 from ps_server.core.membership import Member
+from ps_server.core.server_figures import ShardFigures, ShardJobFigures, check_worker_figures
 from ps_server.core.statistics import JobStatistics, ShardJobStatistics, ShardStatistics, Wait
 from ps_server.view.diagnosis import JobSigns, diagnosis, state
 from ps_server.view.history import MAX_SERIES, History

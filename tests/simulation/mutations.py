@@ -19,13 +19,12 @@ from ps_protocol.errors import PSError, TryLater
 from ps_protocol.job import JobSpec
 from ps_protocol.row_ids import Ids
 from ps_server.coordinator.charge import Charge
+from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.coordinator.job import CoordinatedJob
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
-from ps_server.coordinator.members import JobMembers, Joined
+from ps_server.coordinator.members import JobMembers, Joined, Reservation
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal, Removals
-from ps_server.coordinator.reservations import Reservation
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.commands import BeginRows, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import ADMITTED, Add, Admission, QuorumRule, Step, UpdateRule
@@ -33,10 +32,10 @@ from ps_server.core.data_leases import WorkerId
 from ps_server.core.dense import OpenUpdate, SentWeights
 from ps_server.core.membership import Counted, Membership, Rivals
 from ps_server.core.partition import JobPartition
+from ps_server.core.shard_table import ComingRows, ShardTable
 from ps_server.core.table_rows import TableRows
-from ps_server.core.tables import ComingRows, ShardTable
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.job import HostedJob, HostedUnit
+from ps_server.shard.hosted_job import HostedJob, HostedUnit
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.snapshots import SnapshotTask
 from ps_server.shard.terms import CoordinatorTerms

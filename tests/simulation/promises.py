@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ps_server.coordinator.job import CoordinatedJob
+from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.state_file import StateFile
 from ps_server.storage.checkpoints import MANIFEST, CheckpointStore
 from ps_server.storage.manifest import Manifest

@@ -24,7 +24,7 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.snapshot import ShardSnapshot
 from ps_server.rpc.shard_client import STATUS_SECONDS
 from ps_server.rpc.shard_service import AWAIT_SECONDS, RESTORE_SECONDS
-from ps_server.shard.job import HostedJob
+from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.terms import CoordinatorTerms

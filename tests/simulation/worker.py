@@ -244,7 +244,7 @@ class Worker:
             self._changed.notify_all()
 
     def _beat(self) -> None:
-        """Keeps the place, as ps_worker.cluster.membership does."""
+        """Keeps the place, as ps_worker.cluster.own_membership does."""
         pause = self.cluster.lease / HEARTBEATS_PER_LEASE
         while not self._is_to_leave:
             self.world.let_pass(pause)

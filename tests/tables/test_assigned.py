@@ -17,9 +17,10 @@ import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_tables.contributions import RowValues
-from ps_worker.cluster import first_rows, rows
-from ps_worker.tables import given
-from ps_worker.tables.given import GivenRows
+from ps_worker.cluster import first_rows
+from ps_worker.cluster import row_transport as rows
+from ps_worker.tables import given_rows as given
+from ps_worker.tables.given_rows import GivenRows
 from tests.chaos.cluster import free_ports
 from tests.chaos.worker import incarnation_of
 from tests.tools.cases import crossed
@@ -408,7 +409,7 @@ def test_a_script_trains_on_without_rows_that_the_servers_have_refused(
         run = Run(session)
         run.table.assign(IDS[:40], VECTORS[:40])
         with monkeypatch.context() as patch:
-            patch.setattr("ps_server.core.tables.MAX_PUSHED_BYTES", 10 * (8 + 4 * DIM))
+            patch.setattr("ps_server.core.shard_table.MAX_PUSHED_BYTES", 10 * (8 + 4 * DIM))
             with pytest.raises(LimitExceeded, match="a worker may assign"):
                 run.step()
         assert run.first() == [0.0] * 3

@@ -15,7 +15,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NonFiniteGradient
 from ps_server.core.limits import Limits
-from ps_worker.cluster.rows import RowTransport
+from ps_worker.cluster.row_transport import RowTransport
 from ps_worker.state.ending import undisturbed
 from tests.tools.cluster import Cluster
 
@@ -126,7 +126,7 @@ def test_a_worker_that_lost_its_place_goes_on_though_its_next_rows_need_more_mem
 def test_a_step_of_rows_in_several_messages_of_which_one_is_refused_is_left_out(
     make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_worker.cluster.rows.MESSAGE_BYTES", 500)
+    monkeypatch.setattr("ps_worker.cluster.row_transport.MESSAGE_BYTES", 500)
     cluster = make_cluster(shards=2, limits=Limits(push_norm=1000.0))
     ids, large = torch.arange(1000), torch.ones(1000)
     large[-1] = 1e9

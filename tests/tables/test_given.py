@@ -18,7 +18,7 @@ from torch import nn
 
 import ps_worker
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_worker.tables import given
+from ps_worker.tables import given_rows as given
 
 DIM = 4
 IDS = torch.tensor([7, -1, 2**40, 0, 3])

@@ -12,10 +12,10 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import PSError
 from ps_runtime.quantities import size_text
-from ps_server.core.figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
+from ps_server.core.server_figures import OTHER_TABLES, TABLES_TOLD, RowCounts, TableFigures, told
 from ps_server.ops import screen, status
-from ps_server.rpc.figure_messages import table_figures, table_message
 from ps_server.rpc.plain import plain
+from ps_server.rpc.shard_messages import table_figures, table_message
 from ps_tables.choosing import library_in_use
 from tests.tools.cluster import Cluster, in_parallel, scrape, until
 from tests.tools.table_model import LookUps

@@ -15,7 +15,7 @@ from torch import nn
 import ps_worker
 from ps_protocol.errors import LimitExceeded
 from ps_server.core.limits import Limits
-from ps_server.core.tables import ShardTable
+from ps_server.core.shard_table import ShardTable
 from ps_server.ops import status
 from ps_server.shard.shard import Shard
 from ps_server.storage.checkpoints import CheckpointStore

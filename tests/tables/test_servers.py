@@ -193,7 +193,7 @@ def test_what_is_only_looked_up_makes_no_rows(shared: Cluster, job: str) -> None
 def test_a_large_batch_travels_in_several_messages(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps_worker.cluster.rows.MESSAGE_BYTES", 500)
+    monkeypatch.setattr("ps_worker.cluster.row_transport.MESSAGE_BYTES", 500)
     monkeypatch.setattr("ps_server.shard.pulls.MESSAGE_BYTES", 500)
     ids = torch.arange(-500, 500) * 3
     with shared.connect("sync", job=job, transport=transport) as session:
@@ -210,7 +210,7 @@ def test_batches_that_grow_find_larger_memory_or_travel_in_messages(
     with shared.connect("sync", job=job, transport="shm") as session:
         worker = Worker(session)
         if not is_room:
-            monkeypatch.setattr("ps_worker.cluster.segments.free_bytes", lambda: 2**16)
+            monkeypatch.setattr("ps_worker.cluster.local_segment.free_bytes", lambda: 2**16)
         for count in (1, 100, 200_000, 10):  # of rows: more than a MiB
             worker.step(ids[:count])
         assert worker.counted(ids[:1]) == [4.0]

@@ -15,8 +15,9 @@ import ps_worker
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.v1 import data_pb2
 from ps_worker import Session
-from ps_worker.cluster import calls, membership
-from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster import calls
+from ps_worker.cluster import own_membership as membership
+from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.data_connection import DataConnection
 from ps_worker.values import Registration
 from tests.tools.cluster import Cluster, until

@@ -15,7 +15,7 @@ from ps_protocol.framing import Parts, split_head
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.frame_socket import receive_exactly
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_worker.cluster.data_connection import DataCallError
 from tests.tools.raw_worker import RawWorker
 

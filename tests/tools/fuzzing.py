@@ -37,17 +37,15 @@ from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.job_service import JobService
-from ps_server.rpc.lease_service import DataLeaseService
-from ps_server.rpc.membership_service import MembershipService
-from ps_server.rpc.round_service import RoundService
 from ps_server.rpc.shard_service import ShardService
 from ps_server.rpc.views import Views
+from ps_server.rpc.worker_services import DataLeaseService, MembershipService, RoundService
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.view.watch import Watch
-from ps_worker.cluster.segments import LocalSegment
+from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.checkpoint_files import manifest_of
 from tests.tools.fuzz_requests import BEGINNING_SPEC, BLOCKS_SPEC, CHECKPOINT, KEPT, KEY, SPEC
 from tests.tools.one_process import AtOnce, DirectShard

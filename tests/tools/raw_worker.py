@@ -24,7 +24,7 @@ from ps_protocol.v1.membership_pb2_grpc import MembershipServiceStub
 from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from tests.tools.modes import consistency
 
 CALL_SECONDS = 20.0

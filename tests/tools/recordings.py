@@ -19,7 +19,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
 
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 
 IDENTITY = "ps_protocol.v1.WorkerIdentity"
 SECONDS = 30.0

@@ -11,9 +11,9 @@ from ps_protocol.segment_layout import SegmentMap, SegmentOffer, segment_plan
 from ps_protocol.v1 import data_pb2
 from ps_protocol.v1.data_pb2_grpc import DataServiceStub
 from ps_runtime.channel import open_channel
+from ps_runtime.grpc_status import error_from
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
-from ps_runtime.status import error_from
-from ps_worker.cluster.segments import LocalSegment
+from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.raw_worker import CALL_SECONDS, RawWorker, vector_job
 
 

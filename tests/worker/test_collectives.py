@@ -29,12 +29,12 @@ from ps_protocol.errors import (
     Unsupported,
 )
 from ps_protocol.v1 import rounds_pb2
-from ps_runtime.status import error_from
+from ps_runtime.grpc_status import error_from
 from ps_server.core.limits import Limits
 from ps_server.ops import status
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_worker import Session
-from ps_worker.cluster import rounds
+from ps_worker.cluster import value_rounds as rounds
 from ps_worker.strategies.collectives import Collectives
 from tests.chaos.cluster import free_ports
 from tests.tools.cable import LEASE, Cable, live, lose, session_at

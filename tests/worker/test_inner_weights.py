@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ps_worker.state.inner_weights import InnerWithWeights
+from ps_worker.state.inner import InnerWithWeights
 
 
 class Own:

@@ -10,7 +10,7 @@ from ps_protocol.identity import Identity
 from ps_protocol.messages.workers import SavedState
 from ps_server.rpc.permissions import METHODS, REFLECTION_V1
 from ps_server.rpc.receiving import KINDS
-from ps_worker.cluster.coordinator import CoordinatorClient
+from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from tests.tools.cluster import Cluster
 from tests.tools.raw_worker import RawWorker, vector_job
 

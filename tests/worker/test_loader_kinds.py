@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.leased import loader_spec
 from ps_worker.data.loaders import PositionedLoader, ShareSampler, prepared_loader, shard_loader
-from ps_worker.data.position import ShareLoop
+from ps_worker.data.pass_position import ShareLoop
 from ps_worker.given import sort_given
 from ps_worker.metrics import StepTimer
 

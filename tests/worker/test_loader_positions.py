@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import ps_worker
 from ps_protocol.errors import InvalidRequest
 from ps_worker.data.loaders import PositionedLoader, ShareSampler, shard_loader
-from ps_worker.data.position import ShareLoop
+from ps_worker.data.pass_position import ShareLoop
 from ps_worker.metrics import StepTimer
 from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.encoding import decode, encode

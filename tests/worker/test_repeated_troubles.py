@@ -14,7 +14,7 @@ from ps_protocol.framing import Parts
 from ps_protocol.messages.workers import RoundNews
 from ps_runtime import retry
 from ps_runtime.troubles import Troubles, counts
-from ps_worker.cluster import rounds
+from ps_worker.cluster import value_rounds as rounds
 from ps_worker.cluster.calls import ShardCalls
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, in_parallel, scrape

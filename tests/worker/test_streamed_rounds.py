@@ -17,7 +17,7 @@ from ps_protocol.layout import bucket_layout
 from ps_protocol.modes import Consistency, local_rounds
 from ps_worker import InvalidRequest, JobMismatch, LimitExceeded, NonFiniteGradient, Unsupported
 from ps_worker.cluster.connection import Connection
-from ps_worker.cluster.membership import OwnMembership
+from ps_worker.cluster.own_membership import OwnMembership
 from ps_worker.model.job_spec import describe
 from ps_worker.values import PrepareOptions
 from tests.tools.cases import crossed

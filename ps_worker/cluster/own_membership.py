@@ -29,11 +29,11 @@ from ps_protocol.messages.workers import Continued, JoinResult, SavedState, writ
 from ps_runtime.background import guarded, join_within, start
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranges
-from ps_worker.cluster.coordinator import CoordinatorClient, RosterWatch
+from ps_worker.cluster.coordinator_calls import CoordinatorClient, RosterWatch
+from ps_worker.cluster.daemon_pool import JOIN_SECONDS, DaemonPool
 from ps_worker.cluster.heartbeat_process import HeartbeatProcess
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.script import ScriptTelling
-from ps_worker.cluster.threads import JOIN_SECONDS, DaemonPool
 from ps_worker.values import Roster
 
 log = logging.getLogger("ps_worker")

@@ -29,8 +29,8 @@ from ps_tables.sizes import record_bytes, rows_within
 from ps_tables.table import Table
 from ps_worker.tables.ahead import SALT, Batch
 from ps_worker.tables.assigned import Assigned
-from ps_worker.tables.given import GivenRows
-from ps_worker.tables.optimizers import TableOptimizer
+from ps_worker.tables.given_rows import GivenRows
+from ps_worker.tables.table_optimizers import TableOptimizer
 
 # Returns what all ranks gave, by rank. what: the call, for messages
 Exchange = Callable[[bytes, str], Mapping[int, bytes]]

@@ -29,18 +29,18 @@ from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_runtime.dates import described
 from ps_runtime.quantities import ranks_text
 from ps_runtime.troubles import Troubles
-from ps_server.coordinator.checkpoints import JobCheckpoints
 from ps_server.coordinator.cluster import Cluster, Registry
-from ps_server.coordinator.data import JobData
 from ps_server.coordinator.ended_jobs import FinishedJob
 from ps_server.coordinator.heard import HeardFigures
+from ps_server.coordinator.job_checkpoints import JobCheckpoints
+from ps_server.coordinator.job_data import JobData
+from ps_server.coordinator.job_rounds import JobRounds
 from ps_server.coordinator.job_script import JobScript
 from ps_server.coordinator.joins import JobJoins, described_join, log_join
 from ps_server.coordinator.lifecycle import Lifecycle, Phase
 from ps_server.coordinator.members import JobMembers
 from ps_server.coordinator.recovery import Recovery, Restored
 from ps_server.coordinator.removals import Removal
-from ps_server.coordinator.rounds import JobRounds
 from ps_server.coordinator.runs import began_at
 from ps_server.coordinator.shards import RegisteredShard
 from ps_server.coordinator.shared_room import Owner

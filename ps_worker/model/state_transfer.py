@@ -13,7 +13,7 @@ from ps_protocol.layout import BucketSpec, Layout
 from ps_protocol.messages.data import PulledState
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
-from ps_worker.model.stages import Stage
+from ps_worker.model.script_stages import Stage
 from ps_worker.values import BucketAssignment
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.

@@ -15,8 +15,8 @@ from ps_server.core.budget import StagingRoom
 from ps_server.core.commands import AssignRows, BeginRows, PushCommand, Staged, StageRows, UnitCommand
 from ps_server.core.consistency import NOT_BEGUN, UpdateRule
 from ps_server.core.data_commits import Committed, DataCommits
-from ps_server.core.figures import TableFigures
 from ps_server.core.placement import Place
+from ps_server.core.server_figures import TableFigures
 from ps_server.core.snapshot import TableSnapshot
 from ps_server.core.table_rows import RowsContribution, TableRows, beyond_memory, table_size
 from ps_server.core.unit import Pending, Unit

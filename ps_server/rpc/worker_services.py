@@ -1,4 +1,4 @@
-"""Serves workers that join a job, stay in it, and leave it."""
+"""Serves workers: they join a job, stay in it and leave it, gather values in rounds, and lease data."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ from typing import Any
 
 import grpc
 
+from ps_protocol.convert import data_range_messages
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.identity import Identity
 from ps_protocol.job import MAX_SCRIPT_BYTES
-from ps_protocol.messages.workers import JoinResult, SavedState, ShardPushed, read_join, write_joined
-from ps_protocol.v1 import membership_pb2, membership_pb2_grpc
+from ps_protocol.messages.workers import (
+    JoinResult,
+    RoundNews,
+    SavedState,
+    ShardPushed,
+    read_gather,
+    read_join,
+    read_lease,
+    write_joined,
+    write_round_news,
+)
+from ps_protocol.v1 import leases_pb2, leases_pb2_grpc, membership_pb2, membership_pb2_grpc, rounds_pb2, rounds_pb2_grpc
 from ps_runtime.pools import Pool
 from ps_server.coordinator.coordinator import Coordinator
+from ps_server.coordinator.job_rounds import Standing
 from ps_server.coordinator.members import Roster
 from ps_server.core.membership import Counted, NamedProcess
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.core.validation import check_host, check_launch
-from ps_server.rpc import figure_messages
+from ps_server.rpc import shard_messages
 from ps_server.rpc.call_limits import check_job, in_pool
 from ps_server.rpc.streams import ResponseStream, Send
 
@@ -114,7 +126,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         worker = request.worker
         check_job(worker.job)
         job = self._coordinator.job(worker.job, worker.run)
-        figures = figure_messages.worker_figures(request.figures) if request.HasField("figures") else None
+        figures = shard_messages.worker_figures(request.figures) if request.HasField("figures") else None
         live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
         if figures is not None:
             job.figures.heard(worker.rank, worker.incarnation, figures)
@@ -154,7 +166,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
             with suppress(PSError):  # the same; and what is wrong with them keeps nobody from leaving
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
-                job.figures.done(worker.rank, figure_messages.worker_figures(request.figures))
+                job.figures.done(worker.rank, shard_messages.worker_figures(request.figures))
         ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
         return membership_pb2.LeaveResponse(ended=ended)
 
@@ -188,3 +200,70 @@ def _process(request: membership_pb2.ReportWorkerEndRequest) -> NamedProcess:
     if not request.launch or not request.pid:
         raise InvalidRequest(f"a process is named by its launch and pid, got {request.launch!r} and {request.pid}")
     return NamedProcess(request.launch, request.host, request.pid, request.incarnation)
+
+
+# -- leases of data ----------------------------------------------------------------------------------------------------
+
+
+class DataLeaseService(leases_pb2_grpc.DataLeaseServiceServicer):  # type: ignore[misc,unused-ignore]
+    """Leases batches of data."""
+
+    NAME = leases_pb2.DESCRIPTOR.services_by_name["DataLeaseService"].full_name
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        leases_pb2_grpc.add_DataLeaseServiceServicer_to_server(self, server)
+
+    def LeaseData(self, request: Any, context: grpc.ServicerContext) -> Any:
+        worker = request.worker
+        check_job(worker.job)
+        data, asked = self._coordinator.job(worker.job, worker.run).data, read_lease(request)
+        lease = data.lease((worker.rank, worker.incarnation), worker.lease_key, asked)
+        return leases_pb2.LeaseDataResponse(ranges=data_range_messages(lease.ranges), complete=lease.complete)
+
+
+# -- rounds of values --------------------------------------------------------------------------------------------------
+
+
+class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,unused-ignore]
+    """Takes a value of each worker, and hands all to each. `senders`: send to those that wait."""
+
+    NAME = rounds_pb2.DESCRIPTOR.services_by_name["RoundService"].full_name
+
+    def __init__(self, coordinator: Coordinator, senders: ThreadPoolExecutor) -> None:
+        self._coordinator = coordinator
+        self._senders = senders
+        setattr(self, "GatherValues", in_pool(self._gather, None, non_blocking=True))  # noqa: B010
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        rounds_pb2_grpc.add_RoundServiceServicer_to_server(self, server)
+
+    def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
+        asked = read_gather(request)
+        check_job(asked.worker.job)
+        stream = ResponseStream(send, context, self._senders)
+        job = self._coordinator.job(asked.worker.job, asked.worker.run)
+        stream.on_close(job.rounds.gather_values(asked, _RoundListener(stream)))
+
+
+class _RoundListener:
+    """Tells a worker over its stream how a round stands; see rounds.Listener."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self.finish, self.fail = stream.finish, stream.fail
+
+    def tell(self, standing: Standing) -> None:
+        complete = standing.complete
+        values, refused = (dict(complete.values), complete.refused) if complete is not None else ({}, "")
+        news = RoundNews(
+            standing.number, complete is not None, values, refused, standing.waiting_for, standing.step_wanted
+        )
+        for response in write_round_news(news):
+            self._stream.put(lambda response=response: response)  # type: ignore[misc]
+        if standing.complete is not None:
+            self.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from ps_protocol.data import BatchLease, LeaseReport, LeaseRequest
+from ps_protocol.batches import BatchLease, LeaseReport, LeaseRequest
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, PSError, TryLater
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.cluster import Cluster

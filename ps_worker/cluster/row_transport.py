@@ -18,24 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from ps_protocol.batches import DataRange
 from ps_protocol.codecs import row_codec
-from ps_protocol.data import DataRange
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import rows as messages
 from ps_protocol.messages.rows import PulledTable, PullPlaces, RowPushKind, RowsPull, RowsPush, TablePull
 from ps_protocol.row_ids import COUNT_BYTES, ID_BYTES, Ids, Which, by_shard
-from ps_protocol.row_memory import aligned, pulled_bytes, pushed_bytes
+from ps_protocol.segment_layout import aligned, pulled_bytes, pushed_bytes
 from ps_protocol.tables import assigned_bytes
 from ps_protocol.tensors import bytes_of
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.daemon_pool import DaemonPool
 from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
-from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
-from ps_worker.cluster.row_memory import Room, SharedRows
-from ps_worker.cluster.threads import DaemonPool
+from ps_worker.cluster.landing import ExchangeLanding, RowLanding, note_wait
+from ps_worker.cluster.shared_memory import Room, SharedRows
 from ps_worker.tables.ahead import RowsAhead
 from ps_worker.tables.server_rows import FirstRows, TablePart, TableStep
 from ps_worker.values import PullResult, PushResult

@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
+from ps_protocol.batches import BatchLease, LeaseRequest
 from ps_protocol.convert import data_ranges, identity_message, job_spec_message, worker_figures_message
-from ps_protocol.data import BatchLease, LeaseRequest
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
@@ -31,8 +31,8 @@ from ps_protocol.v1.rounds_pb2_grpc import RoundServiceStub
 from ps_protocol.versions import VERSION, check_server_version
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.grpc_status import error_from
 from ps_runtime.retry import Peer, Retry
-from ps_runtime.status import error_from
 from ps_worker.cluster.options import JobOptions
 from ps_worker.values import Registration, Roster
 
