@@ -107,7 +107,7 @@ def test_a_coordinator_that_a_shard_does_not_reach_is_a_warning_only_after_a_whi
     monkeypatch.setattr(registration, "SHARD_CALL_SECONDS", 0.05)
     nowhere = Peer("coordinator", f"127.0.0.1:{free_ports(1)}")
     before = counts().get("registration", 0)
-    calling = registration.Registration(nowhere, 0, "127.0.0.1:1", "127.0.0.1:2", process=7)
+    calling = registration.ShardRegistration(nowhere, 0, "127.0.0.1:1", "127.0.0.1:2", process=7)
     until(lambda: counts().get("registration", 0) >= before + 2, "two calls")
     calling.stop()
     [record] = [record for record in caplog.records if f"{nowhere.address} does not answer" in record.getMessage()]
