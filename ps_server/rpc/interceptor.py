@@ -1,4 +1,5 @@
-"""Intercepts every gRPC method: errors become statuses, and each call is counted under the standard names."""
+"""Intercepts every method, over gRPC and data connections: errors become statuses, and each call is counted under the
+standard names."""
 
 from __future__ import annotations
 
@@ -6,22 +7,26 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from ps_frames.server import CallBroken, FrameCall, ServerCall
+from ps_frames.server import Method as FrameMethod
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
+from ps_protocol.framing import Parts
 from ps_runtime.metrics import LATENCY_BUCKETS
-from ps_runtime.status import code_of
 from ps_runtime.troubles import Troubles
 from ps_server.rpc.call_limits import Admitted, CallLimits
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Refused
-from ps_server.rpc.streams import set_error
+from ps_server.rpc.streams import GrpcCall, Send
 
 log = logging.getLogger("ps_server")
+
+Request = bytes | Parts  # as gRPC brings it, and as a data connection does
 
 
 class CallMetrics:
@@ -71,26 +76,49 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         return self._wrapped[method]
 
     def guarded(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns a handler behind what is in the way of each call: also for calls that come by another way."""
-        _, service, name = method.split("/")
+        """Returns a handler that lets a call in before it carries it out."""
         reader = _Reader(self.limits, method, handler.request_deserializer)
         if handler.unary_unary:
-            metrics = _MethodMetrics(self._metrics, "unary", service, name)
             return grpc.stream_unary_rpc_method_handler(
-                _observe_unary(handler.unary_unary, metrics, reader), None, handler.response_serializer
+                _unary_by_grpc(handler.unary_unary, self._metrics_of(method, "unary"), reader),
+                None,
+                handler.response_serializer,
             )
         if handler.unary_stream:
             if not getattr(handler.unary_stream, "experimental_non_blocking", False):
                 raise TypeError(f"{method} would hold a thread while it streams")
-            metrics = _MethodMetrics(self._metrics, "server_stream", service, name)
             return grpc.stream_stream_rpc_method_handler(
-                _observe_stream(handler.unary_stream, metrics, reader), None, handler.response_serializer
+                _stream_by_grpc(handler.unary_stream, self._metrics_of(method, "server_stream"), reader),
+                None,
+                handler.response_serializer,
             )
         if not handler.stream_stream:
             raise TypeError(f"{method} is of a kind that is not guarded here")
         return grpc.stream_stream_rpc_method_handler(
             _guard(handler.stream_stream, reader), None, handler.response_serializer
         )
+
+    def unary(self, method: str, behaviour: Callable[[Parts, FrameCall], bytes]) -> FrameMethod:
+        """Returns what carries out a method with one answer on data connections, guarded in the same way."""
+        metrics, reader = self._metrics_of(method, "unary"), _Reader(self.limits, method, None)
+
+        def carry_out(call: FrameCall) -> None:
+            call.end(_answer(metrics, reader, call, lambda request: behaviour(request, call)))
+
+        return carry_out
+
+    def stream(self, method: str, behaviour: Callable[[Parts, FrameCall, Send], None]) -> FrameMethod:
+        """Returns what carries out a method with a stream of answers on data connections, likewise."""
+        metrics, reader = self._metrics_of(method, "server_stream"), _Reader(self.limits, method, None)
+
+        def carry_out(call: FrameCall) -> None:
+            _answer_in_parts(metrics, reader, call, call.send, lambda request, send: behaviour(request, call, send))
+
+        return carry_out
+
+    def _metrics_of(self, method: str, kind: str) -> _MethodMetrics:
+        _, service, name = method.split("/")
+        return _MethodMetrics(self._metrics, kind, service, name)
 
 
 class _Reader:
@@ -106,32 +134,32 @@ class _Reader:
         self._parse = parse
         self._is_read = METHODS.get(method) != EVERYONE
 
-    def enter(self, context: grpc.ServicerContext) -> Admitted:
+    def enter(self, call: ServerCall) -> Admitted:
         """Counts the call in."""
-        return self.limits.enter(self.method, context)
+        return self.limits.enter(self.method, call)
 
-    def read(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> Any:
+    def read(self, call: ServerCall, caller: Principal) -> Any:
         """Returns the one request. Raises InvalidRequest if it does not come or cannot be parsed."""
         if not self._is_read:
             return self.parse(b"")
-        raw = self.next(requests, context, caller)
+        raw = self.next(call, caller)
         if raw is None:
             raise InvalidRequest("the call ended before its request came")
         return self.parse(raw)
 
-    def next(self, requests: Iterator[bytes], context: grpc.ServicerContext, caller: Principal) -> bytes | None:
-        """Returns the bytes that come next; None at the end.
+    def next(self, call: ServerCall, caller: Principal) -> Request | None:
+        """Returns the request that comes next; None at the end.
 
-        A call that keeps them back for too long is cancelled. Raises Refused if too many such calls are in the way.
+        A call that keeps it back for too long is cancelled. Raises Refused if too many such calls are in the way.
         """
-        known_bytes = getattr(context, "request_bytes", None)  # a data connection says it beforehand
-        with self.limits.receiving(self.method, caller, context, known_bytes):
-            return next(requests, None)
+        with self.limits.receiving(self.method, caller, call):
+            return call.receive()
 
-    def parse(self, raw: bytes) -> Any:
+    def parse(self, raw: Request) -> Any:
         """Returns the request that bytes hold. Raises InvalidRequest if they hold none."""
         if self._parse is None:
             return raw
+        assert isinstance(raw, bytes)  # as gRPC brings it
         try:
             return self._parse(raw)
         except DecodeError:
@@ -179,81 +207,108 @@ def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     return metrics.fault(error)
 
 
-def _refuse(context: grpc.ServicerContext, error: Exception, metrics: _MethodMetrics, begun: float) -> NoReturn:
-    """Ends a call with an error.
+def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: float) -> None:
+    """Has a call end with an error.
 
     Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
     too, megabytes of it, until the collector of cycles comes by.
     """
     known = _error_of(error, metrics)
     metrics.ended(known.code.name, begun)
-    set_error(context, known)
-    context.abort(code_of(known), str(known))  # raises, as gRPC wants it
-    raise AssertionError
+    call.fail(known)
 
 
-def _observe_unary(behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., Any]:
-    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        begun = time.perf_counter()
-        metrics.started.inc()
-        try:
-            caller = reader.enter(context).caller
-            request = reader.read(requests, context, caller)
-            metrics.received.inc()
-            with reader.limits.running(caller, reader.method, context):
-                response = behaviour(request, context)
-        except grpc.RpcError:  # the caller is gone, or was too slow
-            metrics.ended("CANCELLED", begun)
-            raise
-        except Exception as error:
-            _refuse(context, error, metrics, begun)
+# -- calls of both kinds ---------------------------------------------------------------------------------------------
+
+
+def _answer(metrics: _MethodMetrics, reader: _Reader, call: ServerCall, behaviour: Callable[[Any], Any]) -> Any | None:
+    """Returns the answer to a call; None: the call is to fail. Raises CallBroken."""
+    begun = time.perf_counter()
+    metrics.started.inc()
+    try:
+        caller = reader.enter(call).caller
+        request = reader.read(call, caller)
+        metrics.received.inc()
+        with reader.limits.running(caller, reader.method, call):
+            response = behaviour(request)
+    except CallBroken:
+        metrics.ended("CANCELLED", begun)
+        raise
+    except Exception as error:
+        _refuse(call, error, metrics, begun)
+        return None
+    metrics.sent.inc()
+    metrics.ended("OK", begun)
+    return response
+
+
+def _answer_in_parts(
+    metrics: _MethodMetrics,
+    reader: _Reader,
+    call: ServerCall,
+    send: Send,
+    behaviour: Callable[[Any, Send], None],
+) -> None:
+    """Carries out a call whose answers are sent later, by any thread."""
+    begun = time.perf_counter()
+    finished = False
+    metrics.started.inc()
+
+    def counted(message: Any) -> None:
+        nonlocal finished
+        finished = finished or message is None
+        if message is None:
+            send(None)
+            return
         metrics.sent.inc()
-        metrics.ended("OK", begun)
+        with reader.limits.sending(call):
+            send(message)
+
+    def ended() -> None:
+        metrics.ended("CANCELLED" if not finished else call.code or "OK", begun)
+
+    def end(error: PSError) -> None:
+        call.fail(error)
+        counted(None)
+
+    if not call.add_callback(ended):
+        return
+    try:
+        admitted = reader.enter(call)
+        request = reader.read(call, admitted.caller)
+        metrics.received.inc()
+        with reader.limits.running(admitted.caller, reader.method, call):
+            behaviour(request, counted)
+        admitted.call.wait()
+    except CallBroken:
+        return
+    except Refused as error:
+        reader.limits.after(error.held_seconds, partial(end, error.error))
+    except Exception as error:
+        end(_error_of(error, metrics))
+
+
+# -- calls by gRPC ---------------------------------------------------------------------------------------------------
+
+
+def _unary_by_grpc(behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        call = GrpcCall(context, requests)
+        response = _answer(metrics, reader, call, lambda request: behaviour(request, context))
+        if response is None:
+            call.abort()
         return response
 
     _keep_pool(wrapped, behaviour)
     return wrapped
 
 
-def _observe_stream(behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., Any]:
-    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-        begun = time.perf_counter()
-        finished = False
-        metrics.started.inc()
+def _stream_by_grpc(behaviour: Callable[..., None], metrics: _MethodMetrics, reader: _Reader) -> Callable[..., None]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
+        def carry_out(request: Any, counted: Send) -> None:
+            behaviour(request, context, counted)
 
-        def counted(message: Any) -> None:
-            nonlocal finished
-            finished = finished or message is None
-            if message is None:
-                send(None)
-                return
-            metrics.sent.inc()
-            with reader.limits.sending(context):
-                send(message)
-
-        def ended() -> None:
-            code = context.code()
-            metrics.ended("CANCELLED" if not finished else code.name if code else "OK", begun)
-
-        def end(error: PSError) -> None:
-            set_error(context, error)
-            counted(None)
-
-        if not context.add_callback(ended):
-            return
-        try:
-            admitted = reader.enter(context)
-            request = reader.read(requests, context, admitted.caller)
-            metrics.received.inc()
-            with reader.limits.running(admitted.caller, reader.method, context):
-                behaviour(request, context, counted)
-            admitted.call.wait()
-        except grpc.RpcError:  # the caller is gone, or was too slow
-            return
-        except Refused as error:
-            reader.limits.after(error.held_seconds, partial(end, error.error))
-        except Exception as error:
-            end(_error_of(error, metrics))
+        _answer_in_parts(metrics, reader, GrpcCall(context, requests), send, carry_out)
 
     _keep_pool(wrapped, behaviour)
     return wrapped
@@ -263,15 +318,16 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
     """Guards reflection: a stream each way, which a caller may not leave open for long."""
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        call = GrpcCall(context, requests)
+
         def timely(caller: Principal) -> Iterator[Any]:
-            while (raw := reader.next(requests, context, caller)) is not None:
+            while (raw := reader.next(call, caller)) is not None:
                 yield reader.parse(raw)
 
         try:
-            yield from behaviour(timely(reader.enter(context).caller), context)
+            yield from behaviour(timely(reader.enter(call).caller), context)
         except (PSError, Refused) as error:
-            known = error.error if isinstance(error, Refused) else error
-            set_error(context, known)
-            context.abort(code_of(known), str(known))
+            call.fail(error.error if isinstance(error, Refused) else error)
+            call.abort()
 
     return wrapped

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-import grpc
-
+from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
 from ps_server.core.admission import Changes, Kind, Origin, RequestPlaces, Terms
 
@@ -44,8 +43,8 @@ class Refused(Exception):
 class _Call:
     """A call whose request is to be received: it waits for a place, or has one."""
 
-    def __init__(self, context: grpc.ServicerContext) -> None:
-        self.context = context
+    def __init__(self, call: ServerCall) -> None:
+        self.call = call
         self.is_admitted = False
         self._decided = threading.Event()
 
@@ -60,7 +59,7 @@ class _Call:
 
     def wait(self) -> bool:
         """Waits for a place; returns whether it has one: not where too many wait, or its caller is gone."""
-        if not self.is_admitted and self.context.add_callback(self.refuse):
+        if not self.is_admitted and self.call.add_callback(self.refuse):
             self._decided.wait()
         return self.is_admitted
 
@@ -79,23 +78,23 @@ class Receiving:
             return sum(kind.received + kind.waiting for kind in self._kinds.values())
 
     @contextlib.contextmanager
-    def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
+    def place(self, method: str, origin: Origin, call: ServerCall) -> Iterator[None]:
         """Holds a place for the request of a call. Raises Refused if too many wait for one."""
-        kind, call = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(context)
+        kind, waiting = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(call)
         with self._lock:
-            _tell(kind.ask(call, origin, time.monotonic()))
+            _tell(kind.ask(waiting, origin, time.monotonic()))
         try:
-            if not call.wait():
+            if not waiting.wait():
                 with self._lock:
                     raise Refused(kind.held_seconds(origin, time.monotonic()))
             try:
                 yield
-            except grpc.RpcError:
+            except CallBroken:
                 self._was_broken_off = True
                 raise
         finally:
             with self._lock:
-                _tell(kind.leave(call, time.monotonic()))
+                _tell(kind.leave(waiting, time.monotonic()))
 
     def cut_off(self) -> None:
         """Cancels the calls whose places are needed, and those whose time is over."""
@@ -103,7 +102,7 @@ class Receiving:
         with self._lock:
             overdue = [call for kind in self._kinds.values() for call in kind.overdue(now)]
         for call in overdue:
-            call.context.cancel()
+            call.call.cancel()
 
     def was_broken_off(self) -> bool:
         """Returns whether a request has been broken off since the last time that this was asked."""

@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ps_frames.loans import Loan
 from ps_protocol.errors import PSError
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tables import TableSpec
 from ps_server.core.consistency import Admission
 from ps_server.core.requests import TablePull
-from ps_server.shard.loans import Loan
 
 
 class BucketTimes(NamedTuple):

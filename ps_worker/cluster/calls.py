@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
+from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
+from ps_frames.wire import KINDS, Offer
 from ps_protocol.errors import TryLater, Unreachable
-from ps_protocol.frames import KINDS
 from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
@@ -22,11 +23,9 @@ from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.signals import await_all
-from ps_runtime.status import error_from
+from ps_runtime.status import FAILURES, CallFailed, error_from, failure_of
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator import CALL_SECONDS
-from ps_worker.cluster.data_connection import Answers, DataCallError, DataConnection, EachAnswer, OneAnswer
-from ps_worker.cluster.data_link import DataLink, open_data_connection
 from ps_worker.cluster.landing import Landing, PullPlan
 from ps_worker.cluster.row_landing import RowLanding
 from ps_worker.cluster.threads import DaemonPool
@@ -36,6 +35,7 @@ log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Failure: TypeAlias = "grpc.RpcError | CallFailed"
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
@@ -72,17 +72,21 @@ class ShardCalls:
         """
         directory = None if must else self._directory
 
-        def make() -> DataConnection:
+        def make() -> ClientConnection:
             call = self._channel.unary_unary(f"/{DATA_SERVICE}/OpenDataConnection")
-            response = call(request, timeout=OPEN_SECONDS)
-            return open_data_connection(response, self._address, self._access, directory, str(self.peer))
+            try:
+                answer = data_pb2.OpenDataConnectionResponse.FromString(call(request, timeout=OPEN_SECONDS))
+            except grpc.RpcError as error:
+                raise failure_of(error) from None
+            offer = Offer(answer.port, answer.location, answer.socket_inode, answer.ticket)
+            return open_data_connection(offer, self._address, self._access, directory, str(self.peer))
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
         while True:
             try:
                 link.open()
                 break
-            except grpc.RpcError as error:
+            except FAILURES as error:
                 retry.failed(error)
             except TryLater as error:
                 if not must:
@@ -96,7 +100,7 @@ class ShardCalls:
         """Whether a data connection is open."""
         return self._data() is not None
 
-    def _data(self) -> DataConnection | None:
+    def _data(self) -> ClientConnection | None:
         """Returns the data connection that is open; None: calls go by gRPC."""
         return None if self._link is None else self._link.current
 
@@ -110,7 +114,7 @@ class ShardCalls:
         """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
             self._unary(method, request)
-        except grpc.RpcError as error:
+        except FAILURES as error:
             raise error_from(error, str(self.peer)) from None
 
     def _unary(self, method: str, request: Parts) -> bytes:
@@ -132,7 +136,7 @@ class ShardCalls:
         try:
             self._stream(method, request, seconds, lambda fields, payload: messages.append(fields))
             return messages[0] if messages else None
-        except grpc.RpcError as error:
+        except FAILURES as error:
             raise error_from(error, str(self.peer)) from None
 
     def stream(
@@ -155,7 +159,7 @@ class ShardCalls:
             try:
                 self._stream(method, request, PULL_SECONDS, progressing)
                 return
-            except grpc.RpcError as error:
+            except FAILURES as error:
                 retry.failed(error)
 
     def _stream(
@@ -189,7 +193,7 @@ class ShardCalls:
         method: PullRows or ExchangeRows
         """
 
-        def land(error: grpc.RpcError | None) -> PullResult:
+        def land(error: Failure | None) -> PullResult:
             retry = self._retry()
             landing.progressed = retry.progressed
             if error is not None:
@@ -199,7 +203,7 @@ class ShardCalls:
                 try:
                     self._stream(method, landing.request(), PULL_SECONDS, landing.message)
                     return landing.result()
-                except grpc.RpcError as failed:
+                except FAILURES as failed:
                     retry.failed(failed)
 
         return self._soon(method, landing, PULL_SECONDS, land, pool)
@@ -207,7 +211,7 @@ class ShardCalls:
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
         """Pushes rows; returns the future of what `result` returns then. pool: as in `pull`"""
 
-        def push(error: grpc.RpcError | None) -> T:
+        def push(error: Failure | None) -> T:
             retry = self._retry()
             if error is not None:
                 retry.failed(error)
@@ -223,7 +227,7 @@ class ShardCalls:
         method: str,
         asked: Asked[T],
         seconds: float,
-        again: Callable[[grpc.RpcError | None], T],
+        again: Callable[[Failure | None], T],
         pool: DaemonPool,
     ) -> Future[T]:
         """Makes a call at once, in this thread, where it can leave by a data connection now.
@@ -233,7 +237,7 @@ class ShardCalls:
         """
         data, call = self._data(), None
         if data is not None:
-            with contextlib.suppress(DataCallError):  # it has just ended
+            with contextlib.suppress(CallFailed):  # it has just ended
                 call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
         if call is None:
             return pool.submit(lambda: again(None))
@@ -243,7 +247,7 @@ class ShardCalls:
             error = done.exception()
             if error is None and asked.is_done:
                 landed.set_result(asked.result())
-            elif error is None or isinstance(error, grpc.RpcError):
+            elif error is None or isinstance(error, FAILURES):
                 _follow(pool.submit(lambda: again(error)), landed)
             else:
                 landed.set_exception(error)
@@ -251,7 +255,7 @@ class ShardCalls:
         call.done.add_done_callback(ended)
         return landed
 
-    def _land(self, method: str, landing: Landing, error: grpc.RpcError | None = None) -> PullResult:
+    def _land(self, method: str, landing: Landing, error: Failure | None = None) -> PullResult:
         """Goes on with a pull until it is done, over whatever there is. error: by which it has failed already"""
         retry = self._retry()
         landing.progressed = retry.progressed
@@ -264,7 +268,7 @@ class ShardCalls:
                     data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
                 else:
                     self._land_by_grpc(method, landing)
-            except grpc.RpcError as failed:
+            except FAILURES as failed:
                 retry.failed(failed)
         return landing.result()
 

@@ -7,46 +7,40 @@ fails that has no answer yet. Its caller may repeat it by gRPC.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
-import grpc
+from google.rpc import code_pb2
 
-from ps_protocol.errors import InvalidRequest, TryLater
-from ps_protocol.frames import HEADER_BYTES, Header, Kind, frame, read_header
+from ps_frames.sockets import FrameSocket, frames_over, nothing, receive_exactly
+from ps_frames.wire import HEADER_BYTES, Header, Kind, Offer, frame, read_header, write_header
+from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
 from ps_protocol.framing import Parts
 from ps_protocol.job import MAX_MESSAGE_BYTES
 from ps_runtime.background import start
-from ps_runtime.frame_socket import FrameSocket, nothing
-from ps_runtime.status import STATUS_KEY
+from ps_runtime.credentials import Access
+from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_runtime.status import CallFailed, failure_in
+from ps_runtime.tls_contexts import client_context
+
+log = logging.getLogger("ps_worker")
+
+CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
+AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that fails
+AGAIN_AT_MOST_SECONDS = 80.0
 
 _LOOK_SECONDS = 1.0
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
-
-
-class DataCallError(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
-    """A call that failed, as gRPC's own error tells it."""
-
-    def __init__(self, code: grpc.StatusCode, details: str, status: bytes = b"") -> None:
-        super().__init__(details)
-        self._code, self._details, self._status = code, details, status
-
-    def code(self) -> grpc.StatusCode:
-        """Returns the code, as every error of a call has it."""
-        return self._code
-
-    def details(self) -> str:
-        """Returns the text."""
-        return self._details
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Returns what says more: the shard's own error, if it sent one."""
-        return ((STATUS_KEY, self._status),) if self._status else ()
 
 
 class Answers(Protocol):
@@ -90,8 +84,8 @@ class EachAnswer(Answers):
         return False
 
 
-class Call:
-    """A call under way. `done` has no value; it fails with DataCallError, or what its answers raised.
+class ClientCall:
+    """A call under way. `done` has no value; it fails with CallFailed, or what its answers raised.
 
     due: when its time is over, in seconds of time.monotonic; never, while its request waits for others to leave
     """
@@ -107,7 +101,7 @@ class Call:
         self.due = time.monotonic() + self._seconds
 
 
-class DataConnection:
+class ClientConnection:
     """An open connection. Methods may be called from any thread.
 
     thread: the one that receives; it ends soon after `close`
@@ -116,9 +110,9 @@ class DataConnection:
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
         self._lock = threading.Lock()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ClientCall] = {}
         self._next = 0
-        self._ended: DataCallError | None = None
+        self._ended: CallFailed | None = None
         self._scratch = bytearray()
         frames.watch(_LOOK_SECONDS, self._look)
         self.thread = threading.Thread(target=self._receive, name="data", daemon=True)
@@ -133,7 +127,7 @@ class DataConnection:
         """Whether calls may be made."""
         return self._ended is None
 
-    def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> Call:
+    def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
         """Makes a call: sends its request. Waits while others send, and while the kernel takes the bytes.
 
         seconds: in which nothing of it moves, after which the connection is given up
@@ -147,7 +141,7 @@ class DataConnection:
             self._frames.abort()  # the thread that receives ends all calls, this one among them
         return call
 
-    def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> Call | None:
+    def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall | None:
         """Makes a call if its request is small and can be sent at once; returns None if not."""
         if len(request.head) > _SMALL_BYTES or not self._frames.sending.acquire(blocking=False):
             return None
@@ -168,7 +162,7 @@ class DataConnection:
             self._frames.sending.release()
 
     def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:
-        """Makes a call and returns its one answer. Raises DataCallError."""
+        """Makes a call and returns its one answer. Raises CallFailed."""
         answer = OneAnswer()
         self.call(kind, request, answer, seconds).done.result()
         return answer.message
@@ -177,8 +171,8 @@ class DataConnection:
         """Ends the connection. When its calls have failed, nothing lands any more."""
         self._frames.abort()
 
-    def _begin(self, answers: Answers, seconds: float) -> tuple[int, Call]:
-        call = Call(answers, seconds)
+    def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
+        call = ClientCall(answers, seconds)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -189,16 +183,16 @@ class DataConnection:
     # -- the thread that receives ------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        error = DataCallError(grpc.StatusCode.UNAVAILABLE, "the data connection ended")
+        error = CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
         header = memoryview(bytearray(HEADER_BYTES))
         try:
             while True:
                 self._frames.receive_into(header)
                 self._take(read_header(header, MAX_MESSAGE_BYTES))
         except TimeoutError:
-            error = DataCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer over the data connection")
+            error = CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
         except Exception as broken:
-            error = DataCallError(grpc.StatusCode.UNAVAILABLE, f"the data connection ended: {broken}")
+            error = CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}")
         self._frames.abort()
         with self._lock:
             self._ended = error
@@ -246,16 +240,15 @@ class DataConnection:
             self._forget(header.call)
             call.done.set_result(None)
 
-    def _end(self, header: Header, call: Call) -> None:
+    def _end(self, header: Header, call: ClientCall) -> None:
         message = bytes(self._filled(memoryview(bytearray(header.size))))
         if header.kind is Kind.END:
             self._forget(header.call)
             call.done.set_result(None)
             return
-        code, details = _status(message)
-        self._fail(header.call, call, DataCallError(code, details, message))
+        self._fail(header.call, call, failure_in(message))
 
-    def _fail(self, number: int, call: Call, error: Exception) -> None:
+    def _fail(self, number: int, call: ClientCall, error: Exception) -> None:
         self._forget(number)
         call.done.set_exception(error)
 
@@ -263,7 +256,7 @@ class DataConnection:
         with self._lock:
             self._calls.pop(number, None)
 
-    def _filled(self, target: memoryview, call: Call | None = None) -> memoryview:
+    def _filled(self, target: memoryview, call: ClientCall | None = None) -> memoryview:
         """Receives a part of a frame. Answers to other calls queue behind it, so their time is extended by as long.
 
         call: that it is for
@@ -287,9 +280,133 @@ class DataConnection:
             size -= len(self._filled(self._scratch_of(min(size, 2**16))))
 
 
-def _status(message: bytes) -> tuple[grpc.StatusCode, str]:
-    from google.rpc import status_pb2
+# -- as long as a worker has its place -------------------------------------------------------------------------------
 
-    status = status_pb2.Status.FromString(message)
-    codes = {code.value[0]: code for code in grpc.StatusCode}
-    return codes.get(status.code, grpc.StatusCode.UNKNOWN), status.message
+
+class DataLink:
+    """Keeps a data connection to a shard. Methods may be called from any thread.
+
+    make:    makes a connection, in one attempt. Raises PSError or CallFailed where it cannot
+    closing: is set before `close`
+    """
+
+    def __init__(self, make: Callable[[], ClientConnection], peer: str, closing: threading.Event) -> None:
+        self._make, self._peer, self._closing = make, peer, closing
+        self._lock = threading.Lock()
+        self._data: ClientConnection | None = None
+        self._is_opening = False
+        self._opener: threading.Thread | None = None
+        self._pause = AGAIN_SECONDS
+        self._next = time.monotonic() + self._pause
+
+    @property
+    def current(self) -> ClientConnection | None:
+        """The connection; None: there is none now. Where it has ended another is opened in time."""
+        data = self._data
+        if data is not None and data.is_open:
+            return data
+        with self._lock:
+            if not self._is_opening and not self._closing.is_set() and time.monotonic() >= self._next:
+                self._is_opening = True
+                opener = threading.Thread(target=self._open_again, name="data-open", daemon=True)
+                try:
+                    start(opener)
+                except TryLater:
+                    self._is_opening, self._next = False, time.monotonic() + self._pause
+                else:
+                    self._opener = opener
+        return None
+
+    def open(self) -> None:
+        """Opens it, in one attempt. Raises Unreachable if there can be none, other PSErrors if there is none now."""
+        self._opened(self._make())
+
+    def _open_again(self) -> None:
+        try:
+            self._opened(self._make())
+        except (PSError, CallFailed, ValueError):  # ValueError: grpc's, where the channel was closed meanwhile
+            self._pause = min(2 * self._pause, AGAIN_AT_MOST_SECONDS)
+        else:
+            self._pause = AGAIN_SECONDS
+            log.info("%s: a data connection is open again", self._peer)
+        finally:
+            with self._lock:
+                self._is_opening, self._next = False, time.monotonic() + self._pause
+
+    def _opened(self, data: ClientConnection) -> None:
+        self._data = data
+        if self._closing.is_set():
+            data.close()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        receives = None if self._data is None else self._data.thread
+        return [thread for thread in (receives, self._opener) if thread is not None]
+
+    def close(self) -> None:
+        """Ends the connection. When its calls have failed, nothing lands any more."""
+        if self._data is not None:
+            self._data.close()
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_data_connection(
+    offer: Offer, address: str, access: Access, directory: Path | None, peer: str
+) -> ClientConnection:
+    """Returns a connection to a shard that offers one.
+
+    address:   of the shard's gRPC port
+    directory: where sockets of this host are; None: over TCP only
+
+    Raises Unreachable if there can be none, TryLater if it cannot be made now.
+    """
+    connection: socket.socket | None = None
+    if not offer.port and directory is None:
+        raise Unreachable(f"{peer} takes no data connection: it has no port for them (--no-data-port)")
+    try:
+        if directory is not None:
+            connection = _connect_here(directory, offer.location, offer.inode)
+        if connection is None:
+            connection = _connect_tcp(address, offer.port, access)
+        connection.sendall(write_header(0, Kind.OPEN, len(offer.ticket)) + offer.ticket)
+        first = receive_exactly(connection, HEADER_BYTES, time.monotonic() + CONNECT_SECONDS)
+        kind = read_header(first, 0).kind
+        if kind is not Kind.OPENED:
+            raise InvalidRequest(f"expected a frame OPENED, got {kind.name}")
+        return ClientConnection(frames_over(connection))
+    except (OSError, InvalidRequest) as error:
+        if connection is not None:
+            connection.close()
+        raise TryLater(f"{peer} takes no data connection: {error}") from None
+
+
+def _connect_here(directory: Path, location: str, inode: int) -> socket.socket | None:
+    """Returns a connection to the socket that a shard of this host says is its own; None if it is not there."""
+    if not location or Path(location).name != location:
+        return None
+    with contextlib.suppress(OSError), opened(directory, location) as file:
+        status = os.fstat(file)
+        if not is_private_socket(status) or status.st_ino != inode:
+            return None
+        connection = connect(file, CONNECT_SECONDS)
+        if peer_of(connection).uid == os.geteuid():
+            return connection
+        connection.close()
+    return None
+
+
+def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
+    host = address.rpartition(":")[0].strip("[]")
+    if not port:
+        raise InvalidRequest("it has no port for them (--no-data-port)")
+    plain = socket.create_connection((host, port), CONNECT_SECONDS)
+    if access.tls is None:
+        return plain
+    try:
+        return client_context(access.tls).wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
