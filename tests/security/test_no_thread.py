@@ -258,7 +258,7 @@ def test_a_place_that_starts_a_thread_survives_that_none_can_be_had(
 def test_every_place_that_starts_a_thread_has_its_case() -> None:
     """A new one that has none fails here. Pools are a kind of their own: tests/server/test_pools.py."""
     found = set()
-    for package in ("ps_protocol", "ps_runtime", "ps_launch", "ps_tables", "ps_server", "ps_worker"):
+    for package in ("ps_protocol", "ps_runtime", "ps_launch", "ps_frames", "ps_tables", "ps_server", "ps_worker"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for name, body in _functions(ast.parse(path.read_text())):
                 calls = [ast.unparse(node.func) for node in ast.walk(body) if isinstance(node, ast.Call)]
