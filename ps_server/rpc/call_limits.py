@@ -32,6 +32,7 @@ from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Receiving
 
 _LOOK_SECONDS = 0.05
+_IDLE_SECONDS = 1.0  # between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
@@ -181,7 +182,8 @@ class CallLimits:
         """
         self._authenticator = authenticator
         self._limits = limits
-        self._receiving = Receiving(terms(limits, is_shard, pool))
+        self._look_soon = threading.Event()
+        self._receiving = Receiving(terms(limits, is_shard, pool), self._look_soon.set)
         self._release = release
         self._lock = threading.Lock()
         self._in_flight = CallsInFlight(limits)
@@ -196,6 +198,7 @@ class CallLimits:
     def stop(self) -> None:
         """Ends the thread."""
         self._stopping.set()
+        self._look_soon.set()
         self.thread.join()
 
     def statistics(self) -> dict[str, int]:
@@ -272,7 +275,9 @@ class CallLimits:
             is_kept = seconds > 0 and len(self._kept_back) < self._limits.all_calls // 4
             if is_kept:
                 self._kept_back.append((time.monotonic() + seconds, end))
-        if not is_kept:
+        if is_kept:
+            self._look_soon.set()
+        else:
             end()
 
     @contextlib.contextmanager
@@ -289,8 +294,15 @@ class CallLimits:
                 self._due.pop(number, None)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        while not self._stopping.is_set():
+            # What begins while it waits for longer ends no sooner than that, or wakes it.
+            self._look_soon.wait(_LOOK_SECONDS if self._is_watching() else _IDLE_SECONDS)
+            self._look_soon.clear()
             guarded("slow-peers", self._look)
+
+    def _is_watching(self) -> bool:
+        with self._lock:
+            return bool(self._due or self._kept_back or self._receiving.waits()) or self._release_at < math.inf
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from ps_frames.server import CallBroken, ServerCall
 from ps_protocol.errors import TryLater
@@ -65,9 +65,10 @@ class _Call:
 
 
 class Receiving:
-    """The places of each kind of request. Thread-safe."""
+    """The places of each kind of request. Thread-safe. waits: is called where a request has to wait for a place"""
 
-    def __init__(self, kinds: Mapping[Kind, Terms]) -> None:
+    def __init__(self, kinds: Mapping[Kind, Terms], waits: Callable[[], None] = lambda: None) -> None:
+        self._on_wait = waits
         self._lock = threading.Lock()
         self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
         self._was_broken_off = False
@@ -83,6 +84,8 @@ class Receiving:
         kind, waiting = self._kinds[KINDS.get(method, Kind.QUICK)], _Call(call)
         with self._lock:
             _tell(kind.ask(waiting, origin, time.monotonic()))
+        if not waiting.is_admitted:
+            self._on_wait()
         try:
             if not waiting.wait():
                 with self._lock:
