@@ -217,6 +217,12 @@ class FrameStream(Outbox):
 
         self._send(written)
 
+    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """Sends an answer at once, in this thread, if the kernel takes it; otherwise a copy of it, later."""
+        with lent() as (answer, _):
+            message = self._write(answer)
+            self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
+
     def tell_last(self, answer: Answer) -> None:
         """Sends an answer and the end of the call, in one piece."""
         with self._call.together():

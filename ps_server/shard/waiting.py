@@ -215,6 +215,9 @@ class Lent(NamedTuple):
     loan: Loan | None
 
 
+SMALL_BYTES = 2**16
+
+
 class Outbox(Protocol):
     """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
 
@@ -228,6 +231,10 @@ class Outbox(Protocol):
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
+
+    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """As `lend`, of a payload of at most SMALL_BYTES: it may be copied, so that no other thread has to send it."""
+        self.lend(lent)
 
     def finish(self) -> None:
         """Ends the stream after what was put before."""

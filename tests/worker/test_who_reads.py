@@ -15,6 +15,7 @@ from torch import nn
 
 from ps_frames import client
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer, attend
+from ps_frames.sender import FrameSender
 from ps_frames.sockets import frames_over
 from ps_frames.wire import HEADER_BYTES, Kind, read_header, write_header
 from ps_protocol.framing import Parts
@@ -379,9 +380,8 @@ def test_the_training_thread_reads_the_answers_to_its_steps(
 
     with shared.connect("sync", job=job, transport=transport) as session:
         torch.manual_seed(0)
-        model, optimizer = session.prepare(
-            *(lambda made: (made, torch.optim.SGD(made.parameters(), lr=0.1)))(nn.Linear(4, 4)), overlap=False
-        )
+        made = nn.Linear(4, 4)
+        model, optimizer = session.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), overlap=False)
         monkeypatch.setattr(ClientConnection, "_read_frame", noted)
         for _ in range(5):
             optimizer.zero_grad()
@@ -391,3 +391,21 @@ def test_the_training_thread_reads_the_answers_to_its_steps(
         mine = [thread for thread in read if thread is threading.current_thread()]
         assert len(mine) >= 5
         assert all(thread.name != "data" for thread in read), "no other thread had to be woken"
+
+
+def test_no_other_thread_of_a_shard_sends_small_weights(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has made the update sends them to each worker whose connection takes them."""
+    submitted: list[FrameSender] = []
+    submit = FrameSender._submit
+    monkeypatch.setattr(FrameSender, "_submit", lambda sender: submitted.append(sender) or submit(sender))
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        torch.manual_seed(0)
+        made = nn.Linear(4, 4)
+        model, optimizer = session.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert submitted == []
