@@ -6,14 +6,10 @@ calls_in_flight.py  How many calls each principal has in flight from each host, 
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 convert.py          Where protobuf messages become the server's values, and back, but for the data path
 coordinator_client.py How operators and shards call the coordinator
-data_connections.py Calls that a worker makes over a data connection, each as if it came by gRPC
-data_listener.py    Where workers open data connections: a TCP port, and a unix socket
 data_messages.py    Where the messages of the data path become the server's values, and back
 data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
 figure_messages.py  What processes measure of their own work, as messages, and back
-frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
-handshakes.py       New data connections, until they have shown their ticket: one thread takes all of them
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
@@ -24,7 +20,6 @@ own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
 position.py         Where a reader of views is: what it has been told already
-receive_buffers.py  Memory for payloads that arrive, used again and again
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
 row_messages.py     Where the messages of rows become the server's values, and back

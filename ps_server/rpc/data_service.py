@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
 
-from ps_protocol.frames import KINDS
+from ps_frames.listener import DataListener, Where
+from ps_frames.server import FrameCall, Opener, ReceiveBuffers, ServerCall, Serving, Tickets
+from ps_frames.wire import KINDS
+from ps_protocol.errors import Forbidden
+from ps_protocol.framing import Parts
 from ps_protocol.v1 import data_pb2
+from ps_runtime.arrivals import HostLimits
 from ps_runtime.pools import Pool
 from ps_server.core.limits import Limits
 from ps_server.core.requests import PullCall, PushCall, RowsPull, RowsPush, TablePull, TablePush
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc import data_messages, row_messages
+from ps_server.rpc.auth import host_of
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
-from ps_server.rpc.data_connections import (
-    ConnectionCall,
-    FrameStream,
-    Opener,
-    Serving,
-    Tickets,
-    check_sender,
-    method,
-)
-from ps_server.rpc.data_listener import DataListener, Where
 from ps_server.rpc.data_messages import Answers, Request
 from ps_server.rpc.interceptor import CallInterceptor
-from ps_server.rpc.receive_buffers import ReceiveBuffers
-from ps_server.rpc.streams import PullStream, Send
+from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
 from ps_server.shard.shard import Shard
 from ps_server.shard.waiting import Outbox
 
@@ -50,40 +46,45 @@ class DataService:
         self._pull_pool = Pool(threads, "pull")
         self._tickets = Tickets()
         self._listener: DataListener | None = None
-        self._handlers = {
-            name: grpc.unary_unary_rpc_method_handler(in_pool(behaviour, self._push_pool))
-            for name, behaviour in (
-                ("Push", self._push),
-                ("PushRows", self._push_rows),
-                ("PushTable", self._push_table),
-                ("AttachSegment", self._attach),
-                ("OpenDataConnection", self._open),
-            )
-        } | {
-            name: grpc.unary_stream_rpc_method_handler(in_pool(behaviour, self._pull_pool, non_blocking=True))
-            for name, behaviour in (
-                ("Pull", self._pull),
-                ("Exchange", self._exchange),
-                ("PullState", self._pull_state),
-                ("PullRows", self._pull_rows),
-                ("PullTable", self._pull_table),
-                ("ExchangeRows", self._exchange_rows),
-            )
+        self._unary: dict[str, Callable[[Any, ServerCall], bytes]] = {
+            "Push": self._push,
+            "PushRows": self._push_rows,
+            "PushTable": self._push_table,
+            "AttachSegment": self._attach,
+            "OpenDataConnection": self._open,
+        }
+        self._streams: dict[str, Callable[[Any, ServerCall, Send], None]] = {
+            "Pull": self._pull,
+            "Exchange": self._exchange,
+            "PullState": self._pull_state,
+            "PullRows": self._pull_rows,
+            "PullTable": self._pull_table,
+            "ExchangeRows": self._exchange_rows,
         }
 
     def register(self, server: grpc.Server) -> None:
         """Adds the methods to a server. Pushes and pulls have pools of their own, so neither can starve the other."""
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(in_pool(_by_grpc(behaviour), self._push_pool))
+            for name, behaviour in self._unary.items()
+        } | {
+            name: grpc.unary_stream_rpc_method_handler(in_pool(_by_grpc(behaviour), self._pull_pool, non_blocking=True))
+            for name, behaviour in self._streams.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, handlers),))
 
     def listen(self, calls: CallInterceptor, limits: Limits, where: Where, most: int) -> DataListener:
         """Takes data connections; see DataListener.listen. calls: what every call goes through; most: at a time"""
         methods = {
-            kind: method(calls.guarded(f"/{self.NAME}/{name}", self._handlers[name])) for name, kind in KINDS.items()
-        }
+            KINDS[name]: calls.unary(f"/{self.NAME}/{name}", behaviour)
+            for name, behaviour in self._unary.items()
+            if name in KINDS
+        } | {KINDS[name]: calls.stream(f"/{self.NAME}/{name}", behaviour) for name, behaviour in self._streams.items()}
         buffers = ReceiveBuffers(RECEIVE_BYTES)
         watched = calls.limits.sending, calls.limits.skipping
         serving = Serving(methods, self.senders, *watched, limits.message_bytes, buffers)
-        self._listener = DataListener(serving, self._tickets, self._admit, limits, most)
+        hosts = HostLimits(limits.connections_of_a_host, limits.new_connections)
+        self._listener = DataListener(serving, self._tickets, self._admit, hosts, limits.handshake_seconds, most)
         self._listener.listen(where)
         return self._listener
 
@@ -97,91 +98,104 @@ class DataService:
     def _answers_of(self, call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush) -> Answers:
         return self._answers.of(call.run or self._shard.run_of(call.job))
 
-    def _outbox(self, context: Any, send: Send, write: Any) -> Outbox:
+    def _outbox(self, call: ServerCall, send: Send, write: Callable[[Any], Parts]) -> Outbox:
         """Returns where the answers to a pull go."""
-        if isinstance(context, ConnectionCall):
-            return FrameStream(send, context, write)
-        return PullStream(send, context, self.senders, write)
+        if isinstance(call, FrameCall):
+            return FrameStream(send, call, write)
+        return PullStream(send, call, self.senders, write)
 
-    def _push(self, request: Request, context: grpc.ServicerContext) -> bytes:
+    def _push(self, request: Request, by: ServerCall) -> bytes:
         call = data_messages.push(request)
-        _check_caller(call, context)
+        _check_caller(call, by)
         return self._answers_of(call).pushed(self._shard.push(call, caller_name()))
 
-    def _push_rows(self, request: Request, context: grpc.ServicerContext) -> bytes:
+    def _push_rows(self, request: Request, by: ServerCall) -> bytes:
         push = row_messages.push(request)
-        _check_caller(push, context)
+        _check_caller(push, by)
         return row_messages.pushed(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
-    def _push_table(self, request: Request, context: grpc.ServicerContext) -> bytes:
+    def _push_table(self, request: Request, by: ServerCall) -> bytes:
         push = row_messages.push_table(request)
-        _check_caller(push, context)
+        _check_caller(push, by)
         return row_messages.begun(self._answers_of(push), self._shard.push_rows(push, caller_name()))
 
-    def _attach(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _attach(self, request: bytes, by: ServerCall) -> bytes:
         worker, offer = data_messages.attach_request(request)
         check_job(worker.job)
         self._shard.attach(worker.job, worker.rank, worker.incarnation, offer, worker.key, worker.run)
         return self._answers.of(worker.run).attached()
 
-    def _open(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _open(self, request: bytes, by: ServerCall) -> bytes:
         worker = data_messages.open_request(request)
         check_job(worker.job)
         self._shard.check_worker(worker.job, worker.rank, worker.incarnation, worker.key, worker.run)
-        shown = tuple((name, value) for name, value in context.invocation_metadata() or () if name == "authorization")
-        opener = Opener(worker, context.peer(), shown, context.auth_context(), caller_name())
+        shown = tuple((name, value) for name, value in by.invocation_metadata() if name == "authorization")
+        opener = Opener(worker, host_of(by.peer()), shown, by.auth_context(), caller_name())
         ticket = self._tickets.issue(opener)
         if self._listener is None:
             return self._answers.of(worker.run).opened(ticket, 0, "", 0)
-        places = self._listener.places
-        return self._answers.of(worker.run).opened(ticket, places.port, places.location, places.inode)
+        offer = self._listener.offer
+        return self._answers.of(worker.run).opened(ticket, offer.port, offer.location, offer.inode)
 
-    def _admit(self, opener: Opener, end: Any) -> Any:
+    def _admit(self, opener: Opener, end: Callable[[], None]) -> Callable[[], None]:
         worker = opener.worker
         return self._shard.connect(worker.job, worker.rank, worker.incarnation, end, worker.key, worker.run)
 
-    def _pull(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _pull(self, request: Request, by: ServerCall, send: Send) -> None:
         call = data_messages.pull(request)
-        _check_caller(call, context)
+        _check_caller(call, by)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # a reader gets one run's weights
-        outbox = self._outbox(context, send, self._answers_of(call).pulled)
+        outbox = self._outbox(by, send, self._answers_of(call).pulled)
         self._shard.pull(call, outbox, caller_name())
 
-    def _exchange(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _exchange(self, request: Request, by: ServerCall, send: Send) -> None:
         push, pull = data_messages.exchange(request)
-        _check_caller(push, context)
-        outbox = self._outbox(context, send, self._answers_of(push).exchanged)
+        _check_caller(push, by)
+        outbox = self._outbox(by, send, self._answers_of(push).exchanged)
         self._shard.exchange(push, pull, outbox, caller_name())
 
-    def _pull_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _pull_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         call = row_messages.pull(request)
-        _check_caller(call, context)
+        _check_caller(call, by)
         call = replace(call, run=call.run or self._shard.run_of(call.job))  # as _pull
-        outbox = self._outbox(context, send, partial(row_messages.pulled, self._answers_of(call)))
+        outbox = self._outbox(by, send, partial(row_messages.pulled, self._answers_of(call)))
         self._shard.pull(call, outbox, caller_name())
 
-    def _exchange_rows(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _exchange_rows(self, request: Request, by: ServerCall, send: Send) -> None:
         push, pull = row_messages.exchange(request)
-        _check_caller(push, context)
-        outbox = self._outbox(context, send, partial(row_messages.exchanged, self._answers_of(push)))
+        _check_caller(push, by)
+        outbox = self._outbox(by, send, partial(row_messages.exchanged, self._answers_of(push)))
         self._shard.exchange(push, pull, outbox, caller_name())
 
-    def _pull_table(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _pull_table(self, request: Request, by: ServerCall, send: Send) -> None:
         call = row_messages.pull_table(request)
-        _check_caller(call, context)
-        outbox = self._outbox(context, send, partial(row_messages.pulled_table, self._answers_of(call)))
+        _check_caller(call, by)
+        outbox = self._outbox(by, send, partial(row_messages.pulled_table, self._answers_of(call)))
         self._shard.pull(call, outbox, caller_name())
 
-    def _pull_state(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+    def _pull_state(self, request: Request, by: ServerCall, send: Send) -> None:
         call = data_messages.pull_state(request)
-        _check_caller(call, context)
-        outbox = self._outbox(context, send, self._answers_of(call).state)
+        _check_caller(call, by)
+        outbox = self._outbox(by, send, self._answers_of(call).state)
         self._shard.pull_state(call, outbox, caller_name())
 
 
-def _check_caller(
-    call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush, context: grpc.ServicerContext
-) -> None:
-    """Raises Forbidden for a job that the caller may not use, or a worker that it is not."""
+def _by_grpc(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what gRPC calls with its own context."""
+
+    def handler(request: bytes, context: grpc.ServicerContext, *send: Send) -> Any:
+        return behaviour(request, GrpcCall(context), *send)
+
+    return handler
+
+
+def _check_caller(call: PushCall | PullCall | RowsPush | RowsPull | TablePull | TablePush, by: ServerCall) -> None:
+    """Raises Forbidden for a job that the caller may not use, or a worker that it is not: a data connection is that of
+    one worker."""
     check_job(call.job)
-    check_sender(context, call.job, call.rank, call.incarnation)
+    worker = by.worker
+    if worker is not None and (call.job, call.rank, call.incarnation) != (worker.job, worker.rank, worker.incarnation):
+        raise Forbidden(
+            f"this data connection is that of worker {worker.rank} of job {worker.job!r} in its place; the request "
+            f"names worker {call.rank} of job {call.job!r}"
+        )

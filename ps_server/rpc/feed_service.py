@@ -18,7 +18,7 @@ from ps_server.core.requests import RowsWatch
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.data_messages import Answers, parse
-from ps_server.rpc.streams import PullStream, Send
+from ps_server.rpc.streams import GrpcCall, PullStream, Send
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.shard import Shard
 from ps_server.shard.waiting import Answer, FeedPart, RoundBegin
@@ -53,7 +53,9 @@ class FeedService:
         call = _call(request)
         check_job(call.job)
         answers = self._answers.of(self._shard.run_of(call.job))
-        self._feeds.watch(call, PullStream(send, context, self.senders, partial(_response, answers)), caller_name())
+        self._feeds.watch(
+            call, PullStream(send, GrpcCall(context), self.senders, partial(_response, answers)), caller_name()
+        )
 
 
 def _call(request: bytes) -> RowsWatch:

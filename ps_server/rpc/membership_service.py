@@ -18,7 +18,7 @@ from ps_server.coordinator.members import Roster
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc import convert, figure_messages
 from ps_server.rpc.call_limits import check_job, in_pool
-from ps_server.rpc.streams import ResponseStream, Send
+from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 
 
 class _Newest:
@@ -75,7 +75,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
-        stream, newest = ResponseStream(send, context, self._senders), _Newest()
+        stream, newest = ResponseStream(send, GrpcCall(context), self._senders), _Newest()
 
         def message() -> Any:
             ranks, world_size, started = newest.take()

@@ -12,7 +12,7 @@ from ps_server.coordinator.coordinator import Coordinator
 from ps_server.coordinator.rounds import Standing
 from ps_server.rpc import convert
 from ps_server.rpc.call_limits import check_job, in_pool
-from ps_server.rpc.streams import ResponseStream, Send
+from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 
 
 class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,unused-ignore]
@@ -32,7 +32,7 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
     def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         worker = request.worker
         check_job(worker.job)
-        stream = ResponseStream(send, context, self._senders)
+        stream = ResponseStream(send, GrpcCall(context), self._senders)
         asked = convert.gather_request(request)
         stream.on_close(
             self._coordinator.job(worker.job, worker.run).rounds.gather_values(asked, _RoundListener(stream))

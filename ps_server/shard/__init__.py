@@ -4,7 +4,6 @@ apply.py      Applies what is staged: adds contributions and steps optimizers
 budgets.py    What principals have on a shard, counted over all its jobs
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 job.py        What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
-loans.py      Weights that are sent from where they are, and copied only if an update comes to change them
 metrics.py    What a shard tells Prometheus
 native_loops.py Compiled loops for tables: whether a server process uses them, and how they are made
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread

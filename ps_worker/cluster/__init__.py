@@ -13,8 +13,6 @@ row_landing.py    A pull of rows under way
 feeds.py          Feeds of rows, as a reader calls them
 segments.py       A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, which are repeated when they fail: over its data connection, or by gRPC
-data_connection.py A data connection to one shard: calls of push and pull over frames
-data_link.py      The data connection to one shard, as long as a worker has its place: opened, and opened again
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 clocks.py         Reads the clock of a shard, for a timeline
 coordinator.py    Calls to the coordinator

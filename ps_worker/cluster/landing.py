@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ps_frames.sockets import nothing
 from ps_protocol.framing import split_head, split_message
 from ps_protocol.layout import BucketSpec
-from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PulledBucket, PullResult
 

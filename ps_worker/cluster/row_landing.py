@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ps_frames.sockets import nothing
 from ps_protocol.codecs import PLAIN, Cast
 from ps_protocol.convert import seconds, wire_format
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head
 from ps_protocol.v1 import rows_pb2
-from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
 

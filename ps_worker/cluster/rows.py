@@ -32,7 +32,7 @@ from ps_protocol.v1 import rows_pb2
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues
 from ps_worker.cluster import convert
-from ps_worker.cluster.calls import ShardCalls
+from ps_worker.cluster.calls import Answered, ShardCalls
 from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.row_landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.row_memory import Room, SharedRows
@@ -215,7 +215,7 @@ class RowTransport:
         """Sends a push and a pull in one call. size: bytes of rows that the push names"""
         exchange = rows_pb2.ExchangeRowsRequest(push=request)
         shared = self._put_ids(exchange, asked, room)
-        staged: Future[PushResult] = Future()
+        staged: Future[PushResult] = Answered()
 
         def is_staged(when: float) -> None:
             if not staged.done():
