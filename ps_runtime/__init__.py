@@ -9,7 +9,6 @@ completion.py     Completion of commands and flags in bash, zsh and fish
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
 dates.py          Dates in words, for people to read in logs
-frame_socket.py   A connection that sends and receives frames, from and into memory that its caller names
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
 logs.py           Log lines: text for a person, or a JSON object a line for a program

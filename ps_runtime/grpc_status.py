@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped,unused-ignore]
 
 from ps_protocol.errors import BY_REASON, DOMAIN, PSError, TryLater, Unreachable
 
@@ -11,6 +11,32 @@ LONGEST_RETRY_SECONDS = 60.0  # a number that a peer sent keeps no caller waitin
 PROGRESS_KEY = "progress"  # in an ErrorInfo's metadata
 MAX_PROGRESS_LENGTH = 255
 STATUS_KEY = "grpc-status-details-bin"  # the trailer in which gRPC carries a google.rpc.Status
+
+
+class CallFailed(Exception):
+    """A call to a server that failed, over a connection of any kind.
+
+    code:    a number of google.rpc.Code
+    details: the text
+    status:  the server's own error, as a serialized google.rpc.Status; empty: it sent none
+    """
+
+    def __init__(self, code: int, details: str, status: bytes = b"") -> None:
+        super().__init__(details)
+        self.code, self.details, self.status = code, details, status
+
+
+def failure_of(call: grpc.RpcError) -> CallFailed:
+    """Returns gRPC's error of a call without gRPC."""
+    trailers = getattr(call, "trailing_metadata", lambda: None)() or ()
+    status = next((value for key, value in trailers if key == STATUS_KEY), b"")
+    return CallFailed(call.code().value[0], call.details() or "", status)
+
+
+def failure_in(status: bytes) -> CallFailed:
+    """Returns the failure that a serialized google.rpc.Status stands for."""
+    read = status_pb2.Status.FromString(status)
+    return CallFailed(read.code, read.message, status)
 
 
 def code_of(error: PSError) -> grpc.StatusCode:
@@ -35,31 +61,32 @@ def status_of(error: PSError) -> status_pb2.Status:
 
 # CANCELLED among them: a server that stops, or finds a peer too slow, cancels calls.
 _TRANSIENT = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.CANCELLED,
+    code_pb2.UNAVAILABLE,
+    code_pb2.DEADLINE_EXCEEDED,
+    code_pb2.ABORTED,
+    code_pb2.CANCELLED,
 }
+FAILURES = (grpc.RpcError, CallFailed)  # what the two kinds of connections raise for a call that failed
 
 
-def error_from(call: grpc.RpcError, peer: str) -> PSError:
+def error_from(call: grpc.RpcError | CallFailed, peer: str) -> PSError:
     """Returns the error that a failed call stands for: the server's own if it sent one, otherwise `Unreachable` or
     `PSError`.
 
     `peer` names the server that was called, for the message. A transport failure that may pass is a `TryLater`.
     """
-    for key, value in getattr(call, "trailing_metadata", lambda: None)() or ():
-        if key == STATUS_KEY:
-            error = _error_in(status_pb2.Status.FromString(value), call.details())
-            if error is not None:
-                return error
-    code = call.code()
-    if code in _TRANSIENT:
-        cause = (call.details() or code.name).rsplit("last error: ", 1)[-1]
+    failed = call if isinstance(call, CallFailed) else failure_of(call)
+    if failed.status:
+        error = _error_in(status_pb2.Status.FromString(failed.status), failed.details)
+        if error is not None:
+            return error
+    name = code_pb2.Code.Name(failed.code) if failed.code in code_pb2.Code.values() else str(failed.code)
+    if failed.code in _TRANSIENT:
+        cause = (failed.details or name).rsplit("last error: ", 1)[-1]
         return TryLater(f"{peer} does not answer ({cause})")
-    if code == grpc.StatusCode.UNIMPLEMENTED:
-        return Unreachable(f"{peer}: something else answers gRPC there ({call.details()})")
-    return PSError(f"{peer} failed ({code.name}: {call.details()})")
+    if failed.code == code_pb2.UNIMPLEMENTED:
+        return Unreachable(f"{peer}: something else answers gRPC there ({failed.details})")
+    return PSError(f"{peer} failed ({name}: {failed.details})")
 
 
 def _error_in(status: status_pb2.Status, text: str) -> PSError | None:

@@ -18,7 +18,7 @@ import grpc
 from ps_protocol.errors import PSError, TryLater, Unauthenticated, Unreachable
 from ps_runtime import tls_diagnosis
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.grpc_status import error_from
+from ps_runtime.grpc_status import FAILURES, CallFailed, error_from
 from ps_runtime.reloading import CHECK_SECONDS
 from ps_runtime.troubles import Troubles
 
@@ -54,7 +54,7 @@ class Peer:
     def __str__(self) -> str:
         return f"{self.role} at {self.address}" if self.role else self.address
 
-    def error(self, call: grpc.RpcError) -> PSError:
+    def error(self, call: grpc.RpcError | CallFailed) -> PSError:
         """Returns the error that a failed call stands for: `Untrusted` where the two ends do not trust each other."""
         return self.explained(error_from(call, str(self)))
 
@@ -99,7 +99,7 @@ class Retry:
         self._pause = FIRST_PAUSE_SECONDS
         self._has_warned = False
 
-    def failed(self, call: grpc.RpcError) -> None:
+    def failed(self, call: grpc.RpcError | CallFailed) -> None:
         """Waits before the next try. Raises the error if it will not pass, Unreachable if the time is over."""
         self.wait_after(error_from(call, str(self._peer)))
 
@@ -155,7 +155,7 @@ class Retry:
         while True:
             try:
                 result = attempt()
-            except grpc.RpcError as call:
+            except FAILURES as call:
                 self.failed(call)
             else:
                 self.progressed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
+import selectors
 import socket
 import socketserver
 import sys
@@ -22,9 +23,8 @@ from ps_runtime.credentials import Tls
 from ps_runtime.reloading import ReloadingFiles
 from ps_runtime.tls_contexts import server_context
 
-# How long stopping may take; serve_forever looks at its flag this often.
-_POLL_SECONDS = 0.05
 _HANG_UP_SECONDS = 1.0
+_LATE_SECONDS = 0.05  # by which a connection may be cut off late: several at once, and never in a busy loop
 # A scrape is one short request: a client that takes longer to ask, to shake hands, or to read is cut off.
 CONNECTION_SECONDS = 10.0
 SILENT_SECONDS = 3.0  # for which it may say nothing meanwhile
@@ -64,12 +64,45 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     arrivals = Arrivals(HostLimits(MOST_OF_A_HOST))  # each server has its own
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
+    def server_bind(self) -> None:
+        self._wake, self._woken = socket.socketpair()
+        super().server_bind()
+
     def server_activate(self) -> None:
         # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
         self._serving: set[threading.Thread] = set()
         self._lock = threading.Lock()
+        self._is_stopping = False
+        self.timeout = 0  # of `handle_request`, which is called where there is one
         super().server_activate()
+
+    def serve_forever(self, poll_interval: float = 0.0) -> None:
+        """Handles requests until `shutdown`. It wakes up for these, and for connections whose time is over."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.socket, selectors.EVENT_READ)
+            ready.register(self._woken, selectors.EVENT_READ)
+            while not self._is_stopping:
+                if ready.select(self._patience()) and not self._is_stopping:
+                    self.handle_request()
+                self.service_actions()
+
+    def _patience(self) -> float | None:
+        """Returns for how many seconds no connection's time is over; None: there is no connection."""
+        with self._lock:
+            until = min((until for _, until in self._open.values()), default=None)
+        return None if until is None else max(0.0, until - time.monotonic()) + _LATE_SECONDS
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever`."""
+        self._is_stopping = True
+        with contextlib.suppress(OSError):  # it was shut down and closed before
+            self._wake.send(b"\0")
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._wake.close()
+        self._woken.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         host = str(client_address[0])
@@ -118,7 +151,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         join_within(threads, _HANG_UP_SECONDS)
 
     def service_actions(self) -> None:
-        """Hangs up, every _POLL_SECONDS, on connections whose time is over."""
+        """Hangs up on connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]
@@ -277,7 +310,7 @@ def serve(
     if tls is not None:
         watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name=what, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, name=what, daemon=True)
     try:
         start(thread)
     except TryLater:
@@ -286,8 +319,8 @@ def serve(
 
     def stop() -> None:
         server.shutdown()
-        server.server_close()
         thread.join()
+        server.server_close()
         server.hang_up()
 
     return server.server_port, stop

@@ -22,6 +22,7 @@ import grpc
 import torch
 from grpc_health.v1.health import HealthServicer
 
+from ps_frames.listener import Where
 from ps_protocol.errors import InvalidRequest, TryLater
 from ps_protocol.messages.envelope import Origin
 from ps_protocol.optimizers import ELEMENTWISE
@@ -61,7 +62,6 @@ from ps_server.ops.page import coordinators_page
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService, add_health
-from ps_server.rpc.data_listener import Where
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.interceptor import CallInterceptor
@@ -331,7 +331,7 @@ class Server:
         where = Where(config.host, port, config.tls, config.shared_directory)
         listener = data.listen(self._calls, config.limits, where, connections)
         self._serving.append(listener.thread)
-        self._data_port = listener.places.port
+        self._data_port = listener.offer.port
         control_pool = Pool(pool, "shard")
         control = ShardService(shard, self._config.limits, self.process, control_pool)
         control.register(self._grpc)

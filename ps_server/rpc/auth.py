@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
 
+from ps_frames.server import ServerCall
 from ps_protocol.errors import InvalidRequest, Unauthenticated
 from ps_runtime.credentials import checked_token, warn_if_readable_by_all
 from ps_runtime.dates import date_text
@@ -25,19 +25,6 @@ log = logging.getLogger("ps_server")
 MAX_LINES = 10_000
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?Z)?")
-
-
-class Call(Protocol):
-    """What a gRPC call says about its caller."""
-
-    def invocation_metadata(self) -> Any:
-        """Returns its metadata, as pairs."""
-
-    def auth_context(self) -> Any:
-        """Returns what TLS knows of the other end, by name."""
-
-    def peer(self) -> str:
-        """Returns where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,7 @@ class Authenticator:
         now = self._clock()
         return next((token for token, until in self._watched.get().cluster_tokens if now < until), None)
 
-    def identify(self, call: Call) -> Principal:
+    def identify(self, call: ServerCall) -> Principal:
         """Returns the principal of a call. Raises Unauthenticated for one that shows nothing that is known."""
         if self._watched is None:
             return Principal(f"the caller from {host_of(call.peer())}", ALL_PERMISSIONS)
@@ -208,8 +195,8 @@ def _matching(tokens: tuple[_TokenEntry, ...], token: str) -> list[_TokenEntry]:
     return [entry for entry in tokens if hmac.compare_digest(entry.digest, digest)]
 
 
-def _bearer(call: Call) -> str | None:
-    for key, value in call.invocation_metadata() or ():
+def _bearer(call: ServerCall) -> str | None:
+    for key, value in call.invocation_metadata():
         if key == "authorization":
             kind, _, token = str(value).partition(" ")
             if kind.lower() != "bearer":
@@ -218,6 +205,6 @@ def _bearer(call: Call) -> str | None:
     return None
 
 
-def _certificate_names(call: Call) -> list[str]:
+def _certificate_names(call: ServerCall) -> list[str]:
     names = call.auth_context().get("x509_common_name", ())
     return [name.decode("utf-8", "replace") for name in names]

@@ -18,8 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
+from ps_frames.server import Cancellable, ServerCall
 from ps_protocol.errors import Backlogged, Forbidden, Unauthenticated
 from ps_protocol.job import MAX_NAME_LENGTH
 from ps_runtime import audit
@@ -34,6 +33,7 @@ from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Receiving, Refused, kind_of
 
 _LOOK_SECONDS = 0.05
+_IDLE_SECONDS = 1.0  # between two looks while nothing is watched
 _RELEASE_SECONDS = 5.0  # after a request was broken off, until its memory goes back to the system
 
 FRAME_BYTES = 1 << 20  # of what clients send: with frames of gRPC's 16 KiB a round of 256 MiB takes a tenth longer
@@ -187,11 +187,12 @@ class CallLimits:
         """
         self._authenticator = authenticator
         self._limits = limits
-        self._receiving = Receiving(terms(limits, is_shard, pool))
+        self._look_soon = threading.Event()
+        self._receiving = Receiving(terms(limits, is_shard, pool), self._look_soon.set)
         self._release = release
         self._lock = threading.Lock()
         self._in_flight = CallsInFlight(limits)
-        self._due: dict[int, tuple[float, grpc.ServicerContext]] = {}
+        self._due: dict[int, tuple[float, Cancellable]] = {}
         self._kept_back: deque[tuple[float, Callable[[], None]]] = deque()  # calls that are refused, and when
         self._second, self._in_second = -math.inf, 0  # since when refusals are counted, and how many there were
         self._pressed_until = -math.inf
@@ -206,6 +207,7 @@ class CallLimits:
     def stop(self) -> None:
         """Ends the thread."""
         self._stopping.set()
+        self._look_soon.set()
         self.thread.join()
         self.answers.stop()
 
@@ -215,24 +217,24 @@ class CallLimits:
             waits = len(self._due) + self._receiving.waits()
         return {**self._in_flight.statistics(), "waits": waits}
 
-    def enter(self, method: str, context: grpc.ServicerContext) -> Admitted:
+    def enter(self, method: str, call: ServerCall) -> Admitted:
         """Counts a call in until it ends. Raises Unauthenticated, Forbidden, or Backlogged where there are too many."""
-        host = host_of(context.peer())
+        host = host_of(call.peer())
         if METHODS.get(method) == EVERYONE:
             caller = Principal("anyone", frozenset())
         else:
-            caller = self._identify(method, context, host)
+            caller = self._identify(method, call, host)
         # These are not counted among all: a caller that fills the server must not have it, or a worker, taken for dead.
         is_listed = method != HEARTBEAT and METHODS.get(method) != EVERYONE
-        call = self._in_flight.begin(caller.name, host, method, is_listed)
-        if not context.add_callback(call.end):
-            call.end()
-        return Admitted(caller, call)
+        counted = self._in_flight.begin(caller.name, host, method, is_listed)
+        if not call.add_callback(counted.end):
+            counted.end()
+        return Admitted(caller, counted)
 
-    def _identify(self, method: str, context: grpc.ServicerContext, host: str) -> Principal:
+    def _identify(self, method: str, call: ServerCall, host: str) -> Principal:
         """Returns the caller of a method that it may call. Raises Unauthenticated or Forbidden."""
         try:
-            caller = self._authenticator.identify(context)
+            caller = self._authenticator.identify(call)
         except Unauthenticated as error:
             audit.note(audit.REFUSED, str(error), UNKNOWN, host)  # not by method: a stranger could name many
             raise
@@ -244,9 +246,9 @@ class CallLimits:
         return caller
 
     @contextlib.contextmanager
-    def running(self, caller: Principal, method: str, context: grpc.ServicerContext) -> Iterator[None]:
+    def running(self, caller: Principal, method: str, call: ServerCall) -> Iterator[None]:
         """Tells `check_job` the caller and the method of this thread."""
-        running = _Running(caller, method, host_of(context.peer()))
+        running = _Running(caller, method, host_of(call.peer()))
         token = _CALL.set(running)
         try:
             yield
@@ -257,32 +259,30 @@ class CallLimits:
         finally:
             _CALL.reset(token)
 
-    def receiving(
-        self, method: str, caller: Principal, context: grpc.ServicerContext, known_bytes: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:
+    def receiving(self, method: str, caller: Principal, call: ServerCall) -> contextlib.AbstractContextManager[None]:
         """Holds a place for a request while it is received: the call is cancelled if that takes too long.
 
-        known_bytes: of the request, where they are known before it comes; a small one takes no place
+        A small one whose size is known before it comes takes no place.
 
         Raises Refused if too many wait for a place.
         """
-        if known_bytes is not None and known_bytes <= SMALL_BYTES:
-            return self._within(self._limits.upload_seconds, context)
-        peer = context.peer()
-        return self._receiving.place(method, (caller.name, host_of(peer), peer), context)
+        if call.request_bytes is not None and call.request_bytes <= SMALL_BYTES:
+            return self._within(self._limits.upload_seconds, call)
+        peer = call.peer()
+        return self._receiving.place(method, (caller.name, host_of(peer), peer), call)
 
     def receive_later(
         self,
         method: str,
         caller: Principal,
-        context: grpc.ServicerContext,
+        call: ServerCall,
         submit: Callable[[Callable[[], object]], object],
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
         """As `receiving`, but no thread waits for the place: see Receiving.later."""
-        peer = context.peer()
-        self._receiving.later(method, (caller.name, host_of(peer), peer), context, submit, receive, refuse)
+        peer = call.peer()
+        self._receiving.later(method, (caller.name, host_of(peer), peer), call, submit, receive, refuse)
 
     def may_wait(self, method: str) -> bool:
         """Counts in a call of a unary method whose thread waits until its request is read, and returns True; returns
@@ -302,13 +302,13 @@ class CallLimits:
         with self._lock:
             self._threads_waiting[kind_of(method)] -= 1
 
-    def sending(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+    def sending(self, call: Cancellable) -> contextlib.AbstractContextManager[None]:
         """Limits the sending of an answer: cancels the call if its caller does not take it."""
-        return self._within(self._limits.stall_seconds, context)
+        return self._within(self._limits.stall_seconds, call)
 
-    def skipping(self, context: grpc.ServicerContext) -> contextlib.AbstractContextManager[None]:
+    def skipping(self, call: Cancellable) -> contextlib.AbstractContextManager[None]:
         """Limits the arrival of a request that nothing reads, since its call was refused: likewise."""
-        return self._within(self._limits.upload_seconds, context)
+        return self._within(self._limits.upload_seconds, call)
 
     def held_seconds(self, error: Exception) -> float:
         """Returns for how long an error is kept back that a call met before its request was read.
@@ -336,16 +336,18 @@ class CallLimits:
             is_kept = seconds > 0 and len(self._kept_back) < self._limits.all_calls // 4
             if is_kept:
                 self._kept_back.append((time.monotonic() + seconds, end))
-        if not is_kept:
+        if is_kept:
+            self._look_soon.set()
+        else:
             end()
 
     @contextlib.contextmanager
-    def _within(self, seconds: float, context: grpc.ServicerContext) -> Iterator[None]:
+    def _within(self, seconds: float, call: Cancellable) -> Iterator[None]:
         """Cancels a call if what is done meanwhile takes longer."""
         with self._lock:
             self._next += 1
             number = self._next
-            self._due[number] = (time.monotonic() + seconds, context)
+            self._due[number] = (time.monotonic() + seconds, call)
         try:
             yield
         finally:
@@ -353,8 +355,15 @@ class CallLimits:
                 self._due.pop(number, None)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        while not self._stopping.is_set():
+            # What begins while it waits for longer ends no sooner than that, or wakes it.
+            self._look_soon.wait(_LOOK_SECONDS if self._is_watching() else _IDLE_SECONDS)
+            self._look_soon.clear()
             guarded("slow-peers", self._look)
+
+    def _is_watching(self) -> bool:
+        with self._lock:
+            return bool(self._due or self._kept_back or self._receiving.waits()) or self._release_at < math.inf
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -366,11 +375,11 @@ class CallLimits:
             self._release_at = math.inf
             self._release()
         with self._lock:
-            late = [context for due, context in self._due.values() if due <= now]
+            late = [call for due, call in self._due.values() if due <= now]
             ends = []
             while self._kept_back and self._kept_back[0][0] <= now:
                 ends.append(self._kept_back.popleft()[1])
         for end in ends:
             guarded("slow-peers", end)
-        for context in late:
-            guarded("slow-peers", context.cancel)
+        for call in late:
+            guarded("slow-peers", call.cancel)

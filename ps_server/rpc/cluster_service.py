@@ -19,7 +19,7 @@ from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import view_messages
 from ps_server.rpc.call_limits import caller_name, in_pool, may_see, what_the_caller_sees
 from ps_server.rpc.permissions import REFLECTION_V1
-from ps_server.rpc.streams import ResponseStream, Send
+from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 from ps_server.rpc.views import Views, ViewStream
 
 
@@ -74,7 +74,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[m
         )
 
     def _watch_status(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
-        stream = ResponseStream(send, context, self._senders)
+        stream = ResponseStream(send, GrpcCall(context), self._senders)
         ViewStream(self._views, stream, what_the_caller_sees(), request, caller_name()).begin()
 
 

@@ -12,7 +12,7 @@ from ps_protocol.v1 import feed_pb2
 from ps_runtime.pools import Pool
 from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
-from ps_server.rpc.streams import PullStream, Send
+from ps_server.rpc.streams import GrpcCall, PullStream, Send
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import WeightFeeds
@@ -60,4 +60,4 @@ class FeedService:
         call = editions.read_edition_call(request)
         check_job(call.job)
         write = partial(editions.write_edition_part, self._origin.of(self._shard.run_of(call.job)))
-        self._weights.pull(call, PullStream(send, context, self.senders, write), caller_name())
+        self._weights.pull(call, PullStream(send, GrpcCall(context), self.senders, write), caller_name())

@@ -1,30 +1,36 @@
-"""Intercepts every gRPC method: errors become statuses, and each call is counted under the standard names."""
+"""Intercepts every method, over gRPC and data connections: errors become statuses, and each call is counted under the
+standard names."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from ps_frames.server import CallBroken, FrameCall, ServerCall
+from ps_frames.server import Method as FrameMethod
+from ps_frames.sockets import nothing
 from ps_protocol.errors import InvalidRequest, PSError, Unsupported
-from ps_runtime.frame_socket import nothing
-from ps_runtime.grpc_status import code_of
+from ps_protocol.framing import Parts
 from ps_runtime.metrics import LATENCY_BUCKETS
 from ps_runtime.troubles import Troubles
 from ps_server.rpc.call_limits import Admitted, CallLimits, caller_name
 from ps_server.rpc.permissions import EVERYONE, METHODS, Principal
 from ps_server.rpc.receiving import Refused
-from ps_server.rpc.streams import set_error
+from ps_server.rpc.streams import GrpcCall, Send
 
 log = logging.getLogger("ps_server")
+
+Request = bytes | Parts  # as gRPC brings it, and as a data connection does
 
 
 class CallMetrics:
@@ -75,9 +81,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
                 return None  # an unknown method: not remembered, for its name is the caller's choice
             if handler.unary_unary:
                 self._answered_later[method] = self._without_a_thread(method, handler)
-                self._wrapped[method] = self.guarded(method, handler, partial(self.limits.waited, method))
-            else:
-                self._wrapped[method] = self.guarded(method, handler)
+            self._wrapped[method] = self.guarded(method, handler)
         if method in self._answered_later and not self.limits.may_wait(method):
             return self._answered_later[method]
         return self._wrapped[method]
@@ -89,12 +93,10 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         are those of a unary answer. It takes a message and a status, each on its way through gRPC's one polling thread,
         so that a small call takes 0.05 to 0.2 ms longer; where few calls are made, a thread waits instead.
         """
-        _, service, name = method.split("/")
         reader = _Reader(self.limits, method, handler.request_deserializer)
-        metrics = _MethodMetrics(self._metrics, "unary", service, name)
         behaviour = handler.unary_unary
 
-        def answering(request: Any, context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
+        def answering(request: Any, context: grpc.ServicerContext, send: Send) -> None:
             response = behaviour(request, context)
 
             def answer() -> None:
@@ -105,35 +107,62 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
 
         _keep_pool(answering, behaviour)
         return grpc.stream_stream_rpc_method_handler(
-            _observe_stream(answering, metrics, reader, self._pool), None, handler.response_serializer
+            _stream_by_grpc(answering, self._metrics_of(method, "unary"), reader, self._pool),
+            None,
+            handler.response_serializer,
         )
 
-    def guarded(
-        self, method: str, handler: grpc.RpcMethodHandler, read: Callable[[], None] = nothing
-    ) -> grpc.RpcMethodHandler:
-        """Returns a handler behind what is in the way of each call: also for calls that come by another way.
-
-        read: is called for each call of a unary method, when its request is read or it is refused
-        """
-        _, service, name = method.split("/")
+    def guarded(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Returns a handler that lets a call in before it carries it out."""
         reader = _Reader(self.limits, method, handler.request_deserializer)
         if handler.unary_unary:
-            metrics = _MethodMetrics(self._metrics, "unary", service, name)
             return grpc.stream_unary_rpc_method_handler(
-                _observe_unary(handler.unary_unary, metrics, reader, read), None, handler.response_serializer
+                _unary_by_grpc(
+                    handler.unary_unary,
+                    self._metrics_of(method, "unary"),
+                    reader,
+                    read=partial(self.limits.waited, method),
+                ),
+                None,
+                handler.response_serializer,
             )
         if handler.unary_stream:
             if not getattr(handler.unary_stream, "experimental_non_blocking", False):
                 raise TypeError(f"{method} would hold a thread while it streams")
-            metrics = _MethodMetrics(self._metrics, "server_stream", service, name)
             return grpc.stream_stream_rpc_method_handler(
-                _observe_stream(handler.unary_stream, metrics, reader, self._pool), None, handler.response_serializer
+                _stream_by_grpc(handler.unary_stream, self._metrics_of(method, "server_stream"), reader, self._pool),
+                None,
+                handler.response_serializer,
             )
         if not handler.stream_stream:
             raise TypeError(f"{method} is of a kind that is not guarded here")
         return grpc.stream_stream_rpc_method_handler(
             _guard(handler.stream_stream, reader), None, handler.response_serializer
         )
+
+    def unary(self, method: str, behaviour: Callable[[Parts, FrameCall], bytes]) -> FrameMethod:
+        """Returns what carries out a method with one answer on data connections, guarded in the same way."""
+        metrics, reader = self._metrics_of(method, "unary"), _Reader(self.limits, method, None)
+
+        def carry_out(call: FrameCall) -> None:
+            call.end(_answer(metrics, reader, call, lambda request: behaviour(request, call)))
+
+        return carry_out
+
+    def stream(self, method: str, behaviour: Callable[[Parts, FrameCall, Send], None]) -> FrameMethod:
+        """Returns what carries out a method with a stream of answers on data connections, likewise."""
+        metrics, reader = self._metrics_of(method, "server_stream"), _Reader(self.limits, method, None)
+
+        def carry_out(call: FrameCall) -> None:
+            answers = _Sending(call, call.send, metrics, self.limits)
+            # The connection's own thread waits for the place: it has nothing else to do.
+            _answer_in_parts(answers, reader, None, lambda request, send: behaviour(request, call, send))
+
+        return carry_out
+
+    def _metrics_of(self, method: str, kind: str) -> _MethodMetrics:
+        _, service, name = method.split("/")
+        return _MethodMetrics(self._metrics, kind, service, name)
 
 
 class _Reader:
@@ -149,49 +178,51 @@ class _Reader:
         self._parse = parse
         self._is_read = METHODS.get(method) != EVERYONE
 
-    def enter(self, context: grpc.ServicerContext) -> Admitted:
+    def enter(self, call: ServerCall) -> Admitted:
         """Counts the call in. Raises what CallLimits.enter does."""
-        return self.limits.enter(self.method, context)
+        return self.limits.enter(self.method, call)
 
-    def read(self, requests: Iterator[bytes], place: AbstractContextManager[None]) -> Any:
+    def read(self, call: ServerCall, place: AbstractContextManager[None]) -> Any:
         """Returns the one request, which is received in a place. Raises InvalidRequest if it does not come or cannot be
         parsed."""
         if not self._is_read:
             return self.parse(b"")
         with place:
-            raw = next(requests, None)
+            raw = call.receive()
         if raw is None:
             raise InvalidRequest("the call ended before its request came")
         return self.parse(raw)
 
-    def place(self, context: grpc.ServicerContext, caller: Principal) -> AbstractContextManager[None]:
+    def place(self, call: ServerCall, caller: Principal) -> AbstractContextManager[None]:
         """Returns a place for what comes next; to enter it, this thread waits until there is one.
 
         A call that keeps its bytes back for too long is cancelled. Raises Refused if too many such calls are in the
         way.
         """
-        known_bytes = getattr(context, "request_bytes", None)  # a data connection says it beforehand
-        return self.limits.receiving(self.method, caller, context, known_bytes)
+        return self.limits.receiving(self.method, caller, call)
 
     def place_later(
         self,
-        context: grpc.ServicerContext,
+        call: ServerCall,
         caller: Principal,
-        pool: ThreadPoolExecutor,
+        pool: ThreadPoolExecutor | None,
         receive: Callable[[AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
     ) -> None:
-        """Calls `receive` with a place once there is one, or `refuse`; no thread waits for it, but that of a data
-        connection, which has nothing else to do."""
-        if not self._is_read or hasattr(context, "request_bytes"):
-            receive(self.place(context, caller))
-        else:
-            self.limits.receive_later(self.method, caller, context, pool.submit, receive, refuse)
+        """Calls `receive` with a place once there is one, in a thread of the pool, or `refuse`; no thread waits for it.
 
-    def parse(self, raw: bytes) -> Any:
+        pool: None: `receive` waits for the place, in this thread
+        """
+        if pool is None or not self._is_read:
+            receive(self.place(call, caller))
+        else:
+            self.limits.receive_later(self.method, caller, call, pool.submit, receive, refuse)
+
+    def parse(self, raw: Request) -> Any:
         """Returns the request that bytes hold. Raises InvalidRequest if they hold none."""
         if self._parse is None:
             return raw
+        assert isinstance(raw, bytes)  # as gRPC brings it
         try:
             return self._parse(raw)
         except DecodeError:
@@ -239,68 +270,76 @@ def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
     return metrics.fault(error)
 
 
-def _refuse(context: grpc.ServicerContext, error: Exception, metrics: _MethodMetrics, begun: float) -> NoReturn:
-    """Ends a call with an error.
+def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: float) -> None:
+    """Has a call end with an error.
 
     Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
     too, megabytes of it, until the collector of cycles comes by.
     """
     known = _error_of(error, metrics)
     metrics.ended(known.code.name, begun)
-    set_error(context, known)
-    context.abort(code_of(known), str(known))  # raises, as gRPC wants it
-    raise AssertionError
+    call.fail(known)
 
 
-def _observe_unary(
-    behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader, read: Callable[[], None]
-) -> Callable[..., Any]:
-    def received(requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[Principal, Any]:
-        try:
-            caller = _entered(reader, context)
-            return caller, reader.read(requests, reader.place(context, caller))
-        finally:
-            read()
-
-    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        begun = time.perf_counter()
-        metrics.started.inc()
-        try:
-            caller, request = received(requests, context)
-            metrics.received.inc()
-            with reader.limits.running(caller, reader.method, context):
-                response = behaviour(request, context)
-        except grpc.RpcError:  # the caller is gone, or was too slow
-            metrics.ended("CANCELLED", begun)
-            raise
-        except Exception as error:
-            _refuse(context, error, metrics, begun)
-        metrics.sent.inc()
-        metrics.ended("OK", begun)
-        return response
-
-    _keep_pool(wrapped, behaviour)
-    return wrapped
+# -- calls of both kinds ---------------------------------------------------------------------------------------------
 
 
-def _entered(reader: _Reader, context: grpc.ServicerContext) -> Principal:
+def _entered(reader: _Reader, call: ServerCall) -> Principal:
     """Counts a call in; returns its caller. An error is told at once; it counts, and later ones are kept back."""
     try:
-        return reader.enter(context).caller
+        return reader.enter(call).caller
     except Exception as error:
         reader.limits.held_seconds(error)
         raise
 
 
+def _received(reader: _Reader, call: ServerCall, read: Callable[[], None]) -> tuple[Principal, Any]:
+    """Returns the caller and its request, for which this thread waits. read: is called then, or when it is refused"""
+    try:
+        caller = _entered(reader, call)
+        return caller, reader.read(call, reader.place(call, caller))
+    finally:
+        read()
+
+
+def _answer(
+    metrics: _MethodMetrics,
+    reader: _Reader,
+    call: ServerCall,
+    behaviour: Callable[[Any], Any],
+    read: Callable[[], None] = nothing,
+) -> Any | None:
+    """Returns the answer to a call; None: the call is to fail. Raises CallBroken.
+
+    read: is called when the request is read or the call is refused
+    """
+    begun = time.perf_counter()
+    metrics.started.inc()
+    try:
+        caller, request = _received(reader, call, read)
+        metrics.received.inc()
+        with reader.limits.running(caller, reader.method, call):
+            response = behaviour(request)
+    except CallBroken:  # the caller is gone, or was too slow
+        metrics.ended("CANCELLED", begun)
+        raise
+    except Exception as error:
+        _refuse(call, error, metrics, begun)
+        return None
+    metrics.sent.inc()
+    metrics.ended("OK", begun)
+    return response
+
+
 class _Sending:
     """The messages of one call that answers in a stream, and its end, counted."""
 
-    def __init__(
-        self, context: grpc.ServicerContext, send: Callable[[Any], None], metrics: _MethodMetrics, limits: CallLimits
-    ) -> None:
-        self._context, self._send, self._metrics, self._limits = context, send, metrics, limits
+    def __init__(self, call: ServerCall, send: Send, metrics: _MethodMetrics, limits: CallLimits) -> None:
+        self.call, self.metrics = call, metrics
+        self._send, self._limits = send, limits
         self._begun = time.perf_counter()
         self._finished = False
+        metrics.started.inc()
 
     def send(self, message: Any) -> None:
         """Sends a message; None: the end."""
@@ -308,56 +347,84 @@ class _Sending:
             self._finished = True
             self._send(None)
             return
-        self._metrics.sent.inc()
-        with self._limits.sending(self._context):
+        self.metrics.sent.inc()
+        with self._limits.sending(self.call):
             self._send(message)
 
     def ended(self) -> None:
         """Counts the call, which is over."""
-        code = self._context.code()
-        self._metrics.ended("CANCELLED" if not self._finished else code.name if code else "OK", self._begun)
+        self.metrics.ended("CANCELLED" if not self._finished else self.call.code or "OK", self._begun)
 
     def end(self, error: PSError) -> None:
         """Ends the call with an error."""
-        set_error(self._context, error)
+        self.call.fail(error)
         self.send(None)
 
     def refuse(self, error: Exception) -> None:
         """Ends a call whose request is not read, later where its caller would repeat it at once."""
-        self._limits.after(self._limits.held_seconds(error), partial(self.end, _error_of(error, self._metrics)))
+        self._limits.after(self._limits.held_seconds(error), partial(self.end, _error_of(error, self.metrics)))
 
 
-def _observe_stream(
-    behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader, server_pool: ThreadPoolExecutor
+def _answer_in_parts(
+    answers: _Sending, reader: _Reader, pool: ThreadPoolExecutor | None, behaviour: Callable[[Any, Send], None]
+) -> None:
+    """Carries out a call whose answers are sent later, by any thread.
+
+    pool: goes on with a call that had to wait for a place; None: this thread waits
+    """
+    call = answers.call
+
+    def carry_out(admitted: Admitted, place: AbstractContextManager[None]) -> None:
+        try:
+            request = reader.read(call, place)
+            answers.metrics.received.inc()
+            with reader.limits.running(admitted.caller, reader.method, call):
+                behaviour(request, answers.send)
+            admitted.call.wait()
+        except CallBroken:  # the caller is gone, or was too slow
+            return
+        except Refused as error:
+            answers.refuse(error)
+        except Exception as error:
+            answers.end(_error_of(error, answers.metrics))
+
+    if not call.add_callback(answers.ended):
+        return
+    try:
+        admitted = reader.enter(call)
+    except Exception as error:
+        answers.refuse(error)
+    else:
+        reader.place_later(call, admitted.caller, pool, partial(carry_out, admitted), answers.refuse)
+
+
+# -- calls by gRPC ---------------------------------------------------------------------------------------------------
+
+
+def _unary_by_grpc(
+    behaviour: Callable[..., Any], metrics: _MethodMetrics, reader: _Reader, read: Callable[[], None]
 ) -> Callable[..., Any]:
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        call = GrpcCall(context, requests)
+        response = None
+        with contextlib.suppress(CallBroken):
+            response = _answer(metrics, reader, call, lambda request: behaviour(request, context), read)
+        if response is None:
+            call.abort()
+        return response
+
+    _keep_pool(wrapped, behaviour)
+    return wrapped
+
+
+def _stream_by_grpc(
+    behaviour: Callable[..., None], metrics: _MethodMetrics, reader: _Reader, server_pool: ThreadPoolExecutor
+) -> Callable[..., None]:
     pool = getattr(behaviour, "experimental_thread_pool", server_pool)
 
-    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-        metrics.started.inc()
-        answers = _Sending(context, send, metrics, reader.limits)
-
-        def carry_out(admitted: Admitted, place: AbstractContextManager[None]) -> None:
-            try:
-                request = reader.read(requests, place)
-                metrics.received.inc()
-                with reader.limits.running(admitted.caller, reader.method, context):
-                    behaviour(request, context, answers.send)
-                admitted.call.wait()
-            except grpc.RpcError:  # the caller is gone, or was too slow
-                return
-            except Refused as error:
-                answers.refuse(error)
-            except Exception as error:
-                answers.end(_error_of(error, metrics))
-
-        if not context.add_callback(answers.ended):
-            return
-        try:
-            admitted = reader.enter(context)
-        except Exception as error:
-            answers.refuse(error)
-        else:
-            reader.place_later(context, admitted.caller, pool, partial(carry_out, admitted), answers.refuse)
+    def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
+        answers = _Sending(GrpcCall(context, requests), send, metrics, reader.limits)
+        _answer_in_parts(answers, reader, pool, lambda request, counted: behaviour(request, context, counted))
 
     _keep_pool(wrapped, behaviour)
     wrapped.experimental_non_blocking = True  # type: ignore[attr-defined]
@@ -368,19 +435,22 @@ def _guard(behaviour: Callable[..., Any], reader: _Reader) -> Callable[..., Any]
     """Guards reflection: a stream each way, which a caller may not leave open for long."""
 
     def wrapped(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        call = GrpcCall(context, requests)
+
         def timely(caller: Principal) -> Iterator[Any]:
             while True:
-                with reader.place(context, caller):
-                    raw = next(requests, None)
+                with reader.place(call, caller):
+                    raw = call.receive()
                 if raw is None:
                     return
                 yield reader.parse(raw)
 
         try:
-            yield from behaviour(timely(reader.enter(context).caller), context)
+            yield from behaviour(timely(reader.enter(call).caller), context)
         except (PSError, Refused) as error:
-            known = error.error if isinstance(error, Refused) else error
-            set_error(context, known)
-            context.abort(code_of(known), str(known))
+            call.fail(error.error if isinstance(error, Refused) else error)
+            call.abort()
+        except CallBroken:
+            call.abort()
 
     return wrapped

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-import grpc
-
+from ps_frames.server import CallBroken, ServerCall
+from ps_frames.sockets import nothing
 from ps_protocol.errors import TryLater
 from ps_server.core.admission import AdmissionChanges, Origin, RequestKind, RequestPlaces, Terms
 
@@ -50,20 +50,21 @@ class Refused(Exception):
 class _Call:
     """A call whose request is to be received: it waits for a place, or has one.
 
-    told: is called once with the call, from any thread, when that is decided while it waits. It must not refer to the
-          call: gRPC's own would live until the collector of cycles comes by, and gRPC refuses streams of a connection
-          on which more than its limit are alive.
+    told: is called once with this, from any thread, when that is decided while it waits. It must not refer to this: in
+          a cycle, gRPC's own call would live until the collector of cycles comes by, and gRPC refuses streams of a
+          connection on which more than its limit are alive.
     """
 
-    def __init__(self, context: grpc.ServicerContext, told: Callable[[_Call], object]) -> None:
-        self.context, self.told = context, told
+    def __init__(self, call: ServerCall, told: Callable[[_Call], object]) -> None:
+        self.call, self.told = call, told
         self.is_admitted = self.is_refused = False
 
 
 class Receiving:
-    """The places of each kind of request. Thread-safe."""
+    """The places of each kind of request. Thread-safe. waits: is called where a request has to wait for a place"""
 
-    def __init__(self, kinds: Mapping[RequestKind, Terms]) -> None:
+    def __init__(self, kinds: Mapping[RequestKind, Terms], waits: Callable[[], None] = nothing) -> None:
+        self._on_wait = waits
         self._lock = threading.Lock()
         self._kinds = {kind: RequestPlaces[_Call](terms) for kind, terms in kinds.items()}
         self._was_broken_off = False
@@ -74,28 +75,28 @@ class Receiving:
             return sum(kind.received + kind.waiting for kind in self._kinds.values())
 
     @contextlib.contextmanager
-    def place(self, method: str, origin: Origin, context: grpc.ServicerContext) -> Iterator[None]:
+    def place(self, method: str, origin: Origin, call: ServerCall) -> Iterator[None]:
         """Holds a place for the request of a call, for which this thread waits. Raises Refused if too many wait."""
         decided = threading.Event()
-        kind, call = self._kind(method), _Call(context, lambda _: decided.set())
-        self._ask(kind, call, origin)
+        kind, waiting = self._kind(method), _Call(call, lambda _: decided.set())
+        is_decided = self._ask(kind, waiting, origin)
         try:
-            if not (call.is_admitted or call.is_refused) and context.add_callback(decided.set):
+            if not is_decided and call.add_callback(decided.set):
                 decided.wait()
         except BaseException:
-            self._leave(kind, call)
+            self._leave(kind, waiting)
             raise
-        if not call.is_admitted:
-            self._leave(kind, call)
+        if not waiting.is_admitted:
+            self._leave(kind, waiting)
             raise self._refusal(kind, origin)
-        with self._placed(kind, call):
+        with self._placed(kind, waiting):
             yield
 
     def later(
         self,
         method: str,
         origin: Origin,
-        context: grpc.ServicerContext,
+        call: ServerCall,
         submit: Callable[[Callable[[], object]], object],
         receive: Callable[[contextlib.AbstractContextManager[None]], None],
         refuse: Callable[[Refused], None],
@@ -108,29 +109,29 @@ class Receiving:
         """
         kind = self._kind(method)
 
-        def decided(call: _Call) -> None:
-            if call.is_admitted:
-                receive(self._placed(kind, call))
+        def decided(waiting: _Call) -> None:
+            if waiting.is_admitted:
+                receive(self._placed(kind, waiting))
             else:
                 refuse(self._refusal(kind, origin))
 
-        def told(call: _Call) -> None:
+        def told(waiting: _Call) -> None:
             with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping
-                submit(partial(decided, call))
+                submit(partial(decided, waiting))
 
-        call = _Call(context, told)
-        if self._ask(kind, call, origin):
-            decided(call)
-        elif not context.add_callback(lambda: self._give_up(kind, call)):
-            self._give_up(kind, call)
+        waiting = _Call(call, told)
+        if self._ask(kind, waiting, origin):
+            decided(waiting)
+        elif not call.add_callback(lambda: self._give_up(kind, waiting)):
+            self._give_up(kind, waiting)
 
     def cut_off(self) -> None:
         """Cancels the calls whose places are needed, and those whose time is over."""
         now = time.monotonic()
         with self._lock:
-            overdue = [call for kind in self._kinds.values() for call in kind.overdue(now)]
-        for call in overdue:
-            call.context.cancel()
+            overdue = [waiting for kind in self._kinds.values() for waiting in kind.overdue(now)]
+        for waiting in overdue:
+            waiting.call.cancel()
 
     def was_broken_off(self) -> bool:
         """Returns whether a request has been broken off since the last time that this was asked."""
@@ -146,13 +147,15 @@ class Receiving:
             decided = _decide(kind.ask(call, origin, time.monotonic()))
             is_decided = call.is_admitted or call.is_refused
         _tell(other for other in decided if other is not call)
+        if not is_decided:
+            self._on_wait()
         return is_decided
 
     @contextlib.contextmanager
     def _placed(self, kind: RequestPlaces[_Call], call: _Call) -> Iterator[None]:
         try:
             yield
-        except grpc.RpcError:
+        except CallBroken:
             self._was_broken_off = True
             raise
         finally:

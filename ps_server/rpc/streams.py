@@ -10,43 +10,92 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
+from ps_frames.server import AuthContext, CallBroken, FrameCall, LentMessage, Metadata, ServerCall
+from ps_frames.sockets import nothing
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
-from ps_runtime.frame_socket import nothing
 from ps_runtime.grpc_status import STATUS_KEY, code_of, status_of
 from ps_server.shard.waiting import Answer, Lent, Outbox
 
 Send = Callable[[Any], None]
 
 
-def set_error(context: grpc.ServicerContext, error: PSError) -> None:
-    """Ends a call with this error once its handler returns or its stream is closed."""
-    context.set_code(code_of(error))
-    context.set_details(str(error))
-    context.set_trailing_metadata(((STATUS_KEY, status_of(error).SerializeToString()),))
+class GrpcCall(ServerCall):
+    """A call over gRPC. requests: what its caller sends"""
+
+    worker = None
+    request_bytes = None
+
+    def __init__(self, context: grpc.ServicerContext, requests: Iterator[bytes] | None = None) -> None:
+        self._context, self._requests = context, requests
+
+    @property
+    def code(self) -> str:
+        """The name of the code with which it fails; empty: it has not failed."""
+        code = self._context.code()
+        return code.name if code else ""
+
+    def peer(self) -> str:
+        """Returns where it comes from."""
+        return str(self._context.peer())
+
+    def invocation_metadata(self) -> Metadata:
+        """Returns its metadata."""
+        return tuple(self._context.invocation_metadata() or ())
+
+    def auth_context(self) -> AuthContext:
+        """Returns what TLS knows of the caller, by name."""
+        found: AuthContext = self._context.auth_context()
+        return found
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Has a callback when the call is over; returns False if it already is."""
+        return bool(self._context.add_callback(callback))
+
+    def cancel(self) -> None:
+        """Cancels the call."""
+        self._context.cancel()
+
+    def receive(self) -> bytes | None:
+        """Returns the next request; None: there is no more. Raises CallBroken."""
+        try:
+            return None if self._requests is None else next(self._requests, None)
+        except grpc.RpcError:
+            raise CallBroken from None
+
+    def fail(self, error: PSError) -> None:
+        """Has the call end with an error once its stream is closed, or by `abort`."""
+        self._context.set_code(code_of(error))
+        self._context.set_details(str(error))
+        self._context.set_trailing_metadata(((STATUS_KEY, status_of(error).SerializeToString()),))
+
+    def abort(self) -> NoReturn:
+        """Ends a method whose call has failed or was broken off: gRPC wants an exception, and logs any but its own."""
+        self._context.abort(self._context.code() or grpc.StatusCode.CANCELLED, self._context.details() or "")
+        raise AssertionError
 
 
 class ResponseStream:
     """One server stream: messages are put by any thread without waiting, and sent one after the other by the pool."""
 
-    def __init__(self, send: Send, context: grpc.ServicerContext, senders: ThreadPoolExecutor) -> None:
+    def __init__(self, send: Send, call: ServerCall, senders: ThreadPoolExecutor) -> None:
         self._send = send
-        self._context = context
+        self._call = call
         self._senders = senders
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], Any]] = deque()
         self._draining = False
         self._on_close: Callable[[], None] = nothing
         self.closed = False
-        if not context.add_callback(self._closed):  # it may be called, by another thread, before this returns
+        if not call.add_callback(self._closed):  # it may be called, by another thread, before this returns
             self.closed = True
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -77,7 +126,7 @@ class ResponseStream:
         """Ends the stream with an error, after what is queued."""
 
         def make() -> None:
-            set_error(self._context, error)
+            self._call.fail(error)
 
         self.put(make)
 
@@ -92,7 +141,7 @@ class ResponseStream:
                 message = make()
             except Exception:
                 note_error("send")
-                set_error(self._context, PSError("internal error; the server's log says more"))
+                self._call.fail(PSError("internal error; the server's log says more"))
                 message = None
             self._send(message)
             if message is None:  # the end of the stream: another reason to end, queued behind it, is dropped
@@ -122,11 +171,11 @@ class PullStream(ResponseStream, Outbox):
     def __init__(
         self,
         send: Send,
-        context: grpc.ServicerContext,
+        call: ServerCall,
         senders: ThreadPoolExecutor,
         write: Callable[[Any], Parts],
     ) -> None:
-        super().__init__(send, context, senders)
+        super().__init__(send, call, senders)
         self._write = write
 
     def tell(self, answer: Answer) -> None:
@@ -141,3 +190,55 @@ class PullStream(ResponseStream, Outbox):
                 return self._write(answer).whole()
 
         self.put(make)
+
+
+class FrameStream(Outbox):
+    """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
+    has sent the last one.
+
+    send:  counts what is sent, and sends it
+    write: what makes a message of an answer
+    """
+
+    def __init__(self, send: Callable[[Any], None], call: FrameCall, write: Callable[[Any], Parts]) -> None:
+        self._send, self._call, self._write = send, call, write
+
+    def tell(self, answer: Answer) -> None:
+        """Sends an answer."""
+        self._send(self._write(answer))
+
+    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
+
+        @contextlib.contextmanager
+        def written() -> Iterator[LentMessage]:
+            with lent() as (answer, loan):
+                yield self._write(answer), loan
+
+        self._send(written)
+
+    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """Sends an answer at once, in this thread, if the kernel takes it; otherwise a copy of it, later."""
+        with lent() as (answer, _):
+            message = self._write(answer)
+            self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
+
+    def tell_last(self, answer: Answer) -> None:
+        """Sends an answer that ends the call."""
+        with self._call.last():
+            self.tell(answer)
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the call after what was put before."""
+        self._send(None)
+
+    def fail(self, error: PSError) -> None:
+        """Ends the call with an error, after what was put before."""
+        self._call.fail(error)
+        self._send(None)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has a callback when the call is over, however it ended; at once if it already is."""
+        if not self._call.add_callback(callback):
+            callback()

@@ -35,7 +35,7 @@ from ps_server.core.thread_shares import MOST_OF_A_POOL
 from ps_server.core.validation import check_host, check_launch
 from ps_server.rpc import shard_messages
 from ps_server.rpc.call_limits import check_job, in_pool
-from ps_server.rpc.streams import ResponseStream, Send
+from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 
 
 class _Newest:
@@ -103,7 +103,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
 
     def _watch(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         check_job(request.job)
-        stream, newest = ResponseStream(send, context, self._senders), _Newest()
+        stream, newest = ResponseStream(send, GrpcCall(context), self._senders), _Newest()
 
         def message() -> Any:
             ranks, world_size, started = newest.take()
@@ -245,7 +245,7 @@ class RoundService(rounds_pb2_grpc.RoundServiceServicer):  # type: ignore[misc,u
     def _gather(self, request: Any, context: grpc.ServicerContext, send: Send) -> None:
         asked = read_gather(request)
         check_job(asked.worker.job)
-        stream = ResponseStream(send, context, self._senders)
+        stream = ResponseStream(send, GrpcCall(context), self._senders)
         job = self._coordinator.job(asked.worker.job, asked.worker.run)
         stream.on_close(job.rounds.gather_values(asked, _RoundListener(stream)))
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from ps_frames.loans import Loan, Loans
 from ps_protocol.codecs import Cast
 from ps_protocol.errors import (
     InvalidRequest,
@@ -45,7 +46,6 @@ from ps_server.core.statistics import ShardJobStatistics, Wait
 from ps_server.core.sums import Scratch
 from ps_server.core.unit import Unit
 from ps_server.shard.editions import Editions
-from ps_server.shard.loans import Loan, Loans
 from ps_server.shard.snapshots import Refusal, Refusals, SavedParts, SnapshotTask, TableCopying, begin_copy
 from ps_server.shard.stage_room import StageRoom
 from ps_server.shard.waiting import READER, Pull, PushTimes, Waiter

@@ -34,6 +34,7 @@ from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.segments import copy_out
 from ps_server.shard.waiting import (
     READER,
+    SMALL_BYTES,
     Lent,
     Outbox,
     Pull,
@@ -193,7 +194,9 @@ class Pulls:
     ) -> None:
         buckets: tuple[PulledBucket, ...] = ()
         if pull.segment is None:
-            pull.outbox.lend(partial(self._lend, job, bucket, pull, waited, times))
+            is_small = bucket.unit.spec.nbytes <= SMALL_BYTES
+            lend = pull.outbox.lend_small if is_small else pull.outbox.lend
+            lend(partial(self._lend, job, bucket, pull, waited, times))
             with job.lock:
                 pull.left -= 1
                 last = pull.left == 0
@@ -282,10 +285,12 @@ class Pulls:
             wire_format = wire_format_of(row_codec(job.state.spec.weight_wire))
             pull.outbox.tell_last(PulledRows(table.rule.version, 0, 0, 0, waited, None, save_state, None, wire_format))
         elif pull.wanted is not None:
-            rows = max(1, MESSAGE_BYTES // row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim))
+            row_bytes = row_codec(job.state.spec.weight_wire).size(table.unit.weights.dim)
+            rows = max(1, MESSAGE_BYTES // row_bytes)
             for first in range(0, len(pull.wanted), rows):
                 some = pull.wanted[first : first + rows]
-                pull.outbox.lend(partial(self._lend_rows, job, table, pull, first, some, waited))
+                lend = pull.outbox.lend_small if len(some) * row_bytes <= SMALL_BYTES else pull.outbox.lend
+                lend(partial(self._lend_rows, job, table, pull, first, some, waited))
             pull.outbox.finish()
 
     def _put(self, job: HostedJob, table: HostedTable, pull: Pull, rows: torch.Tensor, waited: float) -> PulledRows:

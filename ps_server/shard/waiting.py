@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ps_frames.loans import Loan
 from ps_protocol.errors import PSError
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import BucketTimes, Notice, PulledBucket, PulledState
@@ -22,7 +23,6 @@ from ps_protocol.messages.rows import FeedPart, PulledRows, PulledTable, TablePu
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_server.core.consistency import Admission
-from ps_server.shard.loans import Loan
 
 
 @dataclass
@@ -89,6 +89,9 @@ class Lent(NamedTuple):
     loan: Loan | None
 
 
+SMALL_BYTES = 2**16
+
+
 class Outbox(Protocol):
     """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
 
@@ -102,6 +105,10 @@ class Outbox(Protocol):
 
     def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
         """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
+
+    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
+        """As `lend`, of a payload of at most SMALL_BYTES: it may be copied, so that no other thread has to send it."""
+        self.lend(lent)
 
     def finish(self) -> None:
         """Ends the stream after what was put before."""

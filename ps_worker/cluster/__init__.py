@@ -11,8 +11,6 @@ first_rows.py     Rows from before `prepare` on their way from rank 0 to a shard
 feeds.py          Feeds of rows, as a reader calls them
 local_segment.py  A segment: memory that the worker makes, and hands over to shards on its host
 calls.py          Calls to a shard, which are repeated when they fail: over its data connection, or by gRPC
-data_connection.py A data connection to one shard: calls of push and pull over frames
-data_link.py      The data connection to one shard, as long as a worker has its place: opened, and opened again
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 coordinator_calls.py Calls to the coordinator
 own_membership.py A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost

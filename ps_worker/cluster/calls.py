@@ -5,29 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
+from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, attend, open_data_connection
+from ps_frames.wire import KINDS, Offer
 from ps_protocol.errors import TryLater, Unreachable
-from ps_protocol.frames import KINDS
 from ps_protocol.framing import Parts, split_head, split_message
 from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
-from ps_runtime.grpc_status import error_from
+from ps_runtime.grpc_status import FAILURES, CallFailed, error_from, failure_of
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.signals import await_all
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator_calls import CALL_SECONDS
 from ps_worker.cluster.daemon_pool import DaemonPool
-from ps_worker.cluster.data_connection import Answers, DataCallError, DataConnection, EachAnswer, OneAnswer
-from ps_worker.cluster.data_link import DataLink, open_data_connection
 from ps_worker.cluster.landing import Landing, PullPlan, RowLanding
 from ps_worker.values import PullResult
 
@@ -35,9 +35,11 @@ log = logging.getLogger("ps_worker")
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Failure: TypeAlias = "grpc.RpcError | CallFailed"
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
+FAILED_SECONDS = 0.5  # in which a thread that reads hears that a call of another thread has failed
 OPEN_SECONDS = 5.0  # that a call may take which asks for a data connection
 
 
@@ -71,17 +73,21 @@ class ShardCalls:
         """
         directory = None if must else self._directory
 
-        def make() -> DataConnection:
+        def make() -> ClientConnection:
             call = self._channel.unary_unary(f"/{DATA_SERVICE}/OpenDataConnection")
-            response = call(request, timeout=OPEN_SECONDS)
-            return open_data_connection(response, self._address, self._access, directory, str(self.peer))
+            try:
+                answer = data_pb2.OpenDataConnectionResponse.FromString(call(request, timeout=OPEN_SECONDS))
+            except grpc.RpcError as error:
+                raise failure_of(error) from None
+            offer = Offer(answer.port, answer.location, answer.socket_inode, answer.ticket)
+            return open_data_connection(offer, self._address, self._access, directory, str(self.peer))
 
         link, retry = DataLink(make, str(self.peer), self.closing), self._retry()
         while True:
             try:
                 link.open()
                 break
-            except grpc.RpcError as error:
+            except FAILURES as error:
                 retry.failed(error)
             except TryLater as error:
                 if not must:
@@ -95,9 +101,15 @@ class ShardCalls:
         """Whether a data connection is open."""
         return self._data() is not None
 
-    def _data(self) -> DataConnection | None:
+    def _data(self) -> ClientConnection | None:
         """Returns the data connection that is open; None: calls go by gRPC."""
         return None if self._link is None else self._link.current
+
+    def read_beside(self) -> None:
+        """Has answers read for which no thread waits now."""
+        data = self._data()
+        if data is not None:
+            data.read_beside()
 
     # -- calls with one answer ---------------------------------------------------------------------------------------
 
@@ -109,7 +121,7 @@ class ShardCalls:
         """Calls one method of the data service, in one attempt. Raises PSError."""
         try:
             self._unary(method, request)
-        except grpc.RpcError as error:
+        except FAILURES as error:
             raise error_from(error, str(self.peer)) from None
 
     def _unary(self, method: str, request: Parts) -> bytes:
@@ -131,7 +143,7 @@ class ShardCalls:
         try:
             self._stream(method, request, seconds, lambda fields, payload: messages.append(fields))
             return messages[0] if messages else None
-        except grpc.RpcError as error:
+        except FAILURES as error:
             raise error_from(error, str(self.peer)) from None
 
     def stream(
@@ -154,7 +166,7 @@ class ShardCalls:
             try:
                 self._stream(method, request, PULL_SECONDS, progressing)
                 return
-            except grpc.RpcError as error:
+            except FAILURES as error:
                 retry.failed(error)
 
     def _stream(
@@ -163,7 +175,7 @@ class ShardCalls:
         data = self._data()
         if data is not None:
             each = EachAnswer(lambda head, payload: read(split_head(head, len(payload or b"")), payload))
-            data.call(KINDS[method], Parts(request), each, seconds).done.result()
+            data.finish(data.call(KINDS[method], Parts(request), each, seconds))
             return
         for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds):
             read(*split_message(message))
@@ -188,7 +200,7 @@ class ShardCalls:
         method: PullRows or ExchangeRows
         """
 
-        def land(error: grpc.RpcError | None) -> PullResult:
+        def land(error: Failure | None) -> PullResult:
             retry = self._retry()
             landing.progressed = retry.progressed
             if error is not None:
@@ -198,7 +210,7 @@ class ShardCalls:
                 try:
                     self._stream(method, landing.request(), PULL_SECONDS, landing.message)
                     return landing.result()
-                except grpc.RpcError as failed:
+                except FAILURES as failed:
                     retry.failed(failed)
 
         return self._soon(method, landing, PULL_SECONDS, land, pool)
@@ -206,7 +218,7 @@ class ShardCalls:
     def push_rows(self, request: Parts, result: Callable[[], T], pool: DaemonPool) -> Future[T]:
         """Pushes rows; returns the future of what `result` returns then. pool: as in `pull`"""
 
-        def push(error: grpc.RpcError | None) -> T:
+        def push(error: Failure | None) -> T:
             retry = self._retry()
             if error is not None:
                 retry.failed(error)
@@ -222,7 +234,7 @@ class ShardCalls:
         method: str,
         asked: Asked[T],
         seconds: float,
-        again: Callable[[grpc.RpcError | None], T],
+        again: Callable[[Failure | None], T],
         pool: DaemonPool,
     ) -> Future[T]:
         """Makes a call at once, in this thread, where it can leave by a data connection now.
@@ -232,17 +244,17 @@ class ShardCalls:
         """
         data, call = self._data(), None
         if data is not None:
-            with contextlib.suppress(DataCallError):  # it has just ended
+            with contextlib.suppress(CallFailed):  # it has just ended
                 call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
         if call is None:
             return pool.submit(lambda: again(None))
-        landed: Future[T] = Future()
+        landed: Future[T] = Answered()
 
         def ended(done: Future[None]) -> None:
             error = done.exception()
             if error is None and asked.is_done:
                 landed.set_result(asked.result())
-            elif error is None or isinstance(error, grpc.RpcError):
+            elif error is None or isinstance(error, FAILURES):
                 _follow(pool.submit(lambda: again(error)), landed)
             else:
                 landed.set_exception(error)
@@ -250,7 +262,7 @@ class ShardCalls:
         call.done.add_done_callback(ended)
         return landed
 
-    def _land(self, method: str, landing: Landing, error: grpc.RpcError | None = None) -> PullResult:
+    def _land(self, method: str, landing: Landing, error: Failure | None = None) -> PullResult:
         """Goes on with a pull until it is done, over whatever there is. error: by which it has failed already"""
         retry = self._retry()
         landing.progressed = retry.progressed
@@ -260,10 +272,10 @@ class ShardCalls:
             try:
                 data = self._data()
                 if data is not None:
-                    data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
+                    data.finish(data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS))
                 else:
                     self._land_by_grpc(method, landing)
-            except grpc.RpcError as failed:
+            except FAILURES as failed:
                 retry.failed(failed)
         return landing.result()
 
@@ -290,6 +302,31 @@ class ShardCalls:
 
     def _retry(self) -> Retry:
         return Retry(self.peer, self._timeout, self.closing)
+
+
+class Answered(Future[T]):
+    """The result of a call that leaves by a data connection: it is there when a thread has read the answer."""
+
+
+def await_answers(calls: Iterable[ShardCalls], futures: Iterable[Future[Any]]) -> None:
+    """Reads, in this thread, the answers that futures wait for. What other threads bring may still be missing then."""
+    all_of_them = list(futures)
+    missing = [future for future in all_of_them if isinstance(future, Answered)]
+    look_at = time.monotonic() + FAILED_SECONDS
+
+    def is_over() -> bool:
+        nonlocal look_at
+        for future in [each for each in missing if each.done()]:
+            missing.remove(future)
+            if future.exception() is not None:
+                return True
+        if missing and (now := time.monotonic()) >= look_at:  # not each time: there may be thousands
+            look_at = now + FAILED_SECONDS
+            return any(future.done() and future.exception() is not None for future in all_of_them)
+        return not missing
+
+    if not is_over():
+        attend([data for each in calls if (data := each._data()) is not None], is_over)
 
 
 class Asked(Answers, Protocol[T_co]):

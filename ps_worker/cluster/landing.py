@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ps_frames.sockets import nothing
 from ps_protocol.codecs import PLAIN, Cast
 from ps_protocol.errors import InvalidRequest
 from ps_protocol.framing import split_head, split_message
@@ -19,7 +20,6 @@ from ps_protocol.messages import rows
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.messages.envelope import Awaited
 from ps_protocol.messages.rows import PulledRows
-from ps_runtime.frame_socket import nothing
 from ps_runtime.troubles import Troubles
 from ps_worker.values import PullResult
 

@@ -12,17 +12,25 @@ from tests.tools.imports import PACKAGES, ROOT, arrows, floors, imports, modules
 
 CONTRACT = "ps_protocol"
 # By room: what it may import of ours, beside itself and ps_protocol. Files that no line names may import all of their
-# own package, ps_runtime, and ps_launch.
+# own package, ps_runtime, ps_launch and ps_frames.
 MAY_IMPORT = {
     "ps_protocol": set[str](),
     "ps_runtime": set[str](),
     "ps_launch": {"ps_runtime"},
+    "ps_frames": {"ps_runtime"},
     "ps_tables.native": set[str](),
     "ps_tables": set[str](),
     "ps_server.core": {"ps_tables"},
     "ps_server.failpoints": set[str](),
     "ps_server.storage": {"ps_server.core", "ps_server.failpoints", "ps_tables"},
-    "ps_server.shard": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_tables", "ps_runtime"},
+    "ps_server.shard": {
+        "ps_server.core",
+        "ps_server.storage",
+        "ps_server.failpoints",
+        "ps_frames.loans",
+        "ps_tables",
+        "ps_runtime",
+    },
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {
@@ -32,6 +40,7 @@ MAY_IMPORT = {
         "ps_server.coordinator",
         "ps_server.view",
         "ps_server.failpoints",
+        "ps_frames",
         "ps_runtime",
     },
     "ps_server.ops": {
@@ -61,6 +70,7 @@ MAY_IMPORT = {
         "ps_worker.timeline",
         "ps_worker.model",
         "ps_worker.tables",
+        "ps_frames",
         "ps_tables",
         "ps_runtime",
     },
@@ -121,7 +131,7 @@ def forbidden_imports() -> set[str]:
     found = set()
     for module, targets in arrows().items():
         room = next((room for room in MAY_IMPORT if is_in(module, {room})), None)
-        allowed = MAY_IMPORT[room] | {room} if room else {module.split(".")[0], "ps_runtime", "ps_launch"}
+        allowed = MAY_IMPORT[room] | {room} if room else {module.split(".")[0], "ps_runtime", "ps_launch", "ps_frames"}
         found |= {f"{module} imports {each}" for each in targets if not is_in(each, allowed | {CONTRACT})}
     return found
 

@@ -61,7 +61,6 @@ LARGER_CLASSES = {
     "Connection": "all calls of a worker to the shards of its job",
     "CoordinatedJob": "the coordinator's face of one job",
     "Coordinator": "a method for each call of ClusterService and WorkerService",
-    "ConnectionCall": "has the methods of gRPC's ServicerContext",
     "Disk": "implements Files for a file system",
     "Entries": "the arrays of a table's rows, which only it may index",
     "Files": "the interface of a storage backend: one method for each operation on files",

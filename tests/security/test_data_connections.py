@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ps_frames.server import TICKET_SECONDS, Opener, Tickets
+from ps_frames.wire import TICKET_BYTES, Kind, write_header
 from ps_protocol.errors import (
     Fenced,
     Forbidden,
@@ -22,13 +24,11 @@ from ps_protocol.errors import (
     RunEnded,
     UnknownWorker,
 )
-from ps_protocol.frames import TICKET_BYTES, Kind, write_header
 from ps_protocol.framing import Parts
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import data_pb2
 from ps_server.core.limits import Limits
 from ps_server.ops import status
-from ps_server.rpc.data_connections import TICKET_SECONDS, Opener, Tickets
 from tests.tools.cluster import Cluster, until
 from tests.tools.frame_client import FrameClient, push_parts, ticket
 from tests.tools.raw_worker import RawWorker, joined, vector_job

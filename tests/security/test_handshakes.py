@@ -15,16 +15,15 @@ from queue import Queue
 import pytest
 import torch
 
-from ps_protocol.frames import TICKET_BYTES, Kind, write_header
+from ps_frames import listener as data_listener
+from ps_frames.listener import MOST_STRANGERS, Handshakes, _is_of
+from ps_frames.server import Opener, Tickets
+from ps_frames.wire import TICKET_BYTES, Kind, write_header
 from ps_protocol.identity import Identity
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.credentials import Tls
 from ps_runtime.tls_contexts import client_context, server_context
 from ps_server.ops import dev_certs
-from ps_server.rpc import handshakes
-from ps_server.rpc.data_connections import Opener, Tickets
-from ps_server.rpc.data_listener import _is_of
-from ps_server.rpc.handshakes import MOST_STRANGERS, Handshakes
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
 from tests.tools.frame_client import FrameClient, push_parts, ticket
@@ -153,7 +152,7 @@ def test_the_silent_are_closed_and_so_is_who_takes_too_long(
     make_door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handshakes, "SILENT_SECONDS", 0.2)
+        patch.setattr(data_listener, "SILENT_SECONDS", 0.2)
         with make_door().knock() as silent:
             assert is_closed(silent)
     with make_door(seconds=0.2).knock() as slow:

@@ -20,24 +20,23 @@ import pytest
 import torch
 from torch import nn
 
+from ps_frames.client import ClientConnection, DataLink
+from ps_frames.listener import Handshakes
+from ps_frames.sockets import frames_over
 from ps_launch.lifeline import Lifeline
 from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
-from ps_runtime.frame_socket import frames_over
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
-from ps_server.rpc.handshakes import Handshakes
 from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lease import Lease
 from ps_worker.cluster.daemon_pool import DaemonPool
-from ps_worker.cluster.data_connection import DataConnection
-from ps_worker.cluster.data_link import DataLink
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
@@ -171,7 +170,7 @@ def pools_of_a_session(_: Path) -> None:
 def data_connection(_: Path) -> None:
     here, there = socket.socketpair()
     with there:
-        at_start(lambda: DataConnection(frames_over(here)))
+        at_start(lambda: ClientConnection(frames_over(here)))
         assert there.recv(1) == b"", "it is closed"
 
 
@@ -215,12 +214,12 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/web.py serve": sites,
     "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
-    "ps_server/rpc/handshakes.py Handshakes.__init__": handshakes,
+    "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
     "ps_worker/cluster/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
-    "ps_worker/cluster/data_connection.py DataConnection.__init__": data_connection,
-    "ps_worker/cluster/data_link.py DataLink.current": data_link,
+    "ps_frames/client.py ClientConnection.__init__": data_connection,
+    "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,
     "ps_worker/row_feed.py RowFeed.__init__": row_feed,
     "ps_launch/one_server.py OneServer.__init__": one_server,
@@ -228,7 +227,7 @@ HERE: dict[str, Callable[[Path], None]] = {
 }
 # By the test that holds it, or why none does.
 ELSEWHERE = {
-    "ps_server/rpc/data_listener.py DataListener._start": (
+    "ps_frames/listener.py DataListener._start": (
         "tests/security/test_handshakes.py",
         "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
     ),
@@ -259,7 +258,7 @@ def test_a_place_that_starts_a_thread_survives_that_none_can_be_had(
 def test_every_place_that_starts_a_thread_has_its_case() -> None:
     """A new one that has none fails here. Pools are a kind of their own: tests/server/test_pools.py."""
     found = set()
-    for package in ("ps_protocol", "ps_runtime", "ps_launch", "ps_tables", "ps_server", "ps_worker"):
+    for package in ("ps_protocol", "ps_runtime", "ps_launch", "ps_frames", "ps_tables", "ps_server", "ps_worker"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for name, body in _functions(ast.parse(path.read_text())):
                 calls = [ast.unparse(node.func) for node in ast.walk(body) if isinstance(node, ast.Call)]

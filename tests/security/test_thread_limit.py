@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
+from ps_frames.wire import Kind
 from ps_protocol.errors import TryLater
-from ps_protocol.frames import Kind
 from ps_runtime.credentials import PLAINTEXT, Access, Tls
 from ps_runtime.thread_limit import ThreadLimit, thread_limit
 from ps_server.core.admission import RequestKind, terms, waiting_threads

@@ -22,17 +22,17 @@ from cryptography import x509
 from torch import nn
 
 import ps_worker
+from ps_frames.loans import Loans
+from ps_frames.sender import FrameSender, LentFrame
+from ps_frames.server import Tickets
+from ps_frames.sockets import frames_over
+from ps_frames.wire import TICKET_BYTES, Kind, write_header
 from ps_protocol.errors import InvalidRequest, Untrusted
-from ps_protocol.frames import TICKET_BYTES, Kind, write_header
 from ps_runtime import reloading
 from ps_runtime.credentials import Access, Tls, access, certificate_expiry, require_encryption
-from ps_runtime.frame_socket import frames_over
 from ps_runtime.tls_contexts import client_context, server_context
 from ps_server.ops import dev_certs, status
-from ps_server.rpc.data_connections import Tickets
-from ps_server.rpc.frame_sender import FrameSender, LentFrame
 from ps_server.rpc.health_client import is_serving
-from ps_server.shard.loans import Loans
 from tests.chaos.cluster import free_ports
 from tests.tools.cluster import Cluster, until
 from tests.tools.launching import ROOT, python

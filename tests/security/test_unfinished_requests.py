@@ -149,7 +149,6 @@ def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiti
         assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
 
 
-@pytest.mark.parametrize("path", [EXCHANGE, PUSH, REGISTER, HEARTBEAT])
 def is_calm(victim: Victim, attacks: list[Unfinished], calls: int, told_at_once: float = 0.0) -> bool:
     """Watches for some seconds; returns whether each call was begun again no more than once in five seconds.
 

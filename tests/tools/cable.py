@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import ps_worker
+from ps_frames.client import ClientConnection
+from ps_frames.wire import Offer
 from ps_protocol.messages.workers import JoinResult, ShardMap
-from ps_protocol.v1 import data_pb2
 from ps_worker import Session
 from ps_worker.cluster import calls
 from ps_worker.cluster import own_membership as membership
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
-from ps_worker.cluster.data_connection import DataConnection
 from ps_worker.values import Registration
 from tests.tools.cluster import Cluster, until
 
@@ -105,12 +105,11 @@ class Cable:
         monkeypatch.setattr(membership, "HEARTBEATS_PER_LEASE", BEATS)
         opened = calls.open_data_connection
 
-        def open_data_connection(response: bytes, address: str, *more: Any) -> DataConnection:
-            answer = data_pb2.OpenDataConnectionResponse.FromString(response)
-            if answer.port and address in {proxy.address for proxy in self._proxies.values()}:
-                port = self._proxy_of(f"127.0.0.1:{answer.port}").rpartition(":")[2]
-                answer.port = int(port)
-            return opened(answer.SerializeToString(), address, *more)
+        def open_data_connection(offer: Offer, address: str, *more: Any) -> ClientConnection:
+            if offer.port and address in {proxy.address for proxy in self._proxies.values()}:
+                port = self._proxy_of(f"127.0.0.1:{offer.port}").rpartition(":")[2]
+                offer = offer._replace(port=int(port))
+            return opened(offer, address, *more)
 
         monkeypatch.setattr(calls, "open_data_connection", open_data_connection)
 

@@ -7,16 +7,14 @@ import time
 from typing import Any
 
 import grpc
-from google.rpc import status_pb2
 
+from ps_frames.sockets import receive_exactly
+from ps_frames.wire import HEADER_BYTES, Header, Kind, read_header, write_header
 from ps_protocol.errors import PSError
-from ps_protocol.frames import HEADER_BYTES, Header, Kind, read_header, write_header
 from ps_protocol.framing import Parts, split_head
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
-from ps_runtime.frame_socket import receive_exactly
-from ps_runtime.grpc_status import error_from
-from ps_worker.cluster.data_connection import DataCallError
+from ps_runtime.grpc_status import error_from, failure_in
 from tests.tools.raw_worker import RawWorker
 
 SECONDS = 20.0
@@ -110,8 +108,7 @@ class FrameClient:
 
 def error_of(status: bytes) -> PSError:
     """The error that a frame carries."""
-    text = status_pb2.Status.FromString(status).message
-    return error_from(DataCallError(grpc.StatusCode.UNKNOWN, text, status), "shard")
+    return error_from(failure_in(status), "shard")
 
 
 def push_parts(message: data_pb2.PushRequest) -> Parts:

@@ -56,7 +56,9 @@ class Finding(AssertionError):
 
 
 class _Context:
-    """A call that is never over."""
+    """A call that is never over, of gRPC and as the data service sees it."""
+
+    worker = None
 
     def peer(self) -> str:
         return "ipv4:192.0.2.1:1"
@@ -72,6 +74,8 @@ class _Context:
 
     def time_remaining(self) -> float | None:
         return None
+
+    def fail(self, error: PSError) -> None: ...
 
     def set_code(self, code: Any) -> None: ...
 

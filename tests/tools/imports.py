@@ -11,7 +11,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("ps_protocol", "ps_runtime", "ps_launch", "ps_tables", "ps_feed", "ps_server", "ps_worker", "ps_torch")
+PACKAGES = (
+    *("ps_protocol", "ps_runtime", "ps_launch", "ps_frames", "ps_tables", "ps_feed"),
+    *("ps_server", "ps_worker", "ps_torch"),
+)
 
 
 @cache

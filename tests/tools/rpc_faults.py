@@ -18,11 +18,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import code_pb2
 
-from ps_protocol.frames import METHODS, Kind
+from ps_frames.client import Answers, ClientCall, ClientConnection, EachAnswer
+from ps_frames.wire import METHODS, Kind
 from ps_protocol.framing import Parts
 from ps_runtime import retry
-from ps_worker.cluster.data_connection import Answers, Call, DataCallError, DataConnection, EachAnswer
+from ps_runtime.grpc_status import CallFailed
 
 KINDS = ("lost", "unheard", "repeated")
 
@@ -145,18 +147,20 @@ class _Heard:
         return self._answers.take(payload)
 
 
-def _broken() -> DataCallError:
-    return DataCallError(grpc.StatusCode.UNAVAILABLE, Broken().details())
+def _broken() -> CallFailed:
+    return CallFailed(code_pb2.UNAVAILABLE, Broken().details())
 
 
 def _on_data_connections(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults, name: str) -> None:
-    """Makes calls by this method of DataConnection go wrong."""
-    real = getattr(DataConnection, name)
+    """Makes calls by this method of ClientConnection go wrong."""
+    real = getattr(ClientConnection, name)
 
-    def broken(connection: DataConnection, kind: Kind, request: Parts, answers: Answers, seconds: float) -> Call | None:
+    def broken(
+        connection: ClientConnection, kind: Kind, request: Parts, answers: Answers, seconds: float
+    ) -> ClientCall | None:
         what, heard = faults.draw(METHODS[kind])
         if what == "lost":
-            call = Call(answers, seconds)
+            call = ClientCall(answers, seconds)
             call.done.set_exception(_broken())
             return call
         if what == "repeated":
@@ -165,7 +169,7 @@ def _on_data_connections(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults, nam
             answers = _Heard(answers, 0 if METHODS[kind] == "Push" else heard)
         return real(connection, kind, request, answers, seconds)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(DataConnection, name, broken)
+    monkeypatch.setattr(ClientConnection, name, broken)
 
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, faults: RpcFaults) -> None:

@@ -11,25 +11,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 import torch
+from google.rpc import code_pb2
 from torch import nn
 
+from ps_frames import client
+from ps_frames.client import ClientConnection, EachAnswer, OneAnswer
+from ps_frames.sockets import frames_over
+from ps_frames.wire import HEADER_BYTES, Kind, Offer, read_header, write_header
 from ps_protocol.errors import InvalidRequest, Unreachable
-from ps_protocol.frames import HEADER_BYTES, Kind, read_header, write_header
 from ps_protocol.framing import Parts
-from ps_protocol.v1 import data_pb2
-from ps_runtime.frame_socket import frames_over
+from ps_runtime.grpc_status import CallFailed
 from ps_server.ops import status
 from ps_worker import Session
-from ps_worker.cluster import calls, data_connection, data_link
-from ps_worker.cluster.data_connection import DataCallError, DataConnection, EachAnswer, OneAnswer
+from ps_worker.cluster import calls
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, scrape, until
 
 
-def connections(session: Session) -> list[DataConnection | None]:
+def connections(session: Session) -> list[ClientConnection | None]:
     """Of each shard, the session's data connection."""
     training: Any = session._strategy._training  # type: ignore[attr-defined]
     links = [each._link for each in training.participation.connection._calls.values()]
@@ -102,15 +103,14 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
     shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where a firewall opens it later, or the shard had too many connections."""
-    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(data_link, "AGAIN_AT_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(client, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(client, "AGAIN_AT_MOST_SECONDS", 0.0)
     open_there, is_open = calls.open_data_connection, threading.Event()
 
-    def opened(response: bytes, *more: Any) -> DataConnection:
-        answer = data_pb2.OpenDataConnectionResponse.FromString(response)
+    def opened(offer: Offer, *more: Any) -> ClientConnection:
         if not is_open.is_set():
-            answer.port = 1  # no process listens on it
-        return open_there(answer.SerializeToString(), *more)
+            offer = offer._replace(port=1)  # no process listens on it
+        return open_there(offer, *more)
 
     monkeypatch.setattr(calls, "open_data_connection", opened)
     with shared.connect("sync", job=job, shared_directory=tmp_path) as session:
@@ -133,10 +133,10 @@ def test_a_port_that_is_closed_at_first_is_tried_again(
 def test_connections_that_break_between_steps_are_opened_again(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(client, "AGAIN_SECONDS", 0.0)
     expected = trained_by_grpc(shared, job, 6)
     with shared.connect("sync", job=job, transport=transport) as session:
-        seen: list[DataConnection | None] = []
+        seen: list[ClientConnection | None] = []
 
         def breaking(step: int) -> None:
             seen[:] = connections(session) if step == 2 else seen
@@ -155,7 +155,7 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
     shared: Cluster, job: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread breaks them all the time, and none is opened again for a while: gRPC takes over."""
-    monkeypatch.setattr(data_link, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(client, "AGAIN_SECONDS", 0.05)
     expected = trained_by_grpc(shared, job, 40)
     with shared.connect("sync", job=job, transport=transport) as session:
         over = threading.Event()
@@ -179,10 +179,10 @@ def test_connections_that_break_in_the_middle_of_steps_lose_nothing(
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[DataConnection, socket.socket]]:
+def ends() -> Iterator[tuple[ClientConnection, socket.socket]]:
     """A connection, and the shard's end of it."""
     ours, theirs = socket.socketpair()
-    connection = DataConnection(frames_over(ours))
+    connection = ClientConnection(frames_over(ours))
     yield connection, theirs
     connection.close()
     theirs.close()
@@ -195,7 +195,7 @@ def request_of(shard: socket.socket) -> int:
     return header.call
 
 
-def test_answers_find_their_calls_in_any_order(ends: tuple[DataConnection, socket.socket]) -> None:
+def test_answers_find_their_calls_in_any_order(ends: tuple[ClientConnection, socket.socket]) -> None:
     connection, shard = ends
     answers = [OneAnswer(), OneAnswer()]
     made = [connection.call(Kind.PUSH, Parts(b"request"), answer, 20.0) for answer in answers]
@@ -206,7 +206,7 @@ def test_answers_find_their_calls_in_any_order(ends: tuple[DataConnection, socke
     assert [answer.message for answer in answers] == [b"first", b"second"]
 
 
-def test_a_payload_is_put_where_the_call_wants_it(ends: tuple[DataConnection, socket.socket]) -> None:
+def test_a_payload_is_put_where_the_call_wants_it(ends: tuple[ClientConnection, socket.socket]) -> None:
     connection, shard = ends
     target = bytearray(8)
 
@@ -223,7 +223,7 @@ def test_a_payload_is_put_where_the_call_wants_it(ends: tuple[DataConnection, so
     assert (bytes(target), seen[0][0]) == (b"elements", b"head")
 
 
-def test_what_one_call_cannot_read_fails_that_call_alone(ends: tuple[DataConnection, socket.socket]) -> None:
+def test_what_one_call_cannot_read_fails_that_call_alone(ends: tuple[ClientConnection, socket.socket]) -> None:
     connection, shard = ends
 
     class Refuses(OneAnswer):
@@ -242,15 +242,15 @@ def test_what_one_call_cannot_read_fails_that_call_alone(ends: tuple[DataConnect
 
 
 def test_a_shard_that_does_not_answer_is_given_up(
-    ends: tuple[DataConnection, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[ClientConnection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, shard = socket.socketpair()
-    monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
-    connection = DataConnection(frames_over(ours))
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
+    connection = ClientConnection(frames_over(ours))
     call = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 0.1)
-    with pytest.raises(DataCallError) as caught:
+    with pytest.raises(CallFailed) as caught:
         call.done.result(20.0)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert caught.value.code == code_pb2.DEADLINE_EXCEEDED
     assert not connection.is_open
     shard.close()
 
@@ -258,11 +258,11 @@ def test_a_shard_that_does_not_answer_is_given_up(
 def test_a_connection_of_which_a_shard_reads_nothing_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sends is stuck in the kernel until then."""
     ours, shard = socket.socketpair()
-    monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
-    connection = DataConnection(frames_over(ours))
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
+    connection = ClientConnection(frames_over(ours))
     began = time.monotonic()
     call = connection.call(Kind.PUSH, Parts(b"", bytes(64 * 2**20)), OneAnswer(), 0.1)
-    with pytest.raises(DataCallError):
+    with pytest.raises(CallFailed):
         call.done.result(20.0)
     assert time.monotonic() - began < 20.0
     shard.close()
@@ -273,10 +273,10 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(data_connection, "_LOOK_SECONDS", 0.02)
-        monkeypatch.setattr(data_connection, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(client, "_LOOK_SECONDS", 0.02)
+        monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def nearly_over(self, call: data_connection.Call, seconds: float) -> None:
+    def nearly_over(self, call: client.ClientCall, seconds: float) -> None:
         """Waits until a call's time has begun anew, and lets nearly all of it go by."""
         until(lambda: call.due == self.now + seconds, "a part of it")
         self.now += 0.9 * seconds
@@ -288,10 +288,10 @@ PART = 2**20
 def test_a_request_that_leaves_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     ours, shard = socket.socketpair()
-    connection = DataConnection(frames_over(ours))
-    made: list[data_connection.Call] = []
-    connection_call = data_connection.Call
-    monkeypatch.setattr(data_connection, "Call", lambda *given: made.append(connection_call(*given)) or made[-1])
+    connection = ClientConnection(frames_over(ours))
+    made: list[client.ClientCall] = []
+    connection_call = client.ClientCall
+    monkeypatch.setattr(client, "ClientCall", lambda *given: made.append(connection_call(*given)) or made[-1])
     request = Parts(b"", bytes(6 * PART))
     answers = [OneAnswer(), OneAnswer()]
     threads = [threading.Thread(target=connection.call, args=(Kind.PUSH, request, each, 10.0)) for each in answers]
@@ -319,7 +319,7 @@ def test_an_answer_that_comes_slowly_is_not_given_up_nor_is_what_waits_behind_it
 ) -> None:
     clock = Clock(monkeypatch)
     ours, shard = socket.socketpair()
-    connection = DataConnection(frames_over(ours))
+    connection = ClientConnection(frames_over(ours))
     slow = connection.call(Kind.PULL, Parts(b""), EachAnswer(lambda *_: None), 10.0)
     behind = connection.call(Kind.PUSH, Parts(b""), OneAnswer(), 10.0)
     numbers = [request_of(shard), request_of(shard)]
@@ -341,9 +341,9 @@ def test_an_answer_that_comes_slowly_is_not_given_up_nor_is_what_waits_behind_it
     [b"\xff" * 40, write_header(1, Kind.PUSH, 0), b"HTTP/1.1 400 Bad Request\r\n"],
     ids=["garbage", "request", "HTTP"],
 )
-def test_what_is_no_answer_ends_the_connection(ends: tuple[DataConnection, socket.socket], content: bytes) -> None:
+def test_what_is_no_answer_ends_the_connection(ends: tuple[ClientConnection, socket.socket], content: bytes) -> None:
     connection, shard = ends
     call = connection.call(Kind.PULL, Parts(b""), OneAnswer(), 20.0)
     shard.sendall(content)
-    with pytest.raises(DataCallError):
+    with pytest.raises(CallFailed):
         call.done.result(20.0)

@@ -66,6 +66,20 @@ METHODS = {
 KINDS = {method: kind for kind, method in METHODS.items()}
 
 
+class Offer(NamedTuple):
+    """How a worker may open a data connection to a shard, which sends it in answer to OpenDataConnection.
+
+    port:     TCP; 0: there is none
+    location: the name of a unix socket in the shared directory, and its inode; empty: there is none
+    ticket:   to show on the connection
+    """
+
+    port: int = 0
+    location: str = ""
+    inode: int = 0
+    ticket: bytes = b""
+
+
 class Header(NamedTuple):
     """The header of a frame; sizes in bytes."""
 

@@ -1,9 +1,9 @@
-"""Data connections: the calls that one worker makes over a connection of frames, each as if it came by gRPC.
+"""A server's end of a data connection: the calls that one worker makes over a connection of frames.
 
 A ticket binds a connection to the call that asked for it: to its caller, and to a worker in its place. Every request is
-then handled by the method that gRPC would call, behind the same permissions, limits and counters (interceptor.py). They
-see a `ConnectionCall` in place of gRPC's context. One thread of each connection receives requests and carries them out:
-none waits for another worker. frame_sender.py sends the answers.
+then handled behind the same permissions, limits and counters as one that comes by gRPC. Both kinds of calls are a
+`ServerCall` to them. One thread of each connection receives requests and carries them out: none waits for another
+worker. sender.py sends the answers.
 """
 
 from __future__ import annotations
@@ -13,33 +13,79 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-import grpc
+import numpy as np
 
-from ps_protocol.errors import Forbidden, InvalidRequest, PSError
-from ps_protocol.frames import HEADER_BYTES, METHODS, TICKET_BYTES, Header, Kind, frame, read_header, write_header
-from ps_protocol.framing import Parts
+from ps_frames.loans import Loan
+from ps_frames.sender import FrameSender, LentFrame
+from ps_frames.sockets import FrameSocket
+from ps_frames.wire import HEADER_BYTES, METHODS, TICKET_BYTES, Header, Kind, frame, read_header, write_header
+from ps_protocol.errors import Code, InvalidRequest, PSError
+from ps_protocol.framing import Buffer, Parts
 from ps_protocol.identity import Identity
-from ps_runtime.frame_socket import FrameSocket
-from ps_runtime.grpc_status import STATUS_KEY
-from ps_server.rpc.auth import host_of
-from ps_server.rpc.frame_sender import FrameSender, LentFrame
-from ps_server.rpc.receive_buffers import ReceiveBuffers
-from ps_server.rpc.streams import set_error
-from ps_server.shard.loans import Loan
-from ps_server.shard.waiting import Answer, Lent, Outbox
+from ps_runtime.grpc_status import status_of
 
 TICKET_SECONDS = 30.0
 _TICKETS_OF_A_WORKER = 4
 _MOST_TICKETS = 4_096  # as many workers as a job may have; of more, the oldest are good no longer
 _SKIPPED_AT_ONCE = 2**16
 
+Metadata = Sequence[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Sequence[bytes]]
 LentMessage = tuple[Parts, Loan | None]
+Answer = Parts | Callable[[], AbstractContextManager[LentMessage]]
+
+
+class CallBroken(Exception):
+    """The caller has gone, or its call was cancelled, while its request was received."""
+
+
+class Cancellable(Protocol):
+    """What ends where its caller sends or reads too slowly."""
+
+    def cancel(self) -> None:
+        """Ends it, from any thread."""
+
+
+class ServerCall(Cancellable, Protocol):
+    """A call as a server sees it, over gRPC or a data connection."""
+
+    @property
+    def worker(self) -> Identity | None:
+        """The worker whose connection it came by; None: its connection may serve several."""
+
+    @property
+    def request_bytes(self) -> int | None:
+        """The bytes of its request, where they are known before it is read."""
+
+    @property
+    def code(self) -> str:
+        """The name of the code with which it fails; empty: it has not failed."""
+
+    def peer(self) -> str:
+        """Returns where it comes from, as gRPC names peers."""
+
+    def invocation_metadata(self) -> Metadata:
+        """Returns its metadata."""
+
+    def auth_context(self) -> AuthContext:
+        """Returns what TLS knows of the caller, by name."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Has a callback when the call is over, however it ended; returns False if it already is."""
+
+    def receive(self) -> bytes | Parts | None:
+        """Returns its next request; None: there is no more. Raises CallBroken."""
+
+    def fail(self, error: PSError) -> None:
+        """Has the call end with an error, when its method returns or its stream ends."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +93,9 @@ class Opener:
     """The call that asked for a connection: what its caller showed, the worker that it named, and who it was."""
 
     worker: Identity
-    peer: str
-    metadata: tuple[tuple[str, Any], ...] = field(repr=False)
-    auth_context: Mapping[str, Any] = field(repr=False)
+    host: str
+    metadata: Metadata = field(repr=False)
+    auth_context: AuthContext = field(repr=False)
     caller: str = ""
 
 
@@ -94,39 +140,105 @@ def _digest(ticket: bytes) -> bytes:
     return hashlib.sha256(ticket).digest()  # compared in its place, so that how long that takes tells nothing
 
 
-class _Aborted(Exception):
-    """A call has ended with an error that its caller is to be told."""
+# -- memory for requests ---------------------------------------------------------------------------------------------
 
 
-class _Broken(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
-    """The connection ended while a request was received."""
+class ReceiveBuffers:
+    """Lends memory for payloads by its size, again and again: to fill fresh memory costs a pass of its own (measured).
+
+    It comes back by itself, when nothing refers to it any more. Thread-safe.
+
+    Sizes are rounded up, by an eighth at most: rows have another size in each step, and find memory of the step before.
+
+    keep: bytes that are kept for the next payloads; of more, those of the sizes that were used longest ago go
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept = 0
+        self._free: OrderedDict[int, list[np.ndarray]] = OrderedDict()  # by size, of which each list has some
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
+        self._lock = threading.RLock()  # memory comes back in whatever thread, in the middle of whatever it does
+
+    def take(self, size: int) -> memoryview:
+        """Returns memory of so many bytes, with anything in it."""
+        rounded = _rounded(size)
+        with self._lock:
+            whole = self._take_free(rounded)
+        if whole is None:
+            whole = np.empty(rounded, np.uint8)
+        lent = whole[:size]  # an array of its own, which lives as long as any view or tensor over it
+        number = id(lent)
+        with self._lock:
+            self._lent[number] = weakref.ref(lent, lambda _: self._back(number, whole))
+        return lent.data
+
+    def _take_free(self, size: int) -> np.ndarray | None:
+        free = self._free.get(size)
+        if free is None:
+            return None
+        self._kept -= size
+        whole = free.pop()
+        if not free:
+            del self._free[size]
+        return whole
+
+    def _back(self, number: int, whole: np.ndarray) -> None:
+        with self._lock:
+            self._lent.pop(number, None)
+            self._free.setdefault(whole.nbytes, []).append(whole)
+            self._free.move_to_end(whole.nbytes)
+            self._kept += whole.nbytes
+            while self._kept > self._keep:
+                self._take_free(next(iter(self._free)))
 
 
-class ConnectionCall:
-    """One call: its request, read when it is asked for, and what gRPC's context of a call tells and takes."""
+def _rounded(size: int) -> int:
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
 
-    def __init__(self, connection: DataConnection, header: Header) -> None:
-        self.worker = connection.opener.worker
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+class FrameCall(ServerCall):
+    """One call over a data connection."""
+
+    def __init__(self, connection: ServerConnection, header: Header) -> None:
         self._connection = connection
         self._header = header
         self._is_read = False
+        self._is_last = False  # an answer has ended it
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: it is over
-        self._code: grpc.StatusCode | None = None
-        self._trailers: tuple[tuple[str, bytes], ...] = ()
+        self._code: Code | None = None
+        self._status = b""
 
-    # -- what gRPC's context has -------------------------------------------------------------------------------------
+    @property
+    def worker(self) -> Identity:
+        """The worker of the connection."""
+        return self._connection.opener.worker
+
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of the request, which its header names."""
+        return self._header.size
+
+    @property
+    def code(self) -> str:
+        """The name of the code with which it fails; empty: it has not failed."""
+        return "" if self._code is None else self._code.name
 
     def peer(self) -> str:
         """Returns where the call comes from: this connection."""
-        return f"{host_of(self._connection.opener.peer)}:data-{self._connection.number}"
+        return f"{self._connection.opener.host}:data-{self._connection.number}"
 
-    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
+    def invocation_metadata(self) -> Metadata:
         """Returns what the caller showed when it asked for the connection."""
         return self._connection.opener.metadata
 
-    def auth_context(self) -> Mapping[str, Any]:
-        """Returns what TLS knew of it then."""
+    def auth_context(self) -> AuthContext:
+        """Returns what TLS knew of the caller then."""
         return self._connection.opener.auth_context
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -139,87 +251,68 @@ class ConnectionCall:
 
     def cancel(self) -> None:
         """Ends the whole connection: its caller sends or reads too slowly."""
-        self._connection.abort()
+        self._connection.cancel()
 
-    def code(self) -> grpc.StatusCode | None:
-        """Returns the code that was set."""
-        return self._code
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Sets the code of the call's end."""
-        self._code = code
-
-    def set_details(self, details: str) -> None:
-        """Does nothing: the trailing metadata have them, too."""
-
-    def set_trailing_metadata(self, trailers: tuple[tuple[str, bytes], ...]) -> None:
-        """Sets what is said with the end: the error."""
-        self._trailers = trailers
-
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        """Ends the method, and the call with the error that was set."""
-        self._code = code
-        raise _Aborted
-
-    @property
-    def request_bytes(self) -> int:
-        """The bytes of the request, which are known before it is read."""
-        return self._header.size
+    def fail(self, error: PSError) -> None:
+        """Has the call end with an error."""
+        self._code, self._status = error.code, status_of(error).SerializeToString()
 
     # -- the request -------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Parts]:
-        return self
-
-    def __next__(self) -> Parts:
-        """Returns the one request."""
+    def receive(self) -> Parts | None:
+        """Returns the one request; None: it was returned before. Raises CallBroken if the connection ends meanwhile."""
         if self._is_read:
-            raise StopIteration
+            return None
         self._is_read = True
         try:
             return self._connection.receive(self._header)
         except OSError:
-            raise _Broken from None
+            raise CallBroken from None
 
     def skip(self) -> None:
-        """Has the request go by, if it was not read: the call was refused before."""
+        """Discards the request, if it was not read: the call was refused before."""
         if not self._is_read:
             self._is_read = True
             self._connection.skip(self._header.size)
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    def send(self, answer: Parts | Callable[[], AbstractContextManager[LentMessage]] | None) -> None:
+    def send(self, answer: Answer | None) -> None:
         """Sends an answer, or one that is lent when its turn has come; None: there are no more."""
         if answer is None:
             self.end()
+        elif isinstance(answer, Parts) and self._is_last:
+            self._connection.sender.put(self._frame(Kind.LAST, answer), self.over)
         elif isinstance(answer, Parts):
             self._connection.sender.put(self._frame(Kind.ANSWER, answer))
         else:
             self._connection.sender.lend(lambda: self._lent(answer))
 
-    def send_last(self, answer: bytes) -> None:
-        """Sends the only answer of a call."""
-        self._connection.sender.put(self._frame(Kind.LAST, Parts(answer)), self.over)
-
-    def end(self) -> None:
-        """Ends the call, with the error if one was set.
+    def end(self, answer: bytes | None = None) -> None:
+        """Ends the call: with its only answer, with the error if one was set, or after the answers that were sent.
 
         Where the token or certificate of the connection's ticket is known no more, the whole connection ends: its
         worker calls by gRPC then, with what it shows now, and gets another ticket. A token that is renewed would end
         every worker otherwise.
         """
-        if self._code is grpc.StatusCode.UNAUTHENTICATED:
-            self._connection.abort()
-        status = next((value for key, value in self._trailers if key == STATUS_KEY), None)
-        frame = self._frame(Kind.END, Parts(b"")) if status is None else self._frame(Kind.ERROR, Parts(status))
-        self._connection.sender.put(frame, self.over)
+        if self._is_last:
+            return
+        if self._code is Code.UNAUTHENTICATED:
+            self._connection.cancel()
+        if answer is not None:
+            last = self._frame(Kind.LAST, Parts(answer))
+        else:
+            last = self._frame(Kind.END if self._code is None else Kind.ERROR, Parts(self._status))
+        self._connection.sender.put(last, self.over)
 
-    def together(self) -> AbstractContextManager[None]:
-        """Has what is sent meanwhile leave in one piece, if it is small."""
-        return self._connection.sender.together()
+    @contextlib.contextmanager
+    def last(self) -> Iterator[None]:
+        """Has the one answer that is sent inside, before `end`, end the call: in one frame, which leaves then."""
+        self._is_last = True
+        with self._connection.sender.together():
+            yield
 
-    def _frame(self, kind: Kind, message: Parts) -> list[Any]:
+    def _frame(self, kind: Kind, message: Parts) -> list[Buffer]:
         return frame(self._header.call, kind, message)
 
     @contextlib.contextmanager
@@ -236,53 +329,7 @@ class ConnectionCall:
             callback()
 
 
-class FrameStream(Outbox):
-    """The answers to one pull on a data connection, as a shard hands them over. Closing calls back in whatever thread
-    has sent the last one.
-
-    send:  counts what is sent, and sends it
-    write: what makes a message of an answer
-    """
-
-    def __init__(self, send: Callable[[Any], None], call: ConnectionCall, write: Callable[[Any], Parts]) -> None:
-        self._send, self._call, self._write = send, call, write
-
-    def tell(self, answer: Answer) -> None:
-        """Sends an answer."""
-        self._send(self._write(answer))
-
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer that is made when its turn has come; its payload leaves from where it is."""
-
-        @contextlib.contextmanager
-        def written() -> Iterator[LentMessage]:
-            with lent() as (answer, loan):
-                yield self._write(answer), loan
-
-        self._send(written)
-
-    def tell_last(self, answer: Answer) -> None:
-        """Sends an answer and the end of the call, in one piece."""
-        with self._call.together():
-            self.tell(answer)
-            self.finish()
-
-    def finish(self) -> None:
-        """Ends the call after what was put before."""
-        self._send(None)
-
-    def fail(self, error: PSError) -> None:
-        """Ends the call with an error, after what was put before."""
-        set_error(self._call, error)
-        self._send(None)
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Has a callback when the call is over, however it ended; at once if it already is."""
-        if not self._call.add_callback(callback):
-            callback()
-
-
-Method = Callable[[ConnectionCall], None]
+Method = Callable[[FrameCall], None]
 
 
 @dataclass(frozen=True)
@@ -299,13 +346,13 @@ class Serving:
 
     methods: Mapping[Kind, Method]
     senders: ThreadPoolExecutor
-    limited: Callable[[Any], AbstractContextManager[None]]
-    skipping: Callable[[Any], AbstractContextManager[None]]
+    limited: Callable[[Cancellable], AbstractContextManager[None]]
+    skipping: Callable[[Cancellable], AbstractContextManager[None]]
     message_bytes: int
     buffers: ReceiveBuffers
 
 
-class DataConnection:
+class ServerConnection(Cancellable):
     """One connection, from the good ticket on. `number` tells it from others."""
 
     def __init__(self, frames: FrameSocket, opener: Opener, serving: Serving, number: int) -> None:
@@ -313,7 +360,7 @@ class DataConnection:
         self._frames, self._serving = frames, serving
         self.sender = FrameSender(frames, serving.senders, lambda: serving.limited(self))
         self._lock = threading.Lock()
-        self._calls: dict[int, ConnectionCall] = {}
+        self._calls: dict[int, FrameCall] = {}
 
     def serve(self) -> None:
         """Carries out calls until the connection ends, in this thread."""
@@ -323,7 +370,7 @@ class DataConnection:
             while True:
                 self._frames.receive_into(header)
                 self._carry_out(read_header(header, self._serving.message_bytes))
-        except (OSError, InvalidRequest, _Broken):
+        except (OSError, InvalidRequest, CallBroken):
             pass  # the worker has gone, or sends what is no frame
         finally:
             self._end()
@@ -337,7 +384,7 @@ class DataConnection:
             return
         if header.kind not in METHODS:
             raise InvalidRequest(f"a frame of kind {header.kind.name} is not for a shard")
-        call = ConnectionCall(self, header)
+        call = FrameCall(self, header)
         with self._lock:
             if header.call in self._calls:
                 raise InvalidRequest(f"call {header.call} is under way already")
@@ -369,11 +416,9 @@ class DataConnection:
         with self._lock:
             self._calls.pop(call, None)
 
-    def abort(self) -> None:
+    def cancel(self) -> None:
         """Ends the connection, from any thread; `serve` returns."""
         self._frames.abort()
-
-    cancel = abort  # as what watches over slow peers calls it
 
     def _end(self) -> None:
         self.sender.end()
@@ -384,43 +429,3 @@ class DataConnection:
             call.over()
         with self._frames.sending:  # no thread is there any more
             self._frames.close()
-
-
-# -- methods, from their handlers ------------------------------------------------------------------------------------
-
-
-def method(handler: grpc.RpcMethodHandler) -> Method:
-    """Returns what carries out a call by a guarded handler (CallInterceptor.guarded)."""
-    if handler.stream_unary is not None:
-        return _unary(handler.stream_unary)
-    return _stream(handler.stream_stream)
-
-
-def _unary(guarded: Callable[..., bytes]) -> Method:
-    def carry_out(call: ConnectionCall) -> None:
-        try:
-            answer = guarded(call, call)
-        except _Aborted:
-            call.end()
-        else:
-            call.send_last(answer)
-
-    return carry_out
-
-
-def _stream(guarded: Callable[..., None]) -> Method:
-    def carry_out(call: ConnectionCall) -> None:
-        guarded(call, call, call.send)
-
-    return carry_out
-
-
-def check_sender(context: Any, sender: Identity) -> None:
-    """Raises Forbidden for a request of another worker than the one whose connection it came by."""
-    if isinstance(context, ConnectionCall):
-        worker = context.worker
-        if (sender.job, sender.rank, sender.incarnation) != (worker.job, worker.rank, worker.incarnation):
-            raise Forbidden(
-                f"this data connection is that of worker {worker.rank} of job {worker.job!r} in its place; the request "
-                f"names worker {sender.rank} of job {sender.job!r}"
-            )

@@ -4,7 +4,7 @@ A frame that fits into the kernel's memory leaves in the thread that puts it. Th
 Small frames that are there together leave together, because each piece wakes the other end: the end of a call, sent by
 itself, took 8 % of the CPU of a small step over TCP (measured).
 Payloads are lent, and leave from where they are. While the sender waits for the kernel to take more, the shard may have
-its memory back (shard/loans.py): a worker that reads slowly delays no update.
+its memory back (loans.py): a worker that reads slowly delays no update.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
+from ps_frames.loans import Loan
+from ps_frames.sockets import FrameSocket, nothing
 from ps_protocol.framing import Buffer
 from ps_runtime.background import note_error
-from ps_runtime.frame_socket import FrameSocket, nothing
-from ps_server.shard.loans import Loan
 
 Frame = Sequence[Buffer]
 LentFrame = tuple[Frame, Loan | None]

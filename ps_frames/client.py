@@ -1,0 +1,575 @@
+"""A data connection to one shard: calls of push and pull over frames, side by side.
+
+Requests leave in the thread that makes the call, payloads from where they are. A thread that waits for an answer reads:
+it has the payload of each answer put where its call wants it, and tells the call. To wake another thread for every
+answer costs as much as adding up a bucket does (measured). When the connection ends, whatever the reason, every call
+fails that has no answer yet. Its caller may repeat it by gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from google.rpc import code_pb2
+
+from ps_frames.sockets import FrameSocket, frames_over, nothing, receive_exactly
+from ps_frames.wire import HEADER_BYTES, Header, Kind, Offer, frame, read_header, write_header
+from ps_protocol.errors import InvalidRequest, PSError, TryLater, Unreachable
+from ps_protocol.framing import Parts
+from ps_protocol.job import MAX_MESSAGE_BYTES
+from ps_runtime.background import start
+from ps_runtime.credentials import Access
+from ps_runtime.grpc_status import CallFailed, failure_in
+from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
+from ps_runtime.signals import HeldBack
+from ps_runtime.tls_contexts import client_context
+
+log = logging.getLogger("ps_worker")
+
+CONNECT_SECONDS = 2.0  # a port that a firewall closes gives no answer, and gRPC is there meanwhile
+AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that fails
+AGAIN_AT_MOST_SECONDS = 80.0
+
+_LOOK_SECONDS = 1.0
+_SMALL_BYTES = 4096  # that surely fit where there is room
+_OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
+
+
+class Answers(Protocol):
+    """What takes the answers of one call, in the thread that reads. What it raises ends the call alone, but between
+    `place` and `take` only the connection can fail."""
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        """Returns where the payload of the answer that comes belongs; None: where it may be overwritten soon."""
+
+    def take(self, payload: memoryview | None) -> bool:
+        """Takes the answer; returns whether no more are needed."""
+
+
+class OneAnswer(Answers):
+    """Keeps the answer of a call that has one."""
+
+    def __init__(self) -> None:
+        self.message = b""
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        self.message = head
+        return None
+
+    def take(self, payload: memoryview | None) -> bool:
+        return True
+
+
+class EachAnswer(Answers):
+    """Hands each answer to a function, in memory that stays."""
+
+    def __init__(self, read: Callable[[bytes, memoryview | None], None]) -> None:
+        self._read = read
+        self._head = b""
+
+    def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
+        self._head = head
+        return memoryview(bytearray(payload_bytes))
+
+    def take(self, payload: memoryview | None) -> bool:
+        self._read(self._head, payload)
+        return False
+
+
+class ClientCall:
+    """A call under way. `done` has no value; it fails with CallFailed, or what its answers raised.
+
+    due: when its time is over, in seconds of time.monotonic; never, while its request waits for others to leave
+    """
+
+    def __init__(self, answers: Answers, seconds: float) -> None:
+        self.done: Future[None] = Future()
+        self.answers = answers
+        self.due = math.inf
+        self._seconds = seconds
+
+    def progressed(self) -> None:
+        """Begins its time anew: a part of its request has left, or of its answer has come."""
+        self.due = time.monotonic() + self._seconds
+
+
+class ClientConnection:
+    """An open connection. Methods may be called from any thread.
+
+    One thread reads at a time: it hands out the answers to all calls. Mostly that is a thread which waits for an answer
+    (`finish`, `attend`), so that no other has to be woken for it. A thread of the connection reads what nobody waits
+    for.
+
+    thread: that of the connection; it ends soon after `close`
+    """
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._lock = threading.Lock()
+        self._calls: dict[int, ClientCall] = {}
+        self._next = 0
+        self._ended: CallFailed | None = None
+        self._scratch = bytearray()
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._turn = threading.Lock()  # of the thread that reads; once the connection has ended, nobody's
+        self._waiting: deque[threading.Event] = deque()  # those that would read, if the turn were free
+        self._wanted = threading.Event()  # the thread of the connection is to read
+        frames.watch(_LOOK_SECONDS, self._look)
+        self.thread = threading.Thread(target=self._run, name="data", daemon=True)
+        try:
+            start(self.thread)
+        except TryLater:
+            frames.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may be made."""
+        return self._ended is None
+
+    def call(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall:
+        """Makes a call: sends its request. Waits while others send, and while the kernel takes the bytes.
+
+        seconds: in which nothing of it moves, after which the connection is given up
+        """
+        number, call = self._begin(answers, seconds)
+        try:
+            with self._frames.sending:
+                call.progressed()
+                self._frames.send(frame(number, kind, request), call.progressed)
+        except OSError:
+            self._frames.abort()  # the thread that reads ends all calls, this one among them
+            self._wanted.set()
+        return call
+
+    def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall | None:
+        """Makes a call if its request is small and can be sent at once; returns None if not."""
+        if len(request.head) > _SMALL_BYTES or not self._frames.sending.acquire(blocking=False):
+            return None
+        try:
+            if self._ended is not None:
+                raise self._ended
+            if not self._frames.has_room():
+                return None
+            number, call = self._begin(answers, seconds)
+            call.progressed()
+            try:
+                if self._frames.send_now(frame(number, kind, request)):
+                    self._frames.abort()  # what the kernel said has changed: a part of a frame makes the rest worthless
+            except OSError:
+                self._frames.abort()
+            return call
+        finally:
+            self._frames.sending.release()
+
+    def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:
+        """Makes a call and returns its one answer. Raises CallFailed."""
+        answer = OneAnswer()
+        self.finish(self.call(kind, request, answer, seconds))
+        return answer.message
+
+    def close(self) -> None:
+        """Ends the connection. When its calls have failed, nothing lands any more."""
+        self._frames.abort()
+        self._wanted.set()
+
+    def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
+        call = ClientCall(answers, seconds)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._next += 1
+            self._calls[self._next] = call
+            return self._next, call
+
+    # -- who reads ---------------------------------------------------------------------------------------------------
+
+    def finish(self, call: ClientCall) -> None:
+        """Waits for a call, and reads meanwhile, unless another thread does. Raises CallFailed, or what its answers
+        raised."""
+        with HeldBack() as signals:
+            while not call.done.done():
+                woken = threading.Event()
+                if self._take_turn(woken):
+                    _read([self], call.done.done, signals)
+                    continue
+                call.done.add_done_callback(lambda _, woken=woken: woken.set())  # type: ignore[misc]
+                try:
+                    signals.waiting(lambda woken=woken: woken.wait(_LOOK_SECONDS))  # type: ignore[misc]
+                finally:
+                    self._wait_no_more(woken)
+        call.done.result()
+
+    def read_beside(self) -> None:
+        """Has the thread of the connection read the answers to the calls under way: nobody waits for them now."""
+        self._wanted.set()
+
+    def _take_turn(self, woken: threading.Event | None = None) -> bool:
+        """Takes the turn to read, if it is free; returns whether it was. woken: is set when it may be free again"""
+        with self._lock:
+            if self._turn.acquire(blocking=False):
+                return True
+            if woken is not None and self._ended is None:
+                self._waiting.append(woken)
+            return False
+
+    def _wait_no_more(self, woken: threading.Event) -> None:
+        """Notes that a thread does not wait for the turn any more. One that it was offered is passed on."""
+        with self._lock:
+            if woken in self._waiting:
+                self._waiting.remove(woken)
+                return
+        self._pass_on()
+
+    def _leave(self) -> None:
+        """Gives the turn back: another thread reads what is still to come."""
+        with self._lock:
+            if self._ended is None:
+                self._turn.release()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Wakes one that waits for the turn; without one the thread of the connection, if calls are under way."""
+        with self._lock:
+            if self._turn.locked():
+                return
+            if self._waiting:
+                self._waiting.popleft().set()
+                return
+            is_wanted = bool(self._calls)
+        if is_wanted:
+            self._wanted.set()
+
+    def _run(self) -> None:
+        """Reads what nobody waits for. Once a second it looks whether there is any: a thread may have made a call and
+        waits for nothing, and a shard may have ended the connection."""
+        while self._ended is None:
+            self._wanted.wait(_LOOK_SECONDS)
+            self._wanted.clear()
+            if not self._take_turn():
+                continue
+            if self._calls:
+                _read([self], lambda: bool(self._waiting), HeldBack())
+                continue
+            if self._frames.has_bytes():
+                self._read_frame()
+            self._leave()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = any(call.due <= now for call in self._calls.values())
+        if late:
+            raise TimeoutError
+
+    def _look_once(self) -> None:
+        """Ends the connection if a call's time is over. The caller has the turn, and nothing has come for a while."""
+        try:
+            self._look()
+        except TimeoutError:
+            self._end_all(_late())
+
+    def _read_frame(self) -> None:
+        """Reads the next frame, and hands it to its call. The caller has the turn. An error ends the connection."""
+        try:
+            self._frames.receive_into(self._header)
+            self._take(read_header(self._header, MAX_MESSAGE_BYTES))
+        except TimeoutError:
+            self._end_all(_late())
+        except Exception as broken:
+            self._end_all(CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}"))
+        except BaseException:  # in the middle of a frame: what comes behind it cannot be read
+            self._end_all(CallFailed(code_pb2.UNAVAILABLE, "the data connection ended: its reader was interrupted"))
+            raise
+
+    def _end_all(self, error: CallFailed) -> None:
+        self._frames.abort()
+        with self._lock:
+            self._ended = error
+            calls, self._calls = list(self._calls.values()), {}
+            waiting, self._waiting = list(self._waiting), deque()
+        for call in calls:
+            if not call.done.done():
+                call.done.set_exception(error)
+        for woken in waiting:
+            woken.set()
+        self._wanted.set()
+        with self._frames.sending:  # the thread that was sending has got its error
+            self._frames.close()
+
+    def _take(self, header: Header) -> None:
+        if header.kind not in _OF_SHARDS:
+            raise InvalidRequest(f"a frame of kind {header.kind.name} is not for a worker")
+        with self._lock:
+            call = self._calls.get(header.call)
+        if call is None or call.done.done():  # it needs no more, or failed
+            self._skip(header.size)
+            return
+        call.progressed()
+        if header.kind in (Kind.END, Kind.ERROR):
+            self._end(header, call)
+            return
+        head = bytes(self._filled(memoryview(bytearray(header.head)), call))
+        try:
+            place = call.answers.place(head, header.payload_bytes)
+        except Exception as error:
+            self._skip(header.payload_bytes)
+            self._fail(header.call, call, error)
+            return
+        payload = None
+        if header.payload_bytes:
+            payload = self._filled(place if place is not None else self._scratch_of(header.payload_bytes), call)
+        try:
+            is_over = call.answers.take(payload)
+        except Exception as error:
+            self._fail(header.call, call, error)
+            return
+        if is_over or header.kind is Kind.LAST:
+            self._forget(header.call)
+            call.done.set_result(None)
+
+    def _end(self, header: Header, call: ClientCall) -> None:
+        message = bytes(self._filled(memoryview(bytearray(header.size))))
+        if header.kind is Kind.END:
+            self._forget(header.call)
+            call.done.set_result(None)
+            return
+        self._fail(header.call, call, failure_in(message))
+
+    def _fail(self, number: int, call: ClientCall, error: Exception) -> None:
+        self._forget(number)
+        call.done.set_exception(error)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._calls.pop(number, None)
+
+    def _filled(self, target: memoryview, call: ClientCall | None = None) -> memoryview:
+        """Receives a part of a frame. Answers to other calls queue behind it, so their time is extended by as long.
+
+        call: that it is for
+        """
+        began = time.monotonic()
+        self._frames.receive_into(target, nothing if call is None else call.progressed)
+        took = time.monotonic() - began
+        if took > _LOOK_SECONDS:
+            with self._lock:
+                for other in self._calls.values():
+                    other.due += took
+        return target
+
+    def _scratch_of(self, size: int) -> memoryview:
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        return memoryview(self._scratch)[:size]
+
+    def _skip(self, size: int) -> None:
+        while size:
+            size -= len(self._filled(self._scratch_of(min(size, 2**16))))
+
+
+def attend(connections: Sequence[ClientConnection], is_over: Callable[[], bool]) -> None:
+    """Reads, in this thread, the answers to all calls on some connections, until `is_over`. Waits where other threads
+    read. Returns before that where no call is under way."""
+    with HeldBack() as signals:
+        while not is_over():
+            asked = [each for each in connections if each.is_open and each._calls]
+            mine = [each for each in asked if each._take_turn()]
+            if mine:
+                _read(mine, is_over, signals)
+            elif asked:
+                _await_turn(asked, signals)
+            else:
+                return
+
+
+def _await_turn(connections: Sequence[ClientConnection], signals: HeldBack) -> None:
+    """Waits until a turn of connections may be free, or a call is over there."""
+    woken = threading.Event()
+    try:
+        for each in connections:
+            with each._lock:
+                calls = list(each._calls.values())
+            for call in calls:
+                call.done.add_done_callback(lambda _: woken.set())
+            if each._take_turn(woken):
+                woken.set()
+                each._leave()
+        signals.waiting(lambda: woken.wait(_LOOK_SECONDS))
+    finally:
+        for each in connections:
+            each._wait_no_more(woken)
+
+
+def _read(connections: Sequence[ClientConnection], is_over: Callable[[], bool], signals: HeldBack) -> None:
+    """Reads frames of connections until `is_over`, or no call is under way there. The caller has their turns, which are
+    given back."""
+    left = {each._frames.fileno(): each for each in connections}
+    poll = select.poll()
+    for number in left:
+        poll.register(number, select.POLLIN)
+    try:
+        while left and not is_over():
+            ready = [number for number, each in left.items() if each._frames.is_ahead()]
+            if not ready:
+                ready = [number for number, _ in signals.waiting(lambda: poll.poll(_LOOK_SECONDS * 1000))]
+            for number in ready:
+                left[number]._read_frame()
+            if not ready:
+                for each in left.values():
+                    each._look_once()
+            for number, each in list(left.items()):
+                if each._ended is not None or not each._calls:
+                    poll.unregister(number)
+                    del left[number]
+    finally:
+        for each in connections:
+            each._leave()
+
+
+def _late() -> CallFailed:
+    return CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
+
+
+# -- as long as a worker has its place -------------------------------------------------------------------------------
+
+
+class DataLink:
+    """Keeps a data connection to a shard. Methods may be called from any thread.
+
+    make:    makes a connection, in one attempt. Raises PSError or CallFailed where it cannot
+    closing: is set before `close`
+    """
+
+    def __init__(self, make: Callable[[], ClientConnection], peer: str, closing: threading.Event) -> None:
+        self._make, self._peer, self._closing = make, peer, closing
+        self._lock = threading.Lock()
+        self._data: ClientConnection | None = None
+        self._is_opening = False
+        self._opener: threading.Thread | None = None
+        self._pause = AGAIN_SECONDS
+        self._next = time.monotonic() + self._pause
+
+    @property
+    def current(self) -> ClientConnection | None:
+        """The connection; None: there is none now. Where it has ended another is opened in time."""
+        data = self._data
+        if data is not None and data.is_open:
+            return data
+        with self._lock:
+            if not self._is_opening and not self._closing.is_set() and time.monotonic() >= self._next:
+                self._is_opening = True
+                opener = threading.Thread(target=self._open_again, name="data-open", daemon=True)
+                try:
+                    start(opener)
+                except TryLater:
+                    self._is_opening, self._next = False, time.monotonic() + self._pause
+                else:
+                    self._opener = opener
+        return None
+
+    def open(self) -> None:
+        """Opens it, in one attempt. Raises Unreachable if there can be none, other PSErrors if there is none now."""
+        self._opened(self._make())
+
+    def _open_again(self) -> None:
+        try:
+            self._opened(self._make())
+        except (PSError, CallFailed, ValueError):  # ValueError: grpc's, where the channel was closed meanwhile
+            self._pause = min(2 * self._pause, AGAIN_AT_MOST_SECONDS)
+        else:
+            self._pause = AGAIN_SECONDS
+            log.info("%s: a data connection is open again", self._peer)
+        finally:
+            with self._lock:
+                self._is_opening, self._next = False, time.monotonic() + self._pause
+
+    def _opened(self, data: ClientConnection) -> None:
+        self._data = data
+        if self._closing.is_set():
+            data.close()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its threads, which end soon after `close`."""
+        receives = None if self._data is None else self._data.thread
+        return [thread for thread in (receives, self._opener) if thread is not None]
+
+    def close(self) -> None:
+        """Ends the connection. When its calls have failed, nothing lands any more."""
+        if self._data is not None:
+            self._data.close()
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_data_connection(
+    offer: Offer, address: str, access: Access, directory: Path | None, peer: str
+) -> ClientConnection:
+    """Returns a connection to a shard that offers one.
+
+    address:   of the shard's gRPC port
+    directory: where sockets of this host are; None: over TCP only
+
+    Raises Unreachable if there can be none, TryLater if it cannot be made now.
+    """
+    connection: socket.socket | None = None
+    if not offer.port and directory is None:
+        raise Unreachable(f"{peer} takes no data connection: it has no port for them (--no-data-port)")
+    try:
+        if directory is not None:
+            connection = _connect_here(directory, offer.location, offer.inode)
+        if connection is None:
+            connection = _connect_tcp(address, offer.port, access)
+        connection.sendall(write_header(0, Kind.OPEN, len(offer.ticket)) + offer.ticket)
+        first = receive_exactly(connection, HEADER_BYTES, time.monotonic() + CONNECT_SECONDS)
+        kind = read_header(first, 0).kind
+        if kind is not Kind.OPENED:
+            raise InvalidRequest(f"expected a frame OPENED, got {kind.name}")
+        return ClientConnection(frames_over(connection))
+    except (OSError, InvalidRequest) as error:
+        if connection is not None:
+            connection.close()
+        raise TryLater(f"{peer} takes no data connection: {error}") from None
+
+
+def _connect_here(directory: Path, location: str, inode: int) -> socket.socket | None:
+    """Returns a connection to the socket that a shard of this host says is its own; None if it is not there."""
+    if not location or Path(location).name != location:
+        return None
+    with contextlib.suppress(OSError), opened(directory, location) as file:
+        status = os.fstat(file)
+        if not is_private_socket(status) or status.st_ino != inode:
+            return None
+        connection = connect(file, CONNECT_SECONDS)
+        if peer_of(connection).uid == os.geteuid():
+            return connection
+        connection.close()
+    return None
+
+
+def _connect_tcp(address: str, port: int, access: Access) -> socket.socket:
+    host = address.rpartition(":")[0].strip("[]")
+    if not port:
+        raise InvalidRequest("it has no port for them (--no-data-port)")
+    plain = socket.create_connection((host, port), CONNECT_SECONDS)
+    if access.tls is None:
+        return plain
+    try:
+        return client_context(access.tls).wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
