@@ -30,7 +30,7 @@ CALL_SECONDS = 10.0
 _SERVICE = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 
 
-class Cluster(NamedTuple):
+class KnownShards(NamedTuple):
     """Where shards are, by index, how many there are to be, and the jobs that the coordinator has."""
 
     addresses: dict[int, str]
@@ -38,7 +38,7 @@ class Cluster(NamedTuple):
     jobs: frozenset[str]
 
 
-def cluster(server: str, access: Access) -> Cluster:
+def cluster(server: str, access: Access) -> KnownShards:
     """Asks a coordinator for its shards and jobs. Raises PSError.
 
     server: HOST:PORT
@@ -50,7 +50,7 @@ def cluster(server: str, access: Access) -> Cluster:
         except grpc.RpcError as error:
             raise Peer("coordinator", server, access).error(error) from None
     jobs = frozenset(each.name for each in status.jobs)
-    return Cluster({each.index: each.address for each in status.shards}, status.coordinator.shard_count, jobs)
+    return KnownShards({each.index: each.address for each in status.shards}, status.coordinator.shard_count, jobs)
 
 
 class ShardReader:

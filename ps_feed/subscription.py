@@ -79,7 +79,7 @@ class _Ahead:
             self._good, self.updates = 0, self.updates // 2
 
 
-class _Shards:
+class _EachShard:
     """The shards of a cluster, as long as their number and addresses stay: one thread each."""
 
     def __init__(self, server: str, access: Access) -> None:
@@ -157,7 +157,7 @@ class Subscription:
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._contents: Contents | None = None
-        self._shards: _Shards | None = None
+        self._shards: _EachShard | None = None
         self._ahead = _Ahead()
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
@@ -288,7 +288,7 @@ class Subscription:
         try:
             while not self._closing.is_set():
                 if self._shards is None:
-                    self._shards = _Shards(self._server, self._access)
+                    self._shards = _EachShard(self._server, self._access)
                 began = time.monotonic()
                 try:
                     self._next(self._shards)
@@ -321,7 +321,7 @@ class Subscription:
         if shards is not None:
             shards.close()
 
-    def _next(self, shards: _Shards) -> None:
+    def _next(self, shards: _EachShard) -> None:
         """Receives the next edition, which may take as long as the job takes to come to it.
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
@@ -341,7 +341,7 @@ class Subscription:
             return
         self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
 
-    def _described(self, shards: _Shards) -> list[WeightsHere]:
+    def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
         run = None if self._edition is None or self._contents is None else self._edition.run
         here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
@@ -386,7 +386,7 @@ class Subscription:
             self._told, self._updated = version, time.monotonic()
 
     def _receive(
-        self, shards: _Shards, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
+        self, shards: _EachShard, here: list[WeightsHere], version: int, before: EditionArrays | None, least: int
     ) -> EditionArrays:
         """Receives an edition. least: the lowest version that would do; the one that is asked for may be further on"""
         contents = self._contents

@@ -5,16 +5,11 @@ call_limits.py      Authenticates and limits every call, and cancels slow peers
 calls_in_flight.py  How many calls each principal has in flight from each host, and all together
 cluster_service.py  Serves what shards and operators ask of the coordinator, and health
 coordinator_client.py How operators and shards call the coordinator
-data_connections.py Calls that a worker makes over a data connection, each as if it came by gRPC
-data_listener.py    Where workers open data connections: a TCP port, and a unix socket
 data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
-frame_sender.py     What leaves by one data connection: frames, put by any thread, without waiting
-handshakes.py       New data connections, until they have shown their ticket: one thread takes all of them
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
-worker_services.py    Serves workers: they join jobs, live in them, gather values in rounds and lease data
 own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
@@ -27,4 +22,5 @@ shard_service.py    Serves what the coordinator asks of a shard
 streams.py          Server streams that hold no thread while they wait
 view_messages.py    The view of a cluster as messages: what one caller may see of it
 views.py            Answers of WatchStatus: each with what its caller has not been told yet
+worker_services.py  Serves workers: they join jobs, live in them, gather values in rounds and lease data
 """

@@ -231,7 +231,7 @@ ELSEWHERE = {
         "tests/security/test_handshakes.py",
         "test_where_no_thread_can_be_had_a_connection_is_closed_and_the_next_one_works",
     ),
-    "ps_worker/cluster/own_membership.py Membership.join": (
+    "ps_worker/cluster/own_membership.py OwnMembership.join": (
         "tests/security/test_no_thread.py",
         "test_a_worker_without_a_thread_for_its_place_leaves_and_says_why",
     ),
