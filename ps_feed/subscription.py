@@ -12,14 +12,17 @@ waits for no reader.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -39,6 +42,7 @@ from ps_protocol.errors import (
 from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.daemon_pool import Closed, DaemonPool
 from ps_runtime.troubles import Troubles
 
 log = logging.getLogger("ps_feed")
@@ -48,6 +52,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
+EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
@@ -89,21 +94,21 @@ class _EachShard:
             raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")
         self.jobs = found.jobs
         self.readers = [ShardReader(index, found.addresses[index], access) for index in range(found.shards)]
-        self._pool = ThreadPoolExecutor(found.shards, "ps-feed-shard")
+        # An executor's threads would keep a script from ending whose job stands still.
+        self._pools = [DaemonPool(1, "ps-feed-shard") for _ in self.readers]
 
     def all(self, call: Callable[[ShardReader], T]) -> list[T]:
         """Calls all, at the same time. Raises the first error, after the calls of the others are cancelled."""
         for reader in self.readers:
             reader.allow()
-        futures = [self._pool.submit(call, reader) for reader in self.readers]
-        first: BaseException | None = None
-        for future in futures:
-            error = future.exception()
-            if error is not None and first is None:
-                first = error
-                self.cancel()
-        if first is not None:
-            raise first
+        calls = [partial(call, reader) for reader in self.readers]
+        futures = [pool.submit(each) for pool, each in zip(self._pools, calls, strict=True)]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failed = [error for each in futures if each.done() and (error := each.exception()) is not None]
+        if failed:
+            self.cancel()
+            wait(futures)
+            raise TryLater("the connections are closed") if isinstance(failed[0], Closed) else failed[0]
         return [future.result() for future in futures]
 
     def cancel(self) -> None:
@@ -119,7 +124,20 @@ class _EachShard:
     def close(self) -> None:
         """Ends all connections, and the threads."""
         self.end()
-        self._pool.shutdown(wait=True)
+        for pool in self._pools:
+            pool.close()
+        for pool in self._pools:
+            pool.join()
+
+
+_open: weakref.WeakSet[Subscription] = weakref.WeakSet()  # those that are not closed
+
+
+@atexit.register
+def _end_open() -> None:
+    """Ends what a script has left open: no thread may be in native code when the interpreter exits."""
+    for each in list(_open):
+        each.close(EXIT_SECONDS)
 
 
 class Subscription:
@@ -172,6 +190,7 @@ class Subscription:
         self._troubles = Troubles(log, "feed")
         self._thread = threading.Thread(target=self._run, name="ps-feed", daemon=True)
         start(self._thread)
+        _open.add(self)
 
     def __enter__(self) -> Subscription:
         return self
@@ -257,8 +276,9 @@ class Subscription:
             assert edition is not None
             yield edition
 
-    def close(self) -> None:
-        """Ends it. Editions stay as they are."""
+    def close(self, timeout: float | None = None) -> None:
+        """Ends it. Editions stay as they are. timeout: seconds to wait for its thread, at most"""
+        _open.discard(self)
         self._closing.set()
         shards = self._shards
         if shards is not None:
@@ -266,7 +286,7 @@ class Subscription:
         with self._changed:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 

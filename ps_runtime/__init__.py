@@ -8,7 +8,9 @@ command_line.py   The parser of a command, with short errors
 completion.py     Completion of commands and flags in bash, zsh and fish
 config_file.py    A file of settings, as TOML: what `--config FILE` reads, and what `config` prints
 credentials.py    TLS and tokens: what a process shows to its peers, and what it checks of them
+daemon_pool.py   Threads that never keep a script from ending
 dates.py          Dates in words, for people to read in logs
+grpc_status.py    Errors of the project as gRPC statuses, and back
 launch_id.py      Which launch a process belongs to, and what it tells its launcher
 local_sockets.py  Unix sockets in a directory that other processes write into, too
 logs.py           Log lines: text for a person, or a JSON object a line for a program
@@ -24,7 +26,6 @@ reloading.py      Values that are read from files, and read again when they chan
 retry.py          How a failed call is repeated: the pauses, the limit, and what the failure means
 settings.py       One declaration a setting: argument, flag, PS_* variable, name in a file, type, default, help
 signals.py        How a main thread waits for long and hears signals
-grpc_status.py    Errors of the project as gRPC statuses, and back
 thread_limit.py   How many threads this process may have
 tls_contexts.py   TLS of connections that are not gRPC's
 tls_diagnosis.py  Why a TLS connection does not come about

@@ -19,5 +19,4 @@ heartbeat_child.py What that process runs: the standard library alone
 launcher_reports.py What launchers ask of a coordinator: they report processes that have ended
 script.py         What a worker tells of its script, for workers that join late
 value_rounds.py   A worker's part in the job's rounds, in which all live workers exchange a value
-daemon_pool.py    Threads that work for a session and never keep a script from ending
 """

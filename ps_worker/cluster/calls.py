@@ -22,12 +22,12 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.v1 import data_pb2
 from ps_runtime.channel import open_channel
 from ps_runtime.credentials import PLAINTEXT, Access
+from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.grpc_status import FAILURES, CallFailed, error_from, failure_of
 from ps_runtime.retry import Peer, Retry
 from ps_runtime.signals import await_all
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.coordinator_calls import CALL_SECONDS
-from ps_worker.cluster.daemon_pool import DaemonPool
 from ps_worker.cluster.landing import Landing, PullPlan, RowLanding
 from ps_worker.values import PullResult
 

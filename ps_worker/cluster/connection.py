@@ -26,11 +26,11 @@ from ps_protocol.messages.data import BucketPush, PullCall, PulledState, read_no
 from ps_protocol.messages.workers import JoinResult, ShardMap
 from ps_protocol.row_ids import Ids
 from ps_runtime.background import join_within
+from ps_runtime.daemon_pool import JOIN_SECONDS
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
 from ps_worker.cluster.calls import ShardCalls, await_answers, open_data_connections
-from ps_worker.cluster.daemon_pool import JOIN_SECONDS
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_transport import RowTransport

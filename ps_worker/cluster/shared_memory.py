@@ -36,10 +36,10 @@ from ps_protocol.segment_layout import (
     aligned,
     segment_plan,
 )
+from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.quantities import ranges
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.calls import ShardCalls
-from ps_worker.cluster.daemon_pool import DaemonPool
 from ps_worker.cluster.landing import PullPlan
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.cluster.transport import Draft, ShardStep

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +288,14 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             assert trainer.has(edition.state_dict(), edition.version)
     finally:
         running.stop()
+
+
+def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, trainer: Trainer) -> None:
+    script = "import sys, ps_torch; print(ps_torch.subscribe(sys.argv[1], sys.argv[2]).wait_for().version)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, shared.address, job], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0\n", "")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
+from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
@@ -36,7 +37,6 @@ from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.registration import ShardRegistration
 from ps_server.shard.threads import OwnThreads
 from ps_server.storage.lease import Lease
-from ps_worker.cluster.daemon_pool import DaemonPool
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.row_feed import RowFeed
 from ps_worker.state.checkpoint import WorkerCheckpoint, decode
@@ -217,7 +217,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_worker/cluster/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
+    "ps_runtime/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
     "ps_frames/client.py ClientConnection.__init__": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,

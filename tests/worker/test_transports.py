@@ -16,8 +16,8 @@ from ps_protocol.identity import Identity
 from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.data import BucketPush
 from ps_protocol.v1.data_pb2 import PushRequest
+from ps_runtime.daemon_pool import Closed
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
-from ps_worker.cluster.daemon_pool import Closed
 from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers
 from ps_worker.cluster.shared_memory import SharedTransport
 from ps_worker.model.flat import FlatModel

@@ -1,4 +1,4 @@
-"""Threads that work for a session and never keep a script from ending.
+"""Threads that never keep a script from ending.
 
 concurrent.futures waits for its threads before the interpreter runs exit handlers; a thread inside a pull would then
 wait for other workers without ever learning that the session is over. These are daemon threads, so whoever closes them
