@@ -181,7 +181,8 @@ class Subscription:
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
         self._told = 0  # the highest version that any shard has told of on these
-        self._updated = time.monotonic()  # when that rose last
+        self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
+        self._updated = time.monotonic()  # when `_told` rose last
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
@@ -313,6 +314,7 @@ class Subscription:
                 try:
                     self._next(self._shards)
                 except OutOfOrder:
+                    self._refused = self._asked_for  # what others have of that version may be a part of it
                     self._ahead.passed()
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
@@ -352,13 +354,14 @@ class Subscription:
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
         own = edition.version if edition is not None and is_same else None
         if self._series != (here[0].run, timeline):
-            self._series, self._told = (here[0].run, timeline), 0  # the version may have fallen
+            self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
         version = self._version(here, highest, own)
         if version is None:
             self._equal = time.monotonic() if own == highest else self._equal
             self._closing.wait(POLL_SECONDS)
             return
+        self._asked_for = version
         self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
 
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
@@ -388,7 +391,11 @@ class Subscription:
         ahead, least = highest + (0 if self._is_idle() else self._ahead.updates), self._least(own)
         most = highest if self._is_idle() else math.inf  # what others wait for may never come
         shared = [version for version in here[0].editions if all(each.may_have(version) for each in here)]
-        fitting = [each for each in shared if least <= each <= most and (own is None or each % self._every == 0)]
+        fitting = [
+            each
+            for each in shared
+            if max(least, self._refused + 1) <= each <= most and (own is None or each % self._every == 0)
+        ]
         if fitting:
             return max(fitting)
         return ahead if own is None else max(least, -(-ahead // self._every) * self._every)

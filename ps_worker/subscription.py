@@ -270,7 +270,7 @@ class WeightFeed:
     def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
         """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
         known = {name: edition.tensor(name).shape for name in edition.names()}
-        saved = set(edition.state_dict())
+        saved = list(edition.state_dict())
         targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
         persistent = model.state_dict(keep_vars=True)
         targets |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
