@@ -83,10 +83,6 @@ LARGER_CLASSES = {
     "WorkerMetrics": "a method for each event that a metric counts",
 }
 
-# Names that two classes share: the two ends of a data connection. No name may be added: a traceback, a
-# log or a search cannot distinguish two classes of one name.
-SHARED_NAMES = {"Call", "DataConnection"}
-
 
 def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
@@ -114,7 +110,7 @@ def test_no_two_classes_have_one_name() -> None:
     for path in modules().values():
         for cls in classes(ast.parse(path.read_text())):
             files.setdefault(cls.name, []).append(path.relative_to(ROOT).as_posix())
-    twice = {name: where for name, where in files.items() if len(where) > 1 and name not in SHARED_NAMES}
+    twice = {name: where for name, where in files.items() if len(where) > 1}
     assert twice == {}, "name each for what it is"
 
 
