@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.errors import TryLater
 from ps_protocol.framing import split_message
 from ps_protocol.messages.editions import (
     EditionBucket,
@@ -102,8 +102,8 @@ class ShardReader:
             raise self.peer.error(error) from None
         finally:
             self._call.cancel()
-        if left:
-            raise InvalidRequest(f"{self.peer}: the edition ended {left} buckets too early")
+        if left != 0:
+            raise TryLater(f"{self.peer}: the edition ended too early")
 
     def _cancelled(self) -> TryLater:
         return TryLater(f"{self.peer}: the call was cancelled")

@@ -49,7 +49,7 @@ class FeedService:
         watch = rows.read_watch(request)
         check_job(watch.job)
         write = partial(rows.write_feed_part, self._origin.of(self._shard.run_of(watch.job)))
-        self._feeds.watch(watch, PullStream(send, context, self.senders, write), caller_name())
+        self._feeds.watch(watch, PullStream(send, GrpcCall(context), self.senders, write), caller_name())
 
     def _describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         asked = editions.read_weights_asked(request)

@@ -16,13 +16,14 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from ps_protocol.codecs import PLAIN
-from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
 from ps_protocol.tensors import bytes_of
+from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
 
@@ -79,7 +80,7 @@ class TakenEdition:
     """One edition, while it is taken and as long as it is kept.
 
     version:  see WantedEdition
-    has_room: is called before the first bucket is copied. Raises PSError if there is no room
+    has_room: makes room before a bucket is copied, if there is none yet. Raises PSError if there can be none
     """
 
     def __init__(self, version: int | None, has_room: Callable[[TakenEdition, float], None]) -> None:
@@ -131,7 +132,9 @@ class TakenEdition:
     def give_back(self, reader: object, now: float) -> None:
         """Forgets a reader, and what only this reader wants and is not copied yet."""
         with self._lock:
-            self.used = now
+            pieces, _ = self._readers.get(reader, (None, None))
+            if pieces is not None and self.has(pieces):  # not where it was refused, or is gone too early
+                self.used = now
             self._forget(reader)
 
     def _forget(self, *readers: object) -> None:
@@ -148,9 +151,12 @@ class TakenEdition:
         """Whether all of these are copied."""
         return pieces <= self._copied.keys()
 
-    def copies(self, pieces: frozenset[Piece]) -> list[CopiedBucket]:
-        """Returns the copies of these, by index."""
-        return [self._copied[piece] for piece in sorted(pieces)]
+    def copy(self, piece: Piece) -> CopiedBucket:
+        """Returns the copy of a bucket. Raises why the edition was given up."""
+        copied = self._copied.get(piece)
+        if copied is None:
+            raise anew(self.error or TryLater("this edition was given up"))
+        return copied
 
     def look(self, bucket: Bucket, now: float) -> None:
         """Copies a bucket if its moment is now. If that is past, readers that want it are told that it is.
@@ -165,14 +171,16 @@ class TakenEdition:
             if version > self.version:
                 self._refuse(index, version)
             return
-        if self.began is None:
-            try:
-                self._has_room(self, now)
-            except PSError as error:
-                self.fail(error)
-                return
-            self.began = now
-        copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
+        try:
+            self._has_room(self, now)
+            copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
+        except PSError as error:
+            self.fail(error)
+            return
+        except Exception:  # training goes on, whatever a copy for a reader meets
+            note_error("edition")
+            self.fail(PSError("the edition cannot be copied on this shard; its log says why"))
+            return
         with self._lock:
             self._copied |= copied
             left = self._missing.get(index, set()) - set(dtypes)
@@ -182,7 +190,7 @@ class TakenEdition:
             calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
             self.is_whole = self.is_whole or bool(calls)
         for over in calls:
-            over(None)
+            guarded("edition", partial(over, None))
 
     def _refuse(self, index: int, version: int) -> None:
         """Tells readers that want a bucket that it has more updates already."""
@@ -190,8 +198,9 @@ class TakenEdition:
             missing = {(index, dtype) for dtype in self._missing.get(index, ())}
             refused = {reader: over for reader, (pieces, over) in self._readers.items() if missing & pieces}
             self._forget(*refused)
+        error = OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for")
         for over in refused.values():
-            over(OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for"))
+            guarded("edition", partial(over, error))
 
     def fail(self, error: PSError) -> None:
         """Gives it up."""
@@ -199,9 +208,10 @@ class TakenEdition:
             if self.error is not None:
                 return
             self.error = error
+            self._copied, self._missing = {}, {}
             calls = [over for _, over in self._readers.values()]
         for over in calls:
-            over(error)
+            guarded("edition", partial(over, error))
 
 
 class Editions:
@@ -226,10 +236,13 @@ class Editions:
         return WantedEdition(version, least, frozenset(pieces))
 
     def versions(self) -> list[int]:
-        """Returns the versions of editions of one version that are here, or that somebody waits for."""
+        """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
+        now = max((each.rule.version for each in self._buckets.values()), default=0)
         with self._lock:
-            there = [each for each in self._kept if each.is_waiting or each.is_whole]
-            return sorted({each.version for each in there if each.version is not None})
+            there = [
+                each.version for each in self._kept if each.version is not None and (each.is_waiting or each.is_whole)
+            ]
+            return sorted({version for version in there if version >= now})
 
     @property
     def nbytes(self) -> int:
@@ -301,6 +314,8 @@ class Editions:
         Raises TryLater where all are read, LimitExceeded where memory has no room.
         """
         with self._lock:
+            if edition.began is not None:
+                return
             oldest = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
             surplus = len(oldest) - MOST + 1
             free = [each for each in oldest if not each.is_read or now - (each.began or 0.0) > HELD_SECONDS]
@@ -311,6 +326,7 @@ class Editions:
             free = free[: max(0, surplus)]
             for each in free:
                 self._kept.remove(each)
+            edition.began = now
         for each in free:
             each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
         size = sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in edition.missing())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from ps_protocol.codecs import BLOCKS
@@ -24,7 +24,7 @@ from ps_protocol.messages.editions import (
     WeightsHere,
 )
 from ps_server.failpoints import failpoint
-from ps_server.shard.editions import CopiedBucket, TakenEdition, WantedEdition
+from ps_server.shard.editions import Piece, TakenEdition, WantedEdition
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.waiting import Lent, Outbox
@@ -44,52 +44,73 @@ class EditionSender:
         self.job, self.outbox, self.caller = job, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
+        self._result: tuple[PSError | None] | None = None  # once it is over: why there is no edition
         self._begun = False
+        self._left: list[Piece] = []  # to be sent
         self._lock = threading.Lock()
         self._sign_due = now() + SIGN_SECONDS
 
     def begin(self) -> None:
         """Asks for the edition, and sends it once all that is wanted of it is copied."""
         editions = self.job.editions
-        self._edition = edition = editions.take(self, self._wanted, self._over)
+        edition = editions.take(self, self._wanted, self._over)
+        self._edition = edition
         for index, _ in sorted(self._wanted.pieces):
             hosted = self.job.buckets[index]
             with hosted.tensors:
                 edition.look(hosted.unit, self._now())
         editions.looked_at(edition)
-        if edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
+        if self._result is not None:  # it was over before `_edition` was known
+            self._over(*self._result)
+        elif edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
             self._over(edition.error)
 
     def _over(self, error: PSError | None) -> None:
         """Sends the edition, or why there is none. May be called twice."""
         with self._lock:
-            edition, begun, self._begun = self._edition, self._begun, self._edition is not None
-        if edition is None or begun:
-            return
+            self._result = self._result or (error,)
+            if self._begun or self._edition is None:
+                return
+            self._begun = True
         if error is not None:
             self.outbox.fail(anew(error))
+        else:
+            self._left = sorted(self._wanted.pieces, reverse=True)
+            self.outbox.lend(partial(self._head, self._edition))
+
+    @contextlib.contextmanager
+    def _head(self, edition: TakenEdition) -> Iterator[Lent]:
+        now = lowest(self.job)
+        try:
+            trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
+        except PSError as error:
+            self.outbox.fail(error)
+            yield Lent(EditionPart(now), None)
             return
-        buckets = edition.copies(self._wanted.pieces)
-        self.outbox.lend(partial(self._head, buckets))
-        for bucket in buckets:
-            self.outbox.lend(partial(self._bucket, edition, bucket))
-        self.outbox.finish()
+        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(self._left))
+        yield Lent(EditionPart(now, begin), None)
+        self._lend_next(edition)
+
+    def _lend_next(self, edition: TakenEdition) -> None:
+        """Has the next bucket follow, so that an error that comes meanwhile is not behind all of them."""
+        if self._left:
+            self.outbox.lend(partial(self._bucket, edition, self._left.pop()))
+        else:
+            self.outbox.finish()
 
     @contextlib.contextmanager
-    def _head(self, buckets: Sequence[CopiedBucket]) -> Iterator[Lent]:
-        trained = [bucket.version for bucket in buckets if bucket.is_trained]
-        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(buckets))
-        yield Lent(EditionPart(lowest(self.job), begin), None)
-
-    @contextlib.contextmanager
-    def _bucket(self, edition: TakenEdition, bucket: CopiedBucket) -> Iterator[Lent]:
+    def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
         failpoint("edition-half-sent")
-        if edition.error is not None:  # it was given up meanwhile
-            self.outbox.fail(anew(edition.error))
-            yield Lent(EditionPart(lowest(self.job)), None)
+        now = lowest(self.job)
+        try:
+            copied = edition.copy(piece)
+        except PSError as error:  # it was given up meanwhile
+            self.outbox.fail(error)
+            yield Lent(EditionPart(now), None)
             return
-        sent = EditionBucket(bucket.index, bucket.version, bucket.wire_format, bucket.checksum, bucket.payload)
-        yield Lent(EditionPart(lowest(self.job), bucket=sent), None)
+        sent = EditionBucket(copied.index, copied.version, copied.wire_format, copied.checksum, copied.payload)
+        yield Lent(EditionPart(now, bucket=sent), None)
+        self._lend_next(edition)
 
     def tick(self, now: float) -> None:
         """Sends a sign of life where it is time to. For one thread."""
@@ -159,7 +180,7 @@ class WeightFeeds:
             if self._hosted.get(call.job, "") is not job:  # it may have ended its feeds meanwhile, without this one
                 raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
             feed.begin()
-        except PSError:
+        except BaseException:
             feed.forget()
             raise
         outbox.on_close(feed.forget)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of, tensor_from
-from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS
+from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
@@ -65,16 +67,16 @@ class Reader:
 
     def edition(self, dtype: str = "float32") -> tuple[int, list[float]]:
         """Takes all; the version, and the cells."""
-        assert self.is_finished
         begin = self.take().begin
         assert begin is not None
-        assert begin.buckets == len(self.queued)
         cells: list[float] = []
-        while self.queued:
+        for _ in range(begin.buckets):
             bucket = self.take().bucket
             assert isinstance(bucket, EditionBucket)
             assert bucket.checksum == zlib.crc32(bucket.payload)
             cells += tensor_from(bucket.payload, dtype).float().tolist()
+        assert self.is_finished
+        assert not self.queued
         self.close()
         return begin.version, cells
 
@@ -146,7 +148,7 @@ def test_an_edition_ahead_is_copied_when_each_bucket_comes_to_it() -> None:
     reader = feeding.pull(2)
     feeding.step()
     feeding.step(range(2))
-    assert not reader.is_finished
+    assert not reader.queued
     assert feeding.describe().editions == (2,)
     feeding.step(range(2, 4))
     feeding.step()
@@ -250,10 +252,10 @@ def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
     feeding.pass_time(HELD_SECONDS + 1)
     assert feeding.pull(2).edition() == (2, [2.0] * CELLS), "in place of the oldest"
     for reader in slow[:2]:
-        reader.take()
-        assert reader.take().bucket is None, "no more of an edition that was taken from its reader"
+        assert reader.take().begin is None, "no more of an edition that was taken from its reader"
         assert isinstance(reader.error, TryLater)
         assert "it was not read in time" in str(reader.error)
+        assert not reader.is_finished, "it would look whole"
     assert slow[2].edition() == (1, [1.0] * CELLS)
 
 
@@ -269,6 +271,62 @@ def test_an_edition_that_nobody_reads_is_forgotten() -> None:
     waiting.close()
     assert not editions.waiting, "nobody waits for it"
     assert editions.versions() == []
+
+
+def test_an_edition_that_is_given_up_ends_with_its_error_and_frees_its_memory() -> None:
+    feeding = Feeding().begin()
+    slow, editions = feeding.pull(0), feeding.shard.jobs()["job"].editions
+    assert slow.take().begin is not None
+    assert slow.take().bucket is not None
+    copies = [weakref.ref(each) for edition in editions._kept for each in edition._copied.values()]
+    feeding.shard.drop_job("job")
+    assert isinstance(slow.error, NotFound)
+    assert not slow.is_finished
+    assert all(copy() is None for copy in copies)
+
+
+def test_what_a_copy_for_a_reader_meets_fails_the_reader_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeding = Feeding(limit=2).begin()
+    reader = feeding.pull(1)
+    monkeypatch.setattr("ps_server.shard.editions.CopiedBucket", lambda *_: 1 / 0)
+    feeding.step()
+    assert "cannot be copied on this shard; its log says why" in str(reader.error)
+    assert feeding.describe().lowest == 1
+    for _ in range(3):
+        at_once = feeding.pull(1)
+        assert "cannot be copied" in str(at_once.error)
+        at_once.close()
+    monkeypatch.undo()
+    feeding.step()
+    assert feeding.pull(2).edition() == (2, [2.0] * CELLS)
+
+
+def test_a_reader_that_is_refused_keeps_no_edition_alive() -> None:
+    feeding = Feeding().begin()
+    feeding.pull(0).edition()
+    feeding.step()
+    for _ in range(4):
+        refused = feeding.pull(0, "bfloat16")
+        assert isinstance(refused.error, OutOfOrder)
+        refused.close()
+        feeding.pass_time(KEPT_SECONDS / 3)
+    assert feeding.shard.jobs()["job"].editions.nbytes == 0
+    assert feeding.describe().editions == (), "nobody is sent to a version that is past"
+
+
+def test_a_refusal_that_comes_before_its_reader_knows_the_edition_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding().begin()
+    take = Editions.take
+
+    def late(self: Editions, *arguments: Any) -> TakenEdition:
+        edition = take(self, *arguments)
+        feeding.step()
+        return edition
+
+    monkeypatch.setattr(Editions, "take", late)
+    assert isinstance(feeding.pull(0).error, OutOfOrder)
 
 
 def test_the_end_of_a_job_ends_its_readers() -> None:

@@ -105,6 +105,18 @@ def test_a_feed_that_is_started_again_begins_with_what_it_had(
         RowFeed("others", shared.address, job, directory=tmp_path)
 
 
+def test_a_stream_ends_with_the_reason_where_a_shard_has_no_such_job_any_more(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    trainer.steps(3)
+    addresses, _ = shard_addresses(shared.address)
+    watch = iter(RowWatch(0, addresses[0], ps_worker.config.access(), job, "rows", b"", 0.1))  # type: ignore[attr-defined]
+    assert next(watch).begin is not None
+    shared.shards[0].drop_job(job)
+    with pytest.raises(NotFound, match=f"job '{job}' ended"):
+        list(watch)
+
+
 def test_saved_rows_are_there_also_where_no_server_is(
     shared: Cluster, job: str, trainer: Trainer, tmp_path: Path
 ) -> None:
