@@ -43,6 +43,7 @@ AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that f
 AGAIN_AT_MOST_SECONDS = 80.0
 
 _LOOK_SECONDS = 1.0
+_CLOSING_SECONDS = 0.01  # between two looks once the connection is being closed
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
 
@@ -126,6 +127,7 @@ class ClientConnection:
         self._turn = threading.Lock()  # of the thread that reads; once the connection has ended, nobody's
         self._waiting: deque[threading.Event] = deque()  # those that would read, if the turn were free
         self._wanted = threading.Event()  # the thread of the connection is to read
+        self._is_closing = False
         frames.watch(_LOOK_SECONDS, self._look)
         self.thread = threading.Thread(target=self._run, name="data", daemon=True)
         try:
@@ -182,6 +184,7 @@ class ClientConnection:
 
     def close(self) -> None:
         """Ends the connection. When its calls have failed, nothing lands any more."""
+        self._is_closing = True
         self._frames.abort()
         self._wanted.set()
 
@@ -256,14 +259,15 @@ class ClientConnection:
         """Reads what nobody waits for. Once a second it looks whether there is any: a thread may have made a call and
         waits for nothing, and a shard may have ended the connection."""
         while self._ended is None:
-            self._wanted.wait(_LOOK_SECONDS)
+            # Whoever has the turn at the end learns of the end within the next frame.
+            self._wanted.wait(_CLOSING_SECONDS if self._is_closing else _LOOK_SECONDS)
             self._wanted.clear()
             if not self._take_turn():
                 continue
             if self._calls:
                 _read([self], lambda: bool(self._waiting), HeldBack())
                 continue
-            if self._frames.has_bytes():
+            if self._is_closing or self._frames.has_bytes():
                 self._read_frame()
             self._leave()
 

@@ -312,18 +312,17 @@ def await_answers(calls: Iterable[ShardCalls], futures: Iterable[Future[Any]]) -
     """Reads, in this thread, the answers that futures wait for. What other threads bring may still be missing then."""
     all_of_them = list(futures)
     missing = [future for future in all_of_them if isinstance(future, Answered)]
-    look_at = time.monotonic() + FAILED_SECONDS
+    look_at, has_failed = time.monotonic() + FAILED_SECONDS, False
 
     def is_over() -> bool:
-        nonlocal look_at
+        nonlocal look_at, has_failed
         for future in [each for each in missing if each.done()]:
             missing.remove(future)
-            if future.exception() is not None:
-                return True
+            has_failed = has_failed or future.exception() is not None
         if missing and (now := time.monotonic()) >= look_at:  # not each time: there may be thousands
             look_at = now + FAILED_SECONDS
-            return any(future.done() and future.exception() is not None for future in all_of_them)
-        return not missing
+            has_failed = has_failed or any(future.done() and future.exception() is not None for future in all_of_them)
+        return has_failed or not missing
 
     if not is_over():
         attend([data for each in calls if (data := each._data()) is not None], is_over)

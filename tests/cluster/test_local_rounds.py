@@ -35,7 +35,7 @@ def elastic(cluster: Cluster, job: str, mode: str = MODE, **more: Any) -> Sessio
 def test_every_sample_is_used_once_while_workers_leave_die_and_join_in_mid_round(
     shared: Cluster, nursery: Nursery, job: str, tmp_path: Path, transport: str
 ) -> None:
-    left = threading.Event()
+    left, joined = threading.Event(), threading.Event()
     ended: list[dict[str, torch.Tensor]] = []
 
     def leaves(session: Session) -> list[Use]:
@@ -45,8 +45,15 @@ def test_every_sample_is_used_once_while_workers_leave_die_and_join_in_mid_round
         left.set()
         return uses
 
-    def stays(session: Session) -> list[Use]:
-        uses = train(session)
+    def stays(session: Session, is_late: bool) -> list[Use]:
+        def each(taken: int, use: Use) -> bool:
+            if is_late:
+                joined.set()
+            elif left.is_set():
+                assert joined.wait(TEST_SECONDS), "or the job might end before"
+            return True
+
+        uses = train(session, each)
         ended.append(session.global_weights())
         return uses
 
@@ -54,7 +61,7 @@ def test_every_sample_is_used_once_while_workers_leave_die_and_join_in_mid_round
         if index == 2:  # joins late
             assert left.wait(TEST_SECONDS)
         with elastic(shared, job, transport=transport) as session:
-            return (leaves if index == 1 else stays)(session)
+            return leaves(session) if index == 1 else stays(session, index == 2)
 
     log = tmp_path / "log"
     victim = nursery.run(Path(counted_rounds.__file__), [shared.address, job, transport, 5], log)

@@ -382,7 +382,7 @@ def test_status_watch_shows_the_race(
     assert ("\x1b" in text) == (kind is Terminal)
     last = text.rpartition("\x1b[H")[2]
     assert re.search(r"^j · ssp:4 · training · [\d.-]+ steps/s", last, re.MULTILINE)
-    assert re.search(r"^ rank  host +clock  slowest → fastest +steps/s +loss +step  now", last, re.MULTILINE)
+    assert re.search(r"^ rank  host +steps  slowest → fastest +steps/s +loss +step  now", last, re.MULTILINE)
     assert re.search(r"^ +0  \S+ +\d+  ─{12}●─{11} +\S+ +\S+ +2  training", last, re.MULTILINE)
     assert "ROLE" in last, "the table of `status`"
 

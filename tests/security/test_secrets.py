@@ -41,14 +41,14 @@ def _has_fields(kind: ast.ClassDef) -> bool:
 
 def test_no_field_that_holds_a_secret_is_in_its_class_repr() -> None:
     found = dict(fields_with_secrets())
-    assert len(found) > 20, "the walk finds what there is"
+    assert len(found) > 10, "the walk finds what there is"
     shown = [where for where, declared in found.items() if "repr=False" not in declared and where not in HARMLESS]
     assert not shown, "declare them as field(repr=False)"
 
 
 def test_what_ray_carries_between_nodes_shows_neither_key_nor_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its file: the package around it needs Ray."""
-    described = spec_from_file_location("values_of_ray", ROOT / "ps_worker" / "ray" / "values.py")
+    described = spec_from_file_location("values_of_ray", ROOT / "ps_worker" / "ray" / "deployment.py")
     assert described is not None
     assert described.loader is not None
     values = module_from_spec(described)
