@@ -385,36 +385,14 @@ class ClientConnection:
 
 
 def attend(connections: Sequence[ClientConnection], is_over: Callable[[], bool]) -> None:
-    """Reads, in this thread, the answers to all calls on some connections, until `is_over`. Waits where other threads
-    read. Returns before that where no call is under way."""
+    """Reads, in this thread, the answers to all calls on some connections, until `is_over`.
+
+    Returns before that where none of them has a call under way that no other thread reads.
+    """
     with HeldBack() as signals:
-        while not is_over():
-            asked = [each for each in connections if each.is_open and each._calls]
-            mine = [each for each in asked if each._take_turn()]
-            if mine:
-                _read(mine, is_over, signals)
-            elif asked:
-                _await_turn(asked, signals)
-            else:
-                return
-
-
-def _await_turn(connections: Sequence[ClientConnection], signals: HeldBack) -> None:
-    """Waits until a turn of connections may be free, or a call is over there."""
-    woken = threading.Event()
-    try:
-        for each in connections:
-            with each._lock:
-                calls = list(each._calls.values())
-            for call in calls:
-                call.done.add_done_callback(lambda _: woken.set())
-            if each._take_turn(woken):
-                woken.set()
-                each._leave()
-        signals.waiting(lambda: woken.wait(_LOOK_SECONDS))
-    finally:
-        for each in connections:
-            each._wait_no_more(woken)
+        mine = [each for each in connections if each.is_open and each._calls and each._take_turn()]
+        if mine:
+            _read(mine, is_over, signals)
 
 
 def _read(connections: Sequence[ClientConnection], is_over: Callable[[], bool], signals: HeldBack) -> None:

@@ -208,7 +208,6 @@ class FrameCall(ServerCall):
         self._connection = connection
         self._header = header
         self._is_read = False
-        self._is_last = False  # an answer has ended it
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: it is over
         self._code: Code | None = None
@@ -281,8 +280,6 @@ class FrameCall(ServerCall):
         """Sends an answer, or one that is lent when its turn has come; None: there are no more."""
         if answer is None:
             self.end()
-        elif isinstance(answer, Parts) and self._is_last:
-            self._connection.sender.put(self._frame(Kind.LAST, answer), self.over)
         elif isinstance(answer, Parts):
             self._connection.sender.put(self._frame(Kind.ANSWER, answer))
         else:
@@ -295,8 +292,6 @@ class FrameCall(ServerCall):
         worker calls by gRPC then, with what it shows now, and gets another ticket. A token that is renewed would end
         every worker otherwise.
         """
-        if self._is_last:
-            return
         if self._code is Code.UNAUTHENTICATED:
             self._connection.cancel()
         if answer is not None:
@@ -305,12 +300,9 @@ class FrameCall(ServerCall):
             last = self._frame(Kind.END if self._code is None else Kind.ERROR, Parts(self._status))
         self._connection.sender.put(last, self.over)
 
-    @contextlib.contextmanager
-    def last(self) -> Iterator[None]:
-        """Has the one answer that is sent inside, before `end`, end the call: in one frame, which leaves then."""
-        self._is_last = True
-        with self._connection.sender.together():
-            yield
+    def together(self) -> AbstractContextManager[None]:
+        """Has what is sent meanwhile leave in one piece, if it is small."""
+        return self._connection.sender.together()
 
     def _frame(self, kind: Kind, message: Parts) -> list[Buffer]:
         return frame(self._header.call, kind, message)

@@ -47,15 +47,13 @@ def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
             return done
 
 
-# Those whose handlers raise: Ctrl-C, ends and requeues of a cluster's manager, time limits. To ask for all took 0.1 ms.
-_HELD_BACK = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2),
-)
+# SIGKILL and SIGSTOP have no handler; faults are for the instruction that made them.
+_FAULTS = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+_HANDLED = sorted(signal.valid_signals() - _FAULTS)
 
 
 class HeldBack:
-    """Keeps the handlers of signals that end work from interrupting this thread inside a `with`, except in `waiting`.
+    """Keeps the handlers of signals from interrupting this thread inside a `with`, except in `waiting`.
 
     Python runs handlers in the main thread, between any two instructions. A handler that raises, as that of Ctrl-C
     does, would end the thread in the middle of work that must be done as a whole. A signal that comes meanwhile is
@@ -69,7 +67,7 @@ class HeldBack:
 
     def __enter__(self) -> HeldBack:
         if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _HELD_BACK}
+            found = {number: signal.getsignal(number) for number in _HANDLED}
             self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
             try:
                 for number in self._handlers:

@@ -224,8 +224,8 @@ class FrameStream(Outbox):
             self._send(message if message.payload is None else Parts(message.head, bytes(message.payload)))
 
     def tell_last(self, answer: Answer) -> None:
-        """Sends an answer that ends the call."""
-        with self._call.last():
+        """Sends an answer and the end of the call, in one piece."""
+        with self._call.together():
             self.tell(answer)
             self.finish()
 

@@ -187,24 +187,6 @@ def test_one_thread_reads_what_several_shards_answer_in_any_order(make: Callable
     assert {answer.by for answer in answers} == {threading.current_thread()}
 
 
-def test_a_thread_that_reads_for_shards_takes_over_from_one_that_has_its_answer(make: Callable[[], Shard]) -> None:
-    shard, answers = make(), [Read(), Read()]
-    calls = [shard.ask(each) for each in answers]
-    first = in_thread(lambda: shard.connection.finish(calls[0]))
-    until(shard.is_read, "the first that waits")
-
-    def answer_both() -> None:
-        until(lambda: bool(shard.connection._waiting), "the second")
-        shard.answer()
-        first.join(SECONDS)
-        shard.answer()
-
-    others = in_thread(answer_both)
-    attend([shard.connection], calls[1].done.done)
-    others.join(SECONDS)
-    assert [each.by for each in answers] == [first, threading.current_thread()]
-
-
 def test_a_thread_that_reads_for_several_shards_goes_on_where_one_has_ended(make: Callable[[], Shard]) -> None:
     shards = [make(), make()]
     calls = [shard.ask() for shard in shards]
