@@ -64,13 +64,16 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     arrivals = Arrivals(HostLimits(MOST_OF_A_HOST))  # each server has its own
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
+    def server_bind(self) -> None:
+        self._wake, self._woken = socket.socketpair()
+        super().server_bind()
+
     def server_activate(self) -> None:
         # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
         self._serving: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._wake, self._woken = socket.socketpair()
         self.timeout = 0  # of `handle_request`, which is called where there is one
         super().server_activate()
 
@@ -93,7 +96,8 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def shutdown(self) -> None:
         """Ends `serve_forever`."""
         self._is_stopping = True
-        self._wake.send(b"\0")
+        with contextlib.suppress(OSError):  # it was shut down and closed before
+            self._wake.send(b"\0")
 
     def server_close(self) -> None:
         super().server_close()
