@@ -1,8 +1,7 @@
 """A data connection to one shard: calls of push and pull over frames, side by side.
 
-Requests leave in the thread that makes the call, payloads from where they are. A thread that waits for an answer reads:
-it has the payload of each answer put where its call wants it, and tells the call. To wake another thread for every
-answer costs as much as adding up a bucket does (measured). When the connection ends, whatever the reason, every call
+Requests leave in the thread that makes the call, payloads from where they are. One thread receives: it has the payload
+of an answer put where the call wants it, and tells the call. When the connection ends, whatever the reason, every call
 fails that has no answer yet. Its caller may repeat it by gRPC.
 """
 
@@ -12,12 +11,10 @@ import contextlib
 import logging
 import math
 import os
-import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +30,6 @@ from ps_runtime.background import start
 from ps_runtime.credentials import Access
 from ps_runtime.grpc_status import CallFailed, failure_in
 from ps_runtime.local_sockets import connect, is_private_socket, opened, peer_of
-from ps_runtime.signals import HeldBack
 from ps_runtime.tls_contexts import client_context
 
 log = logging.getLogger("ps_worker")
@@ -43,13 +39,12 @@ AGAIN_SECONDS = 5.0  # from one try to the next; twice as long after each that f
 AGAIN_AT_MOST_SECONDS = 80.0
 
 _LOOK_SECONDS = 1.0
-_CLOSING_SECONDS = 0.01  # between two looks once the connection is being closed
 _SMALL_BYTES = 4096  # that surely fit where there is room
 _OF_SHARDS = (Kind.ANSWER, Kind.LAST, Kind.END, Kind.ERROR)
 
 
 class Answers(Protocol):
-    """What takes the answers of one call, in the thread that reads. What it raises ends the call alone, but between
+    """What takes the answers of one call, in the thread that receives. What it raises ends the call alone, but between
     `place` and `take` only the connection can fail."""
 
     def place(self, head: bytes, payload_bytes: int) -> memoryview | None:
@@ -109,11 +104,7 @@ class ClientCall:
 class ClientConnection:
     """An open connection. Methods may be called from any thread.
 
-    One thread reads at a time: it hands out the answers to all calls. Mostly that is a thread which waits for an answer
-    (`finish`, `attend`), so that no other has to be woken for it. A thread of the connection reads what nobody waits
-    for.
-
-    thread: that of the connection; it ends soon after `close`
+    thread: the one that receives; it ends soon after `close`
     """
 
     def __init__(self, frames: FrameSocket) -> None:
@@ -123,13 +114,8 @@ class ClientConnection:
         self._next = 0
         self._ended: CallFailed | None = None
         self._scratch = bytearray()
-        self._header = memoryview(bytearray(HEADER_BYTES))
-        self._turn = threading.Lock()  # of the thread that reads; once the connection has ended, nobody's
-        self._waiting: deque[threading.Event] = deque()  # those that would read, if the turn were free
-        self._wanted = threading.Event()  # the thread of the connection is to read
-        self._is_closing = False
         frames.watch(_LOOK_SECONDS, self._look)
-        self.thread = threading.Thread(target=self._run, name="data", daemon=True)
+        self.thread = threading.Thread(target=self._receive, name="data", daemon=True)
         try:
             start(self.thread)
         except TryLater:
@@ -152,8 +138,7 @@ class ClientConnection:
                 call.progressed()
                 self._frames.send(frame(number, kind, request), call.progressed)
         except OSError:
-            self._frames.abort()  # the thread that reads ends all calls, this one among them
-            self._wanted.set()
+            self._frames.abort()  # the thread that receives ends all calls, this one among them
         return call
 
     def call_now(self, kind: Kind, request: Parts, answers: Answers, seconds: float) -> ClientCall | None:
@@ -179,14 +164,12 @@ class ClientConnection:
     def unary(self, kind: Kind, request: Parts, seconds: float) -> bytes:
         """Makes a call and returns its one answer. Raises CallFailed."""
         answer = OneAnswer()
-        self.finish(self.call(kind, request, answer, seconds))
+        self.call(kind, request, answer, seconds).done.result()
         return answer.message
 
     def close(self) -> None:
         """Ends the connection. When its calls have failed, nothing lands any more."""
-        self._is_closing = True
         self._frames.abort()
-        self._wanted.set()
 
     def _begin(self, answers: Answers, seconds: float) -> tuple[int, ClientCall]:
         call = ClientCall(answers, seconds)
@@ -197,79 +180,27 @@ class ClientConnection:
             self._calls[self._next] = call
             return self._next, call
 
-    # -- who reads ---------------------------------------------------------------------------------------------------
+    # -- the thread that receives ------------------------------------------------------------------------------------
 
-    def finish(self, call: ClientCall) -> None:
-        """Waits for a call, and reads meanwhile, unless another thread does. Raises CallFailed, or what its answers
-        raised."""
-        with HeldBack() as signals:
-            while not call.done.done():
-                woken = threading.Event()
-                if self._take_turn(woken):
-                    _read([self], call.done.done, signals)
-                    continue
-                call.done.add_done_callback(lambda _, woken=woken: woken.set())  # type: ignore[misc]
-                try:
-                    signals.waiting(lambda woken=woken: woken.wait(_LOOK_SECONDS))  # type: ignore[misc]
-                finally:
-                    self._wait_no_more(woken)
-        call.done.result()
-
-    def read_beside(self) -> None:
-        """Has the thread of the connection read the answers to the calls under way: nobody waits for them now."""
-        self._wanted.set()
-
-    def _take_turn(self, woken: threading.Event | None = None) -> bool:
-        """Takes the turn to read, if it is free; returns whether it was. woken: is set when it may be free again"""
+    def _receive(self) -> None:
+        error = CallFailed(code_pb2.UNAVAILABLE, "the data connection ended")
+        header = memoryview(bytearray(HEADER_BYTES))
+        try:
+            while True:
+                self._frames.receive_into(header)
+                self._take(read_header(header, MAX_MESSAGE_BYTES))
+        except TimeoutError:
+            error = CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
+        except Exception as broken:
+            error = CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}")
+        self._frames.abort()
         with self._lock:
-            if self._turn.acquire(blocking=False):
-                return True
-            if woken is not None and self._ended is None:
-                self._waiting.append(woken)
-            return False
-
-    def _wait_no_more(self, woken: threading.Event) -> None:
-        """Notes that a thread does not wait for the turn any more. One that it was offered is passed on."""
-        with self._lock:
-            if woken in self._waiting:
-                self._waiting.remove(woken)
-                return
-        self._pass_on()
-
-    def _leave(self) -> None:
-        """Gives the turn back: another thread reads what is still to come."""
-        with self._lock:
-            if self._ended is None:
-                self._turn.release()
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Wakes one that waits for the turn; without one the thread of the connection, if calls are under way."""
-        with self._lock:
-            if self._turn.locked():
-                return
-            if self._waiting:
-                self._waiting.popleft().set()
-                return
-            is_wanted = bool(self._calls)
-        if is_wanted:
-            self._wanted.set()
-
-    def _run(self) -> None:
-        """Reads what nobody waits for. Once a second it looks whether there is any: a thread may have made a call and
-        waits for nothing, and a shard may have ended the connection."""
-        while self._ended is None:
-            # Whoever has the turn at the end learns of the end within the next frame.
-            self._wanted.wait(_CLOSING_SECONDS if self._is_closing else _LOOK_SECONDS)
-            self._wanted.clear()
-            if not self._take_turn():
-                continue
-            if self._calls:
-                _read([self], lambda: bool(self._waiting), HeldBack())
-                continue
-            if self._is_closing or self._frames.has_bytes():
-                self._read_frame()
-            self._leave()
+            self._ended = error
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.done.set_exception(error)
+        with self._frames.sending:  # the thread that was sending has got its error
+            self._frames.close()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -277,41 +208,6 @@ class ClientConnection:
             late = any(call.due <= now for call in self._calls.values())
         if late:
             raise TimeoutError
-
-    def _look_once(self) -> None:
-        """Ends the connection if a call's time is over. The caller has the turn, and nothing has come for a while."""
-        try:
-            self._look()
-        except TimeoutError:
-            self._end_all(_late())
-
-    def _read_frame(self) -> None:
-        """Reads the next frame, and hands it to its call. The caller has the turn. An error ends the connection."""
-        try:
-            self._frames.receive_into(self._header)
-            self._take(read_header(self._header, MAX_MESSAGE_BYTES))
-        except TimeoutError:
-            self._end_all(_late())
-        except Exception as broken:
-            self._end_all(CallFailed(code_pb2.UNAVAILABLE, f"the data connection ended: {broken}"))
-        except BaseException:  # in the middle of a frame: what comes behind it cannot be read
-            self._end_all(CallFailed(code_pb2.UNAVAILABLE, "the data connection ended: its reader was interrupted"))
-            raise
-
-    def _end_all(self, error: CallFailed) -> None:
-        self._frames.abort()
-        with self._lock:
-            self._ended = error
-            calls, self._calls = list(self._calls.values()), {}
-            waiting, self._waiting = list(self._waiting), deque()
-        for call in calls:
-            if not call.done.done():
-                call.done.set_exception(error)
-        for woken in waiting:
-            woken.set()
-        self._wanted.set()
-        with self._frames.sending:  # the thread that was sending has got its error
-            self._frames.close()
 
     def _take(self, header: Header) -> None:
         if header.kind not in _OF_SHARDS:
@@ -382,47 +278,6 @@ class ClientConnection:
     def _skip(self, size: int) -> None:
         while size:
             size -= len(self._filled(self._scratch_of(min(size, 2**16))))
-
-
-def attend(connections: Sequence[ClientConnection], is_over: Callable[[], bool]) -> None:
-    """Reads, in this thread, the answers to all calls on some connections, until `is_over`.
-
-    Returns before that where none of them has a call under way that no other thread reads.
-    """
-    with HeldBack() as signals:
-        mine = [each for each in connections if each.is_open and each._calls and each._take_turn()]
-        if mine:
-            _read(mine, is_over, signals)
-
-
-def _read(connections: Sequence[ClientConnection], is_over: Callable[[], bool], signals: HeldBack) -> None:
-    """Reads frames of connections until `is_over`, or no call is under way there. The caller has their turns, which are
-    given back."""
-    left = {each._frames.fileno(): each for each in connections}
-    poll = select.poll()
-    for number in left:
-        poll.register(number, select.POLLIN)
-    try:
-        while left and not is_over():
-            ready = [number for number, each in left.items() if each._frames.is_ahead()]
-            if not ready:
-                ready = [number for number, _ in signals.waiting(lambda: poll.poll(_LOOK_SECONDS * 1000))]
-            for number in ready:
-                left[number]._read_frame()
-            if not ready:
-                for each in left.values():
-                    each._look_once()
-            for number, each in list(left.items()):
-                if each._ended is not None or not each._calls:
-                    poll.unregister(number)
-                    del left[number]
-    finally:
-        for each in connections:
-            each._leave()
-
-
-def _late() -> CallFailed:
-    return CallFailed(code_pb2.DEADLINE_EXCEEDED, "no answer over the data connection")
 
 
 # -- as long as a worker has its place -------------------------------------------------------------------------------

@@ -56,15 +56,6 @@ class FrameSocket(Protocol):
         The caller holds `sending`.
         """
 
-    def fileno(self) -> int:
-        """Returns the descriptor, which is readable when bytes have come."""
-
-    def has_bytes(self) -> bool:
-        """Whether bytes have come, or the connection has ended: `receive_into` would not wait for the first of them."""
-
-    def is_ahead(self) -> bool:
-        """Whether bytes have come that the descriptor does not show any more."""
-
     def receive_into(self, target: memoryview, moved: Moved = nothing) -> None:
         """Fills the target with the next bytes.
 
@@ -111,15 +102,6 @@ class _Socket(FrameSocket):
 
     def wait_for_room(self) -> None:
         _is_ready(self._socket, self._sends_after)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def has_bytes(self) -> bool:
-        return self.is_ahead() or _is_ready(self._socket, select.POLLIN, 0)
-
-    def is_ahead(self) -> bool:
-        return False
 
     def close(self) -> None:
         self._socket.close()
@@ -182,11 +164,6 @@ class TlsSocket(_Socket):
         connection.setblocking(False)
         self._turn = threading.Lock()
         self._look_milliseconds: float | None = None
-
-    def is_ahead(self) -> bool:
-        assert isinstance(self._socket, ssl.SSLSocket)
-        with self._turn:
-            return self._socket.pending() > 0  # decrypted already
 
     def send(self, parts: Sequence[Buffer], moved: Moved = nothing) -> None:
         for part in self.send_now(parts):

@@ -12,11 +12,8 @@ import signal
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
-
-T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], object]
+from types import FrameType
+from typing import Any
 
 HEARD_SECONDS = 1.0  # in which a signal is heard
 
@@ -45,71 +42,3 @@ def await_all(futures: Collection[Future[Any]]) -> set[Future[Any]]:
         done, left = wait(futures, HEARD_SECONDS, FIRST_EXCEPTION)
         if not left or any(future.exception() is not None for future in done):
             return done
-
-
-# SIGKILL and SIGSTOP have no handler; faults are for the instruction that made them.
-_FAULTS = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-_HANDLED = sorted(signal.valid_signals() - _FAULTS)
-
-
-class HeldBack:
-    """Keeps the handlers of signals from interrupting this thread inside a `with`, except in `waiting`.
-
-    Python runs handlers in the main thread, between any two instructions. A handler that raises, as that of Ctrl-C
-    does, would end the thread in the middle of work that must be done as a whole. A signal that comes meanwhile is
-    handled at the next wait, or at the end. In other threads, which run no handlers, this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Handler] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
-        self._may_interrupt = False
-
-    def __enter__(self) -> HeldBack:
-        if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _HANDLED}
-            self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-            try:
-                for number in self._handlers:
-                    signal.signal(number, self._note)
-            except BaseException:  # of a signal that was not held back yet
-                self._restore(list(self._handlers))
-                raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            self._restore(list(self._handlers))
-        finally:
-            self._handle()
-
-    def waiting(self, wait: Callable[[], T]) -> T:
-        """Calls what waits for something: handlers may interrupt it."""
-        self._may_interrupt = True
-        try:
-            if self._came:
-                self._handle()
-            return wait()
-        finally:
-            self._may_interrupt = False
-
-    def _restore(self, numbers: list[int]) -> None:
-        """Sets the handlers as they were, also where one of them raises meanwhile."""
-        if numbers:
-            number = numbers.pop()
-            try:
-                if signal.getsignal(number) == self._note:  # a handler may have set another one
-                    signal.signal(number, self._handlers[number])
-            finally:
-                self._restore(numbers)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._may_interrupt:
-            self._handlers[number](number, frame)
-        else:
-            self._came.append((number, frame))
-
-    def _handle(self) -> None:
-        while self._came:
-            number, frame = self._came.pop(0)
-            self._handlers[number](number, frame)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, attend, open_data_connection
+from ps_frames.client import Answers, ClientConnection, DataLink, EachAnswer, OneAnswer, open_data_connection
 from ps_frames.wire import KINDS, Offer
 from ps_protocol.errors import TryLater, Unreachable
 from ps_protocol.framing import Parts, split_head, split_message
@@ -39,7 +38,6 @@ Failure: TypeAlias = "grpc.RpcError | CallFailed"
 
 DATA_SERVICE = data_pb2.DESCRIPTOR.services_by_name["DataService"].full_name
 PULL_SECONDS = 60.0
-FAILED_SECONDS = 0.5  # in which a thread that reads hears that a call of another thread has failed
 OPEN_SECONDS = 5.0  # that a call may take which asks for a data connection
 
 
@@ -105,12 +103,6 @@ class ShardCalls:
         """Returns the data connection that is open; None: calls go by gRPC."""
         return None if self._link is None else self._link.current
 
-    def read_beside(self) -> None:
-        """Has answers read for which no thread waits now."""
-        data = self._data()
-        if data is not None:
-            data.read_beside()
-
     # -- calls with one answer ---------------------------------------------------------------------------------------
 
     def unary(self, method: str, request: Parts) -> bytes:
@@ -175,7 +167,7 @@ class ShardCalls:
         data = self._data()
         if data is not None:
             each = EachAnswer(lambda head, payload: read(split_head(head, len(payload or b"")), payload))
-            data.finish(data.call(KINDS[method], Parts(request), each, seconds))
+            data.call(KINDS[method], Parts(request), each, seconds).done.result()
             return
         for message in self._channel.unary_stream(f"/{DATA_SERVICE}/{method}")(request, timeout=seconds):
             read(*split_message(message))
@@ -248,7 +240,7 @@ class ShardCalls:
                 call = data.call_now(KINDS[method], Parts(asked.request()), asked, seconds)
         if call is None:
             return pool.submit(lambda: again(None))
-        landed: Future[T] = Answered()
+        landed: Future[T] = Future()
 
         def ended(done: Future[None]) -> None:
             error = done.exception()
@@ -272,7 +264,7 @@ class ShardCalls:
             try:
                 data = self._data()
                 if data is not None:
-                    data.finish(data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS))
+                    data.call(KINDS[method], Parts(landing.request()), landing, PULL_SECONDS).done.result()
                 else:
                     self._land_by_grpc(method, landing)
             except FAILURES as failed:
@@ -302,30 +294,6 @@ class ShardCalls:
 
     def _retry(self) -> Retry:
         return Retry(self.peer, self._timeout, self.closing)
-
-
-class Answered(Future[T]):
-    """The result of a call that leaves by a data connection: it is there when a thread has read the answer."""
-
-
-def await_answers(calls: Iterable[ShardCalls], futures: Iterable[Future[Any]]) -> None:
-    """Reads, in this thread, the answers that futures wait for. What other threads bring may still be missing then."""
-    all_of_them = list(futures)
-    missing = [future for future in all_of_them if isinstance(future, Answered)]
-    look_at, has_failed = time.monotonic() + FAILED_SECONDS, False
-
-    def is_over() -> bool:
-        nonlocal look_at, has_failed
-        for future in [each for each in missing if each.done()]:
-            missing.remove(future)
-            has_failed = has_failed or future.exception() is not None
-        if missing and (now := time.monotonic()) >= look_at:  # not each time: there may be thousands
-            look_at = now + FAILED_SECONDS
-            has_failed = has_failed or any(future.done() and future.exception() is not None for future in all_of_them)
-        return has_failed or not missing
-
-    if not is_over():
-        attend([data for each in calls if (data := each._data()) is not None], is_over)
 
 
 class Asked(Answers, Protocol[T_co]):

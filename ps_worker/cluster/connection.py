@@ -30,7 +30,7 @@ from ps_runtime.daemon_pool import JOIN_SECONDS
 from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
-from ps_worker.cluster.calls import ShardCalls, await_answers, open_data_connections
+from ps_worker.cluster.calls import ShardCalls, open_data_connections
 from ps_worker.cluster.network import NetworkTransport, network_pushers
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_transport import RowTransport
@@ -246,7 +246,6 @@ class Connection:
         ahead: Sequence[RowsAhead] = (),
         is_part: bool = False,
         begun: int | None = None,
-        is_awaited: bool = False,
     ) -> tuple[list[Future[PushResult]], list[Future[PullResult]], list[Future[PullResult]]]:
         """Sends the next step, and asks every shard for the weights at its clock, which is this worker's then.
 
@@ -255,7 +254,6 @@ class Connection:
         rows:         pushes of every table; ranges: the leased data that they used
         ahead:        rows that are asked for with them: nothing waits for these but `await_with_others`
         is_part:      more fragments of the step follow: its clock is not this worker's yet
-        is_awaited:   this thread waits for the answers next: no other has to read them
         begun:        the clock for which the step was pushed first, from a place that is lost; shards get skips of what
                       they have had of it
 
@@ -287,9 +285,6 @@ class Connection:
         pulled = [step.pull for step in steps] or sent.ended
         self._last.pushed = pushed
         self._under_way += [*pushed, *pulled]
-        if not is_awaited:
-            for calls in self._calls.values():
-                calls.read_beside()
         return pushed, pulled, [step.pull for step in steps if step.commits]
 
     def end_step(self) -> None:
@@ -342,7 +337,6 @@ class Connection:
     def settle(self) -> BaseException | None:
         """Waits for all calls that are under way; returns the first error as soon as there is one, otherwise None."""
         # One wait for all: each wait looks at every future, and there may be thousands.
-        await_answers(self._calls.values(), self._under_way)
         done = await_all(self._under_way)
         error = next((raised for future in done if (raised := future.exception()) is not None), None)
         self._last.left += [future for future in self._under_way if not future.done()]

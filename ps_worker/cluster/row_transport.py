@@ -32,7 +32,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.troubles import Troubles
 from ps_tables.contributions import RowGradients, RowValues
-from ps_worker.cluster.calls import Answered, ShardCalls
+from ps_worker.cluster.calls import ShardCalls
 from ps_worker.cluster.first_rows import MESSAGE_BYTES, begin_given, begin_table, parts_of
 from ps_worker.cluster.landing import ExchangeLanding, RowLanding, note_wait
 from ps_worker.cluster.shared_memory import Room, SharedRows
@@ -216,7 +216,7 @@ class RowTransport:
     ) -> tuple[Future[PushResult], Future[PullResult]]:
         """Sends a push and a pull in one call. size: bytes of rows that the push names"""
         places, shared = self._put_ids(asked, room)
-        staged: Future[PushResult] = Answered()
+        staged: Future[PushResult] = Future()
 
         def is_staged(when: float) -> None:
             if not staged.done():
