@@ -18,6 +18,7 @@ from torch import nn
 
 from ps_frames import client
 from ps_frames.client import ClientConnection, EachAnswer, OneAnswer
+from ps_frames.sender import FrameSender
 from ps_frames.sockets import frames_over
 from ps_frames.wire import HEADER_BYTES, Kind, Offer, read_header, write_header
 from ps_protocol.errors import InvalidRequest, Unreachable
@@ -347,3 +348,21 @@ def test_what_is_no_answer_ends_the_connection(ends: tuple[ClientConnection, soc
     shard.sendall(content)
     with pytest.raises(CallFailed):
         call.done.result(20.0)
+
+
+def test_no_other_thread_of_a_shard_sends_small_weights(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has made the update sends them to each worker whose connection takes them."""
+    submitted: list[FrameSender] = []
+    submit = FrameSender._submit
+    monkeypatch.setattr(FrameSender, "_submit", lambda sender: submitted.append(sender) or submit(sender))
+    with shared.connect("sync", job=job, transport="tcp") as session:
+        torch.manual_seed(0)
+        made = nn.Linear(4, 4)
+        model, optimizer = session.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert submitted == []
