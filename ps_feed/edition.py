@@ -77,6 +77,11 @@ class Contents:
         return bucket.numel * DATA_TYPES[self.dtype(bucket)].itemsize
 
     @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer steps any of it."""
+        return any(not bucket.frozen for bucket in self.buckets.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buckets."""
         return sum(map(self.size, self.buckets.values()))

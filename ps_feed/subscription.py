@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
+import os
 import random
 import threading
 import time
@@ -174,6 +174,7 @@ class Subscription:
         self._server, self._job, self._access = server, job, access
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
+        self._process = os.getpid()
         self._contents: Contents | None = None
         self._shards: _EachShard | None = None
         self._ahead = _Ahead()
@@ -234,6 +235,11 @@ class Subscription:
         return self._trouble
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closing.is_set()
+
+    @property
     def ended(self) -> bool:
         """Whether the job has ended: no edition comes after the newest."""
         return self._ended
@@ -244,8 +250,11 @@ class Subscription:
         Raises:
             NotFound: The job has ended before.
             Unreachable: The time is over, or the subscription is closed; the message has the reason.
+            Unsupported: This process is a fork of the one that subscribed.
             Forbidden, Unauthenticated, InvalidRequest, Unsupported: Waiting cannot help.
         """
+        if os.getpid() != self._process:
+            raise Unsupported("a process that was forked has no thread that follows the job: subscribe in it")
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._edition is None or self._edition.version < version:
@@ -310,6 +319,8 @@ class Subscription:
             while not self._closing.is_set():
                 if self._shards is None:
                     self._shards = _EachShard(self._server, self._access)
+                    if self._closing.is_set():  # `close` may have looked for shards before
+                        self._shards.end()
                 began = time.monotonic()
                 try:
                     self._next(self._shards)
@@ -385,20 +396,18 @@ class Subscription:
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
+        contents = self._contents
+        if own is not None and contents is not None and not contents.is_trained:
+            return None  # what is wanted never changes
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
         ahead, least = highest + (0 if self._is_idle() else self._ahead.updates), self._least(own)
-        most = highest if self._is_idle() else math.inf  # what others wait for may never come
+        wish = ahead if own is None else max(least, -(-ahead // self._every) * self._every)
+        # What another reader waits for beyond that may be far away.
         shared = [version for version in here[0].editions if all(each.may_have(version) for each in here)]
-        fitting = [
-            each
-            for each in shared
-            if max(least, self._refused + 1) <= each <= most and (own is None or each % self._every == 0)
-        ]
-        if fitting:
-            return max(fitting)
-        return ahead if own is None else max(least, -(-ahead // self._every) * self._every)
+        fitting = [each for each in shared if max(least, self._refused + 1) <= each <= wish]
+        return max((each for each in fitting if own is None or each % self._every == 0), default=wish)
 
     def _least(self, own: int | None) -> int:
         """Returns the lowest version that comes after one's own."""
@@ -419,6 +428,7 @@ class Subscription:
         contents = self._contents
         assert contents is not None
         arriving = Arriving(contents, before)
+        heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
         def pull(reader: ShardReader) -> None:
             shard = here[reader.index]
@@ -426,17 +436,20 @@ class Subscription:
             if wanted:
                 least = version if shard.has_one_version else shard.lowest
                 call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
-                reader.pull(call, take, alive)
+                reader.pull(call, take, partial(alive, reader.index))
+            else:
+                del heard[reader.index]
 
         def take(bucket: EditionBucket) -> None:
             arriving.take(
                 bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
             )
 
-        def alive(told: int) -> None:
+        def alive(index: int, told: int) -> None:
             self._heard_of(told)
+            heard[index] = time.monotonic()
             if self._told < least:
-                self._equal = time.monotonic()
+                self._equal = min(list(heard.values()))
             elif self._told < version and self._is_idle():
                 raise _StandsStill
 

@@ -38,23 +38,23 @@ class Edition:
     """
 
     def __init__(self, arrays: EditionArrays, job: str) -> None:
-        self._arrays, self._job = arrays, job
+        self.arrays, self._job = arrays, job
         self.run, self.version = arrays.run, arrays.version
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
         them."""
-        return {name: self.tensor(name) for name in self._arrays.names() if self._is_saved(name)}
+        return {name: self.tensor(name) for name in self.arrays.names() if self._is_saved(name)}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor, without a copy: do not write to it. Raises KeyError for a name that it has not."""
-        values, dtype, element = self._arrays.tensor(name)
+        values, dtype, element = self.arrays.tensor(name)
         tensor = tensor_from(values.reshape(-1).view("uint8").data, dtype).view(values.shape)
         return whole_of(tensor, element) if element else tensor
 
     def names(self) -> list[str]:
         """Returns the names of all tensors, also of those that are in no state_dict."""
-        return list(self._arrays.names())
+        return list(self.arrays.names())
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file with the version, the run and the job in its metadata.
@@ -77,7 +77,7 @@ class Edition:
             beside.unlink(missing_ok=True)
 
     def _is_saved(self, name: str) -> bool:
-        contents = self._arrays.contents
+        contents = self.arrays.contents
         return contents.spec.parameters[contents.tensors[name]].is_saved
 
 
@@ -191,6 +191,9 @@ class WeightFeed:
             InvalidRequest: Names or shapes differ. The message has the first three of each; nothing is loaded.
             Unreachable, NotFound and others: As `wait_for`.
         """
+        if model in self._models:
+            with self.reading(model, timeout=timeout):
+                return model
         edition = self.wait_for(timeout=timeout)
         loaded = _Loaded(model, self._slots(model, edition))
         tensors = loaded.made(edition)
@@ -249,11 +252,12 @@ class WeightFeed:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
         while True:
             newest = self.wait_for(timeout=max(0.0, deadline - time.monotonic()))
-            current = loaded.edition
-            is_newer = current is None or (current.run, current.version) != (newest.run, newest.version)
+            is_newer = loaded.edition is None or loaded.edition.arrays is not newest.arrays
+            self._fit(loaded, newest)
             tensors = loaded.made(newest) if is_newer else []
             with loaded.changed:
-                if is_newer and not loaded.readers:
+                # Another thread may have put in a newer one while this one made its tensors.
+                if is_newer and not loaded.readers and self._subscription.edition is newest.arrays:
                     loaded.put(newest, tensors)
                 current = loaded.edition
                 assert current is not None
@@ -261,11 +265,19 @@ class WeightFeed:
                 if max_behind is None or lag <= max_behind:
                     loaded.readers += 1
                     return current
-                left = deadline - time.monotonic()
+                left = 0.0 if self._subscription.closed else deadline - time.monotonic()
                 if left <= 0:
                     why = self.trouble or f"{lag} updates behind, more than {max_behind}"
                     raise Unreachable(f"job {self._job!r}: version {current.version} is too old: {why}")
                 loaded.changed.wait(min(left, 0.05) if not loaded.readers else left)
+
+    def _fit(self, loaded: _Loaded, edition: Edition) -> None:
+        """Looks again whether a model fits, where another run of the job has its name. Raises InvalidRequest."""
+        before, model = loaded.edition, loaded.model()
+        if before is not None and model is not None and before.arrays.contents is not edition.arrays.contents:
+            slots = self._slots(model, edition)
+            with loaded.changed:
+                loaded.slots = slots
 
     def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
         """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
@@ -274,6 +286,11 @@ class WeightFeed:
         targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
         persistent = model.state_dict(keep_vars=True)
         targets |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        nowhere = next((name for name, target in targets.items() if target.is_meta), None)
+        if nowhere is not None:
+            raise InvalidRequest(
+                f"{nowhere} is on the meta device, where it has no memory: call to_empty(device=...) first"
+            )
         slots = [_Slot(target, self._name(name)) for name, target in targets.items()]
         missing = [slot.name for slot in slots if slot.name not in known]
         unlike = [

@@ -14,8 +14,8 @@ from tests.tools.cases import cases
 FAULTS = ("a worker is killed",)
 
 
-# Seed 21 is left out: all workers of a job lose their places at once there, and go on with schedules that are four steps
-# ahead of the job. A worker that was only away keeps its own (docs/training.md), and none has another one's to take.
+# Seed 21 is left out: all workers of a job lose their places at once there, and go on with schedules that are four
+# steps ahead of the job. A worker that was only away keeps its own (docs/training.md).
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", cases([range(6), range(22, 25)], [range(6, 21), range(25, 40)]), ids=str)
 def test_no_process_that_joins_late_steps_with_another_rate(seeds: range) -> None:

@@ -18,6 +18,8 @@ from torch import nn
 
 import ps_torch as ps
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
+from ps_protocol.messages.editions import WeightsAsked
+from ps_server.shard.shard import Shard
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
 from tests.tools.rollbacks import QUICK
@@ -279,6 +281,7 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             asked.join()
             last = trainer.steps(5)
             feed.wait_for(last)
+            model = feed.load(Model())
             assert feed.restores == 0
             running.start_again(1)
             trainer.step()
@@ -286,8 +289,88 @@ def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> Non
             edition = feed.wait_for(session.clock)
             assert feed.trouble is None
             assert trainer.has(edition.state_dict(), edition.version)
+            trainer.steps(last - session.clock)
+            feed.wait_for(last)
+            with feed.reading(model) as version:  # as high as before the rollback, and other weights
+                assert version == last
+                assert torch.equal(model.first.weight, trainer.past[last]["first.weight"])
     finally:
         running.stop()
+
+
+def test_a_reader_that_waits_for_a_version_far_away_holds_up_no_other(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with (
+        ps.subscribe(shared.address, job, every=1000) as rare,
+        ps.subscribe(shared.address, job) as feed,
+    ):
+        rare.wait_for()
+        until(lambda: any(1000 in each.describe(job) for each in _Versions.of(shared)), "its wish for version 1000")
+        for step in range(1, 12):
+            trainer.step()
+            assert feed.wait_for(step).version == step
+        with ps.subscribe(shared.address, job) as late:
+            assert late.wait_for().version == 11
+
+
+class _Versions:
+    """The versions of editions that a shard has, or that somebody waits for there."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> list[_Versions]:
+        return [cls(shard) for shard in cluster.shards]
+
+    def describe(self, job: str) -> tuple[int, ...]:
+        return self._shard.weight_feeds.describe(WeightsAsked(job)).editions
+
+
+def test_what_is_never_trained_comes_once(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with ps.subscribe(shared.address, job, parameters=["frozen.weight", "scale"]) as feed:
+        first = feed.wait_for()
+        trainer.steps(3)
+        assert feed.wait_for() is not first
+        assert torch.equal(feed.state_dict()["frozen.weight"], trainer.past[0]["frozen.weight"])
+        with pytest.raises(Unreachable, match="it is at 0"):
+            feed.wait_for(1, timeout=0.1)
+
+
+def test_a_feed_that_is_closed_says_so_where_newer_weights_are_asked_for(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(Model())
+        trainer.step()
+        feed.wait_for(1)
+        with feed.reading(model, max_behind=0) as version:
+            assert version == 1
+    with feed.reading(model) as version:
+        assert version == 1, "what was there stays"
+
+
+def test_a_model_without_memory_is_refused(shared: Cluster, job: str, trainer: Trainer) -> None:
+    with (
+        ps.subscribe(shared.address, job) as feed,
+        torch.device("meta"),
+        pytest.raises(InvalidRequest, match="is on the meta device"),
+    ):
+        feed.load(Model())
+
+
+def test_a_model_that_is_loaded_again_does_not_change_under_its_readers(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    with ps.subscribe(shared.address, job) as feed:
+        model = feed.load(Model())
+        with feed.reading(model):
+            before = model.first.weight
+            trainer.step()
+            feed.wait_for(1)
+            assert feed.load(model).first.weight is before
+            assert torch.equal(before, trainer.past[0]["first.weight"])
 
 
 def test_a_script_ends_with_a_feed_that_it_left_open(shared: Cluster, job: str, trainer: Trainer) -> None:
