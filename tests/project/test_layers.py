@@ -74,7 +74,13 @@ MAY_IMPORT = {
         "ps_tables",
         "ps_runtime",
     },
-    "ps_worker.state": {"ps_worker.values", "ps_worker.data", "ps_worker.cluster", "ps_runtime.troubles"},
+    "ps_worker.state": {
+        "ps_worker.values",
+        "ps_worker.data",
+        "ps_worker.cluster",
+        "ps_runtime.daemon_pool",
+        "ps_runtime.troubles",
+    },
     "ps_worker.strategies": {
         "ps_worker.values",
         "ps_worker.metrics",
