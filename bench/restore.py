@@ -28,7 +28,7 @@ from ps_protocol.convert import job_spec_data
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import ParameterSpec, bucket_layout
 from ps_protocol.modes import Consistency
-from ps_server.core.snapshot import BucketSnapshot
+from ps_server.core.snapshot import BucketSnapshot, RestoreRequest
 from ps_server.ops.glibc import share_memory_pool
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.shard import Shard
@@ -139,7 +139,8 @@ def _restore(folder: Path, spec: JobSpec, rounds: int) -> dict[str, tuple[float,
             shard.drop_job(spec.name)
         _forget_peak()
         began = time.perf_counter()
-        while shard.restore_job(spec, buckets, NAME, incarnation, seconds=1.0).extent is None:
+        request = RestoreRequest(spec, tuple(buckets), NAME, incarnation)
+        while shard.restore_job(request, seconds=1.0).extent is None:
             pass
         seconds, peak = found[system]
         found[system] = [*seconds, time.perf_counter() - began], max(peak, memory()["peak"] - before)
