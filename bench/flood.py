@@ -154,7 +154,7 @@ def draw(found: list[Result], path: Path) -> None:
 
 
 def main() -> None:
-    """Floods until it is told to end; answers when it has begun, and with the number of calls at the end."""
+    """Floods a server until a line arrives on stdin. Prints a line once it floods, and its number of calls."""
     say = own_output()
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     name, _, ending = order["attack"].partition(":")

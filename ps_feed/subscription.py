@@ -92,7 +92,6 @@ class _EachShard:
         missing = [index for index in range(found.shards) if index not in found.addresses]
         if missing or not found.shards:
             raise TryLater(f"shard {missing[0] if missing else 0} of {found.shards} is not known at {server} yet")
-        self.jobs = found.jobs
         self.readers = [ShardReader(index, found.addresses[index], access) for index in range(found.shards)]
         # An executor's threads would keep a script from ending whose job stands still.
         self._pools = [DaemonPool(1, "ps-feed-shard") for _ in self.readers]
@@ -250,8 +249,7 @@ class Subscription:
         Raises:
             NotFound: The job has ended before.
             Unreachable: The time is over, or the subscription is closed; the message has the reason.
-            Unsupported: This process is a fork of the one that subscribed.
-            Forbidden, Unauthenticated, InvalidRequest, Unsupported: Waiting cannot help.
+            Forbidden, Unauthenticated, InvalidRequest, Unsupported: Waiting cannot help, as in a forked process.
         """
         if os.getpid() != self._process:
             raise Unsupported("a process that was forked has no thread that follows the job: subscribe in it")

@@ -98,13 +98,12 @@ def check_promises(victim: Victim, attacks: list[Unfinished], begun: int) -> Non
         for attack in attacks:
             stack.enter_context(attack)
         until(lambda: victim.beat() and sum(attack.begun for attack in attacks) >= begun, "the start of every call")
-        took, most, missed = [], 0, 0
+        took, most = [], 0
         until_then = time.monotonic() + ATTACK_SECONDS
         while time.monotonic() < until_then:
             took.append(victim.beat())
             most = max(most, resident(victim.pid))
-            missed = 0 if is_serving(victim.address, PLAINTEXT) else missed + 1
-            assert missed < PROBES, "a kubelet would start the server again"
+            assert is_serving(victim.address, PLAINTEXT)
         sent = sum(attack.sent_bytes for attack in attacks)
     grown = most - before
     print(
@@ -150,9 +149,6 @@ def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiti
         assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
 
 
-PROBES = 3  # that a kubelet lets fail in a row, by default
-
-
 def is_calm(victim: Victim, attacks: list[Unfinished], calls: int, told_at_once: float = 0.0) -> bool:
     """Watches for some seconds; returns whether each call was begun again no more than once in five seconds.
 
@@ -162,8 +158,7 @@ def is_calm(victim: Victim, attacks: list[Unfinished], calls: int, told_at_once:
     while (took := time.monotonic() - began) < WATCHED_SECONDS:
         victim.beat()
     again = sum(attack.begun for attack in attacks) - begun
-    # Twice as many on a busy machine; without being kept back there were thousands a second.
-    return again <= 2 * (calls * (1 + took / HELD_SECONDS) + told_at_once * (took + 1))
+    return again <= calls * (1 + took / HELD_SECONDS) + told_at_once * (took + 1)
 
 
 @pytest.mark.parametrize("path", [EXCHANGE, PUSH, REGISTER, HEARTBEAT])
