@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,24 +52,29 @@ class Pool(ThreadPoolExecutor):
 class FairPool:
     """A pool of which each owner of tasks has few threads at a time: its other tasks wait for these. Thread-safe.
 
+    The tasks of an owner come from several sources, which take turns, and no source has two threads: one whose tasks
+    are many, or do not end, holds up no other.
+
     most: threads of one owner
     """
 
     def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
         self._pool, self._most = pool, most
         self._lock = threading.Lock()
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[Callable[[], object]]] = {}
+        self._running: dict[str, set[str]] = {}  # by owner, the sources that have a thread
+        # By owner and source; whose turn is next comes first.
+        self._waiting: dict[str, dict[str, deque[Callable[[], object]]]] = {}
 
-    def submit(self, owner: str, task: Callable[[], object]) -> None:
-        """Runs a task, after those that the owner has waiting; never where the pool is shut down."""
+    def submit(self, owner: str, source: str, task: Callable[[], object]) -> None:
+        """Runs a task, after those that its source has waiting; never where the pool is shut down."""
         with self._lock:
-            if self._running[owner] >= self._most:
-                self._waiting.setdefault(owner, deque()).append(task)
+            running = self._running.setdefault(owner, set())
+            if len(running) >= self._most or source in running:
+                self._waiting.setdefault(owner, {}).setdefault(source, deque()).append(task)
                 return
-            self._running[owner] += 1
+            running.add(source)
         with contextlib.suppress(RuntimeError):
-            self._pool.submit(self._run, owner, task)
+            self._pool.submit(self._run, owner, source, task)
 
     def stop(self) -> None:
         """Ends the threads, after what they are doing."""
@@ -77,20 +82,28 @@ class FairPool:
             self._waiting.clear()
         self._pool.shutdown()
 
-    def _run(self, owner: str, task: Callable[[], object]) -> None:
-        following: Callable[[], object] | None = task
+    def _run(self, owner: str, source: str, task: Callable[[], object]) -> None:
+        following: tuple[str, Callable[[], object]] | None = (source, task)
         while following is not None:
-            guarded("answers", following)
-            following = self._next(owner)
+            source, task = following
+            guarded("answers", task)
+            following = self._next(owner, source)
 
-    def _next(self, owner: str) -> Callable[[], object] | None:
+    def _next(self, owner: str, source: str) -> tuple[str, Callable[[], object]] | None:
+        """Returns what the thread of an owner does after a task of that source."""
         with self._lock:
-            if owner in self._waiting:
-                task = self._waiting[owner].popleft()
-                if not self._waiting[owner]:
-                    del self._waiting[owner]
-                return task
-            self._running[owner] -= 1
-            if not self._running[owner]:
-                del self._running[owner]
-            return None
+            running, waiting = self._running[owner], self._waiting.get(owner, {})
+            running.remove(source)
+            turn = next((other for other in waiting if other not in running), None)
+            if turn is None:
+                if not running:
+                    del self._running[owner]
+                return None
+            tasks = waiting.pop(turn)
+            task = tasks.popleft()
+            if tasks:
+                waiting[turn] = tasks  # after those of all others
+            elif not waiting:
+                del self._waiting[owner]
+            running.add(turn)
+            return turn, task

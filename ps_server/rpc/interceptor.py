@@ -79,7 +79,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
             handler = continuation(handler_call_details)
             if handler is None:
                 return None  # an unknown method: not remembered, for its name is the caller's choice
-            if handler.unary_unary:
+            if handler.unary_unary and _waits(method):
                 self._answered_later[method] = self._without_a_thread(method, handler)
             self._wrapped[method] = self.guarded(method, handler)
         if method in self._answered_later and not self.limits.may_wait(method):
@@ -103,7 +103,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
                 send(response)
                 send(None)
 
-            reader.limits.answers.submit(caller_name(), answer)
+            reader.limits.answers.submit(caller_name(), context.peer(), answer)
 
         _keep_pool(answering, behaviour)
         return grpc.stream_stream_rpc_method_handler(
@@ -121,7 +121,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
                     handler.unary_unary,
                     self._metrics_of(method, "unary"),
                     reader,
-                    read=partial(self.limits.waited, method),
+                    read=partial(self.limits.waited, method) if _waits(method) else nothing,
                 ),
                 None,
                 handler.response_serializer,
@@ -165,6 +165,15 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio s
         return _MethodMetrics(self._metrics, kind, service, name)
 
 
+def _waits(method: str) -> bool:
+    """Returns whether calls of a method wait for their request. What anybody may ask is not read.
+
+    Such an answer needs no thread that waits until its caller has taken it, either: a stranger who takes none would
+    otherwise have all those threads, and the server's probes would get no answer.
+    """
+    return METHODS.get(method) != EVERYONE
+
+
 class _Reader:
     """Lets a call in, and reads its one request.
 
@@ -176,7 +185,7 @@ class _Reader:
         self.limits = limits
         self.method = method
         self._parse = parse
-        self._is_read = METHODS.get(method) != EVERYONE
+        self._is_read = _waits(method)
 
     def enter(self, call: ServerCall) -> Admitted:
         """Counts the call in. Raises what CallLimits.enter does."""

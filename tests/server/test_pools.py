@@ -109,11 +109,25 @@ def test_what_did_not_start_is_not_waited_for_at_the_end(monkeypatch: pytest.Mon
 def test_tasks_of_one_that_take_long_keep_those_of_another_from_no_thread() -> None:
     pool, end, done = FairPool(Pool(4, "fair"), 2), threading.Event(), Queue[str]()
     for number in range(6):
-        pool.submit("slow", lambda number=number: done.put(f"slow {number}") if end.wait(SECONDS) else None)  # type: ignore[misc]
-    pool.submit("other", lambda: done.put("other"))
+        source = f"connection {number}"
+        pool.submit("slow", source, lambda number=number: done.put(f"slow {number}") if end.wait(SECONDS) else None)  # type: ignore[misc]
+    pool.submit("other", "connection", lambda: done.put("other"))
     assert done.get(timeout=SECONDS) == "other"
     end.set()
     assert {done.get(timeout=SECONDS) for _ in range(6)} == {f"slow {number}" for number in range(6)}
+    pool.stop()
+
+
+def test_tasks_of_one_source_that_take_long_or_are_many_keep_those_of_no_other_waiting() -> None:
+    pool, end, done = FairPool(Pool(4, "fair"), 2), threading.Event(), Queue[str]()
+    pool.submit("owner", "slow", lambda: end.wait(SECONDS) and done.put("slow 0"))
+    for number in range(1, 4):
+        pool.submit("owner", "slow", lambda number=number: done.put(f"slow {number}"))  # type: ignore[misc]
+    pool.submit("owner", "other", lambda: done.put("other"))
+    assert done.get(timeout=SECONDS) == "other"
+    assert done.empty()
+    end.set()
+    assert [done.get(timeout=SECONDS) for _ in range(4)] == [f"slow {number}" for number in range(4)]
     pool.stop()
 
 
