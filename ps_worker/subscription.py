@@ -20,7 +20,7 @@ from torch import nn
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
-from ps_protocol.errors import InvalidRequest, PSError, Unreachable
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_protocol.tensors import element_name, parts_of, tensor_from, whole_of
 from ps_worker.config import check, reading_from
 
@@ -217,6 +217,7 @@ class WeightFeed:
 
         Raises:
             InvalidRequest: The model was not loaded.
+            NotFound: The job has ended, and its newest edition is not new enough.
             Unreachable: The time is over, or the feed is closed; the message has the reason.
 
         Example:
@@ -265,6 +266,11 @@ class WeightFeed:
                 if max_behind is None or lag <= max_behind:
                     loaded.readers += 1
                     return current
+                if self.ended:
+                    raise NotFound(
+                        f"job {self._job!r} has ended: version {current.version} is the newest there is, and {lag} "
+                        "updates older than its last"
+                    )
                 left = 0.0 if self._subscription.closed else deadline - time.monotonic()
                 if left <= 0:
                     why = self.trouble or f"{lag} updates behind, more than {max_behind}"
