@@ -196,12 +196,3 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(rows) > 40
     assert [row for row in rows if not _is_said(row, texts)] == []
     assert not _is_said("the flux capacitor of shard 3 is empty", texts)
-
-
-def test_the_files_of_the_data_path_are_there() -> None:
-    """Those that a step passes, which the page names by their end after a first one with its folder."""
-    _, _, walk = (DOCS / "data-path.md").read_text().partition("### File by file")
-    named = set(re.findall(r"`([\w/]+\.py)`", walk.partition("\n## ")[0]))
-    assert len(named) > 50
-    there = [path.as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
