@@ -66,12 +66,12 @@ class ShardReader:
         self._is_cancelled = self._is_closed = False
         self._lock = threading.Lock()
 
-    def describe(self, job: str, with_spec: bool) -> WeightsHere:
-        """Asks what the shard has of a job's weights. Raises PSError."""
+    def describe(self, job: str, run: str, with_spec: bool) -> WeightsHere:
+        """Asks what the shard has of the weights of a run of a job; empty: of any. Raises PSError."""
         if self._is_closed:
             raise self._cancelled()
         try:
-            data = self._describe(write_weights_asked(WeightsAsked(job, with_spec=with_spec)), timeout=CALL_SECONDS)
+            data = self._describe(write_weights_asked(WeightsAsked(job, run, with_spec)), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         except ValueError:  # what gRPC raises where a channel is closed

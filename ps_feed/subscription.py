@@ -7,7 +7,8 @@ ahead it has to ask where steps are short. A job that makes no update for a whil
 async and quorum modes each shard is asked for its weights as they are.
 
 A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader.
+waits for no reader. When the job ends, it gets the last weights, whatever versions it wants otherwise: shards keep them
+for a while for those who follow the job.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
+LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
@@ -180,6 +182,7 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
+        self._due = 0.0  # when the next edition may come, if a period is set
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
         self._updated = time.monotonic()  # when `_told` rose last
@@ -240,7 +243,8 @@ class Subscription:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended: no edition comes after the newest."""
+        """Whether the job has ended: no edition comes after the newest, which has the job's last weights, unless
+        `trouble` says why these could not be had."""
         return self._ended
 
     def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
@@ -319,7 +323,6 @@ class Subscription:
                     self._shards = _EachShard(self._server, self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
-                began = time.monotonic()
                 try:
                     self._next(self._shards)
                 except OutOfOrder:
@@ -328,8 +331,8 @@ class Subscription:
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
                     pass
-                else:
-                    self._closing.wait(max(0.0, self._period - (time.monotonic() - began)))
+                if self._ended:
+                    return
         except PSError as error:
             if self._closing.is_set():
                 return
@@ -365,18 +368,47 @@ class Subscription:
         if self._series != (here[0].run, timeline):
             self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
-        version = self._version(here, highest, own)
-        if version is None:
+        ended = [each.ended for each in here]
+        if any(ended) and not all(ended):
+            self._closing.wait(POLL_SECONDS)  # a moment later all are told of the end
+            return
+        version = self._last_version(here) if all(ended) else self._version(here, highest, own)
+        if version is None or (all(ended) and version == own and here[0].has_one_version):
             self._equal = time.monotonic() if own == highest else self._equal
+            self._ended = all(ended)
+            self._closing.wait(LOOK_SECONDS if time.monotonic() + LOOK_SECONDS < self._due else POLL_SECONDS)
+            return
+        self._asked_for, began = version, time.monotonic()
+        try:
+            received = self._receive(shards, here, version, edition if is_same else None, self._least(own))
+        except NotFound:  # the job has ended meanwhile: those shards that keep its last weights say so next
             self._closing.wait(POLL_SECONDS)
             return
-        self._asked_for = version
-        self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
+        self._due = began + self._period
+        self._ended = all(ended)
+        self._publish(received)
+
+    def _last_version(self, here: list[WeightsHere]) -> int | None:
+        """Returns the version with which a job has ended; None: its shards have none in common."""
+        trained = [each for each in here if self._trains(each)]
+        lowest = min((each.lowest for each in trained), default=0)
+        is_one = all(each.lowest == each.highest == lowest for each in trained)
+        return lowest if is_one or not here[0].has_one_version else None
+
+    def _trains(self, here: WeightsHere) -> bool:
+        """Whether an optimizer steps any bucket of a shard."""
+        buckets = self._contents.layout.buckets if self._contents is not None else ()
+        return any(not buckets[index].frozen for index in here.buckets)
 
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
-        run = None if self._edition is None or self._contents is None else self._edition.run
-        here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
+        run = self._series[0]
+        try:
+            here = self._asked(shards, run)
+        except NotFound:
+            if not run:
+                raise
+            here = self._asked(shards, "")  # another run may have the name
         first = here[0]
         if first.shards != len(here):
             self._drop_shards()
@@ -386,17 +418,24 @@ class Subscription:
         if first.has_one_version and any(each.timeline != first.timeline for each in here):
             raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
         spec = first.spec
-        if run is not None and run != first.run:
-            spec = shards.readers[0].describe(self._job, with_spec=True).spec
+        if spec is None and (self._contents is None or run != first.run):
+            spec = shards.readers[0].describe(self._job, first.run, with_spec=True).spec
         if spec is not None:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
+
+    def _asked(self, shards: _EachShard, run: str) -> list[WeightsHere]:
+        """Asks all shards what they have of a run; empty: of any."""
+        is_first = self._contents is None
+        return shards.all(lambda reader: reader.describe(self._job, run, with_spec=is_first and reader.index == 0))
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes
+        if own is not None and time.monotonic() < self._due:
+            return None
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None

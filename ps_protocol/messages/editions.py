@@ -29,6 +29,7 @@ class WeightsHere(NamedTuple):
     has_one_version: whether an edition is of one version
     editions: versions of editions that are here, or that somebody waits for
     spec:     None: it was not asked for
+    ended:    the job has ended: these are its last weights
     """
 
     run: str
@@ -40,6 +41,7 @@ class WeightsHere(NamedTuple):
     has_one_version: bool
     editions: tuple[int, ...]
     spec: JobSpec | None = None
+    ended: bool = False
 
     def may_have(self, version: int) -> bool:
         """Whether the shard has an edition of a version, or may still take one."""
@@ -119,6 +121,7 @@ def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
         has_one_version=here.has_one_version,
         edition_versions=here.editions,
         spec=None if here.spec is None else job_spec_message(here.spec),
+        ended=here.ended,
     ).SerializeToString()
 
 
@@ -135,6 +138,7 @@ def read_weights_here(data: bytes) -> WeightsHere:
         answer.has_one_version,
         tuple(answer.edition_versions),
         job_spec(answer.spec) if answer.HasField("spec") else None,
+        answer.ended,
     )
 
 

@@ -5,6 +5,7 @@ budgets.py    What principals have on a shard, counted over all its jobs
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
+last_weights.py The last weights of a job that has ended, for readers that follow it
 metrics.py    What a shard tells Prometheus
 native_loops.py The library for tables in a server process: whether it is used
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread

@@ -10,7 +10,7 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -433,14 +433,7 @@ class HostedJob:
         """
         with self.lock:
             tables = (each for table in self.tables.values() for each in table.feeds)
-            callers = [each.caller for each in (*self.readers, *tables)]
-            if len(callers) >= limit:
-                raise LimitExceeded(f"job {self.name!r} has {len(callers)} feeds here: that is the limit max-feeds")
-            own = callers.count(feed.caller)
-            if feed.caller and own >= share(limit):
-                raise LimitExceeded(
-                    f"{feed.caller} has {own} feeds of job {self.name!r} here: its share is half of max-feeds"
-                )
+            check_feeds(self.name, [each.caller for each in (*self.readers, *tables)], feed.caller, limit)
             feeds.add(feed)
 
     def end_feeds(self, error: PSError) -> None:
@@ -498,6 +491,15 @@ class HostedJob:
             end()
         if task is not None:
             task.abandon()
+
+
+def check_feeds(job: str, callers: Sequence[str], caller: str, limit: float) -> None:
+    """Raises LimitExceeded where a job has as many feeds as it may have, or a caller as many as its share is."""
+    if len(callers) >= limit:
+        raise LimitExceeded(f"job {job!r} has {len(callers)} feeds here: that is the limit max-feeds")
+    own = callers.count(caller)
+    if caller and own >= share(limit):
+        raise LimitExceeded(f"{caller} has {own} feeds of job {job!r} here: its share is half of max-feeds")
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

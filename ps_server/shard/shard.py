@@ -114,6 +114,7 @@ class Shard:
         self._updates.end_graces(now)
         self.feeds.tick(now)
         self.weight_feeds.tick(now)
+        self._hosted.tick(now)
         if now >= self._notify_at:
             self._notify_at = now + NOTICE_AFTER_SECONDS
             for job in self.jobs().values():
@@ -155,7 +156,7 @@ class Shard:
 
     def drop_job(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
-        self._hosted.drop(name, run)
+        self._hosted.drop(name, run, self._clock())
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
@@ -84,11 +84,11 @@ class Reader:
 class Feeding:
     """A shard with a job of one vector, whose worker's steps count its cells up, and whose time a test moves."""
 
-    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None) -> None:
+    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None, run: str = "") -> None:
         self.now, self.clock = 0.0, 0
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), clock=lambda: self.now, feed_limit=limit)
         self.spec = spec or vector_job("job", mode, CELLS, 1)
-        self.shard.create_job(self.spec, range(BUCKETS))
+        self.shard.create_job(self.spec, range(BUCKETS), run)
         self.shard.add_worker("job", 0, 1, 0)
 
     @property
@@ -100,8 +100,8 @@ class Feeding:
         pushed = tuple(PushedBucket(index, kind) for index in buckets)
         self.shard.push(PushCall(Identity("job", 0, 1), self.clock, pushed, payload))
 
-    def describe(self, job: str = "job") -> WeightsHere:
-        return self.shard.weight_feeds.describe(WeightsAsked(job))
+    def describe(self, job: str = "job", run: str = "") -> WeightsHere:
+        return self.shard.weight_feeds.describe(WeightsAsked(job, run))
 
     def begin(self) -> Feeding:
         self.push(0.0, PushKind.INITIAL_VALUE)
@@ -112,10 +112,16 @@ class Feeding:
         self.push(-1.0, buckets=buckets)
 
     def pull(
-        self, version: int, wire: str = "float32", buckets: tuple[int, ...] = (), timeline: int = 0, caller: str = ""
+        self,
+        version: int,
+        wire: str = "float32",
+        buckets: tuple[int, ...] = (),
+        timeline: int = 0,
+        caller: str = "",
+        run: str = "",
     ) -> Reader:
         reader = Reader()
-        call = EditionCall("job", "", timeline, version, wire, buckets)
+        call = EditionCall("job", run, timeline, version, wire, buckets)
         self.shard.weight_feeds.pull(call, reader, caller)  # type: ignore[arg-type]
         return reader
 
@@ -282,6 +288,9 @@ def test_an_edition_that_is_given_up_ends_with_its_error_and_frees_its_memory() 
     feeding.shard.drop_job("job")
     assert isinstance(slow.error, NotFound)
     assert not slow.is_finished
+    slow.close()
+    assert any(copy() is not None for copy in copies), "they are the last weights of a job that somebody follows"
+    feeding.pass_time(KEPT_SECONDS + 1)
     assert all(copy() is None for copy in copies)
 
 
@@ -334,6 +343,79 @@ def test_the_end_of_a_job_ends_its_readers() -> None:
     reader = feeding.pull(1)
     feeding.shard.drop_job("job")
     assert isinstance(reader.error, NotFound)
+
+
+def test_the_last_weights_of_a_job_stay_for_those_who_name_its_run(caplog: pytest.LogCaptureFixture) -> None:
+    feeding = Feeding(run="1").begin()
+    waiting, narrow = feeding.pull(1000), feeding.pull(1000, "bfloat16")
+    for _ in range(3):
+        feeding.step()
+    feeding.shard.drop_job("job")
+    assert isinstance(waiting.error, NotFound)
+    waiting.close()
+    narrow.close()
+    with pytest.raises(NotFound, match="knows no job"):
+        feeding.describe()
+    here = feeding.describe(run="1")
+    assert (here.ended, here.lowest, here.highest) == (True, 3, 3)
+    assert feeding.pull(3, run="1").edition() == (3, [3.0] * CELLS)
+    assert feeding.pull(3, "bfloat16", run="1").edition("bfloat16") == (3, [3.0] * CELLS)
+    with pytest.raises(OutOfOrder, match="has ended with 3 updates"):
+        feeding.pull(2, run="1")
+    with pytest.raises(TryLater, match="given up"):
+        feeding.pull(3, "float16", run="1")
+    feeding.shard.create_job(feeding.spec, range(BUCKETS), run="2")
+    feeding.shard.add_worker("job", 0, 2, 0)
+    assert feeding.pull(3, run="1").edition() == (3, [3.0] * CELLS), "a later run of the name changes nothing"
+    feeding.pass_time(KEPT_SECONDS / 2)
+    assert feeding.describe(run="1").ended
+    feeding.pass_time(KEPT_SECONDS + 1)
+    with pytest.raises(RunEnded):
+        feeding.describe(run="1")
+
+
+def test_a_job_that_nobody_follows_leaves_nothing() -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.pull(0).edition()
+    feeding.pass_time(KEPT_SECONDS + 1)
+    feeding.shard.drop_job("job")
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
+
+
+def test_readers_of_last_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding(limit=2, run="1").begin()
+    feeding.pull(0).edition()
+    feeding.shard.drop_job("job")
+    both = [feeding.pull(0, run="1"), feeding.pull(0, run="1")]
+    with pytest.raises(LimitExceeded, match="job 'job' has 2 feeds here"):
+        feeding.pull(0, run="1")
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert [each.edition() for each in both] == [(0, [0.0] * CELLS)] * 2, "whom they are sent to holds them"
+
+
+def test_a_job_that_needs_the_memory_of_last_weights_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.pull(0).edition()
+    feeding.shard.drop_job("job")
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: 100)
+    with pytest.raises(LimitExceeded):
+        feeding.shard.create_job(feeding.spec, range(BUCKETS), run="2")
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
+
+
+def test_without_memory_there_are_no_last_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeding = Feeding(run="1").begin()
+    waiting = feeding.pull(5)
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    feeding.shard.drop_job("job")
+    assert isinstance(waiting.error, NotFound)
+    assert "its readers do not get its last weights: " in caplog.text
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
 
 
 def test_frozen_buckets_are_there_at_any_version() -> None:

@@ -269,6 +269,35 @@ def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: s
         assert trainer.has(edition.state_dict(), 1)
 
 
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["local:2/2"]))
+def test_readers_get_the_weights_that_rank_0_saves_whatever_versions_they_want(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    with (
+        ps.subscribe(shared.address, job, every=1000) as rare,
+        ps.subscribe(shared.address, job, period=3600, wire="bfloat16") as slow,
+        ps.subscribe(shared.address, job) as newest,
+    ):
+        with shared.connect(mode, job=job) as session:
+            trainer = Trainer(session)
+            trainer.step()
+            for feed in (rare, slow, newest):
+                feed.wait_for()
+            seen: list[int] = []
+            reader = in_background(lambda: seen.extend(edition.version for edition in rare))
+            saved = trainer.steps(7)
+        for feed in (rare, slow, newest):
+            assert feed.wait_for(saved).version == saved
+            until(lambda: feed.ended, "the end")  # noqa: B023
+            assert feed.behind == 0
+        reader.join()
+        assert seen[-1] == saved
+        assert trainer.has(rare.state_dict(), saved)
+        assert trainer.has(newest.state_dict(), saved)
+        rounded = slow.state_dict()["first.weight"]
+        assert torch.equal(rounded, trainer.past[saved]["first.weight"].bfloat16())
+
+
 def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> None:
     running = Cluster(checkpoint_dir=tmp_path, timing=QUICK)
     try:
