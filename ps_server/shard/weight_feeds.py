@@ -27,7 +27,7 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.editions import Piece, TakenEdition, WantedEdition
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob
-from ps_server.shard.waiting import Lent, Outbox
+from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
 
