@@ -23,7 +23,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
 from ps_runtime.grpc_status import STATUS_KEY, code_of, status_of
-from ps_server.shard.waiting import Answer, Lent, Outbox
+from ps_server.shard.outbox import Answer, Lent, Outbox
 
 Send = Callable[[Any], None]
 

@@ -25,9 +25,9 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
-from ps_server.shard.waiting import Outbox
 
 
 class Pushes:
