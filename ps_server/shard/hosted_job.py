@@ -452,7 +452,7 @@ class HostedJob:
         return sum(max(0, size) for size in left) + state.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:
-        """Returns how the job is on this shard."""
+        """Returns the job's statistics on this shard."""
         with self.lock:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()

@@ -134,7 +134,7 @@ class Shard:
             self._pulls.fail(job, TryLater("the shard is stopping"))
 
     def statistics(self) -> ShardStatistics:
-        """Returns how the shard is."""
+        """Returns the shard's statistics."""
         now = self._clock()
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 

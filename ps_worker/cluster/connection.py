@@ -379,7 +379,7 @@ class Connection:
 
 
 def _skip(push: BucketPush) -> BucketPush:
-    """Returns a push that leaves its bucket as it is."""
+    """Returns an empty push in place of this one."""
     return replace(push, empty=True, absent=())
 
 

@@ -60,7 +60,7 @@ SENDING = Sending()
 
 
 class NetworkTransport:
-    """The way over the network to one shard."""
+    """The transport to one shard over the network."""
 
     def __init__(
         self,

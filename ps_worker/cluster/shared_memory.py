@@ -347,7 +347,7 @@ class Room:
     _end: int = PAGE_BYTES
 
     def take(self, size: int) -> int:
-        """Returns the place of so many bytes of it."""
+        """Takes so many bytes of the segment; returns where they begin."""
         place, self._end = self._end, self._end + aligned(size)
         return place
 
