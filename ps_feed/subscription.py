@@ -7,8 +7,9 @@ ahead it has to ask where steps are short. A job that makes no update for a whil
 async and quorum modes each shard is asked for its weights as they are.
 
 A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader. When the job ends, it gets the last weights, whatever versions it wants otherwise: shards keep them
-for a while for those who follow the job.
+waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
+where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
+versions it wants otherwise: shards keep them for a while for those who follow the job.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from ps_feed.edition import Arriving, Contents, EditionArrays
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
@@ -55,6 +56,7 @@ PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
@@ -65,6 +67,21 @@ T = TypeVar("T")
 
 class _StandsStill(Exception):
     """The job makes no update, and has newer weights than the edition."""
+
+
+@dataclass
+class Received:
+    """What has come so far.
+
+    editions: that were whole
+    nbytes:   that came of buckets; elements: of the buckets in these editions: both are equal where all came whole
+    damaged:  editions that were dropped because a bucket was not what was sent
+    """
+
+    editions: int = 0
+    nbytes: int = 0
+    elements: int = 0
+    damaged: int = 0
 
 
 @dataclass
@@ -151,6 +168,7 @@ class Subscription:
     parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
+    changes: ask for what changed, where that is less; None: where the network is slow
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -165,6 +183,7 @@ class Subscription:
         parameters: Collection[str] | None = None,
         period: float = 0.0,
         access: Access = PLAINTEXT,
+        changes: bool | None = None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -182,6 +201,10 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
+        self._changes = changes
+        self._is_slow = False  # the network, as the last whole edition has shown
+        self._is_damaged = False  # the last edition was: all is asked for whole
+        self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
@@ -331,6 +354,10 @@ class Subscription:
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
                     pass
+                except Damaged as error:
+                    self._is_damaged = True
+                    self.received.damaged += 1
+                    raise TryLater(str(error)) from None
                 if self._ended:
                     return
         except PSError as error:
@@ -465,6 +492,9 @@ class Subscription:
         contents = self._contents
         assert contents is not None
         arriving = Arriving(contents, before)
+        wants_changes = self._is_slow if self._changes is None else self._changes
+        base = before if wants_changes and not self._is_damaged else None
+        came: list[tuple[float, int]] = []
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
         def pull(reader: ShardReader) -> None:
@@ -472,15 +502,15 @@ class Subscription:
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
                 least = version if shard.has_one_version else shard.lowest
-                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
+                bases = {} if base is None else base.bases(wanted, shard.timeline)
+                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted, bases)
                 reader.pull(call, take, partial(alive, reader.index))
             else:
                 del heard[reader.index]
 
-        def take(bucket: EditionBucket) -> None:
-            arriving.take(
-                bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
-            )
+        def take(bucket: EditionBucket, timeline: int) -> None:
+            came.append((time.monotonic(), len(bucket.payload)))
+            arriving.take(bucket, timeline, f"edition {version}")
 
         def alive(index: int, told: int) -> None:
             self._heard_of(told)
@@ -491,7 +521,19 @@ class Subscription:
                 raise _StandsStill
 
         shards.all(pull)
-        return arriving.complete(here[0].run, max(each.timeline for each in here))
+        edition = arriving.complete(here[0].run, max(each.timeline for each in here))
+        self._note_received(arriving, came)
+        return edition
+
+    def _note_received(self, arriving: Arriving, came: list[tuple[float, int]]) -> None:
+        """Counts an edition that came. came: when which bytes of it came, the first ones first"""
+        seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
+        if arriving.whole == arriving.nbytes:  # how long a change takes says little of the network
+            self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
+        self._is_damaged = False
+        self.received.editions += 1
+        self.received.nbytes += arriving.nbytes
+        self.received.elements += arriving.elements
 
     def _publish(self, edition: EditionArrays) -> None:
         before = self._edition

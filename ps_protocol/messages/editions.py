@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ps_protocol.convert import job_spec, job_spec_message, wire_format, wire_format_number
@@ -57,6 +59,7 @@ class EditionCall(NamedTuple):
               have at least
     wire:     the type in which float32 elements are to travel
     buckets:  that are wanted, by index; none: all
+    bases:    versions that the reader has, by bucket, on this timeline and in this type: changes since will do
     """
 
     job: str
@@ -65,6 +68,7 @@ class EditionCall(NamedTuple):
     version: int
     wire: str
     buckets: tuple[int, ...]
+    bases: Mapping[int, int] = MappingProxyType({})
 
 
 class EditionBegin(NamedTuple):
@@ -79,6 +83,8 @@ class EditionBucket(NamedTuple):
     """A bucket of an edition, by its index: the updates that it has, and its elements with their CRC-32.
 
     wire_format: of the elements; empty: the bucket's own type
+    payload:     the elements; or, with a base, what changed since
+    base:        None: the bucket comes whole
     """
 
     bucket: int
@@ -86,6 +92,7 @@ class EditionBucket(NamedTuple):
     wire_format: str
     checksum: int
     payload: Buffer
+    base: int | None = None
 
 
 class EditionPart(NamedTuple):
@@ -151,6 +158,7 @@ def write_edition_call(call: EditionCall) -> bytes:
         version=call.version,
         wire_format=wire_format_number(call.wire),
         buckets=call.buckets,
+        base_versions=call.bases,
     ).SerializeToString()
 
 
@@ -158,7 +166,8 @@ def read_edition_call(data: bytes) -> EditionCall:
     """Reads a PullEditionRequest."""
     message = parse(feed_pb2.PullEditionRequest, data)
     wire = wire_format(message.wire_format, "wire format of an edition") or "float32"
-    return EditionCall(message.job, message.run, message.timeline, message.version, wire, tuple(message.buckets))
+    what = message.job, message.run, message.timeline, message.version
+    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions))
 
 
 def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
@@ -173,6 +182,8 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         response.bucket.bucket, response.bucket.version = bucket.bucket, bucket.version
         response.bucket.checksum = bucket.checksum
         response.bucket.wire_format = wire_format_number(bucket.wire_format)
+        if bucket.base is not None:
+            response.bucket.base_version = bucket.base
     return message_parts(response, payload)
 
 
@@ -187,6 +198,11 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         return EditionPart(now)
     sent = message.bucket
     bucket = EditionBucket(
-        sent.bucket, sent.version, wire_format(sent.wire_format), sent.checksum, b"" if payload is None else payload
+        sent.bucket,
+        sent.version,
+        wire_format(sent.wire_format),
+        sent.checksum,
+        b"" if payload is None else payload,
+        sent.base_version if sent.HasField("base_version") else None,
     )
     return EditionPart(now, bucket=bucket)

@@ -4,6 +4,9 @@ A bucket is copied as a checkpoint's is: by the thread that steps it, at the mom
 that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
 clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
 
+Who has an older version may get what changed since (changes.py). As long as somebody follows the job who wants that,
+the newest edition stays.
+
 What readers have asked for of a job that ends is copied as it is then: its last weights (last_weights.py).
 
 Copies of `MOST` editions are in memory at a time, however many readers there are: those who ask for the same version
@@ -31,6 +34,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
+from ps_server.shard.changes import BucketChanges
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -79,11 +83,13 @@ class WantedEdition:
     version: the updates that each bucket is to have; None: those that it has when it is copied
     least:   without a version, those that each bucket is to have at least
     pieces:  the buckets, and how each is to travel
+    changes: what changed since an older version will do
     """
 
     version: int | None
     least: int
     pieces: frozenset[Piece]
+    changes: bool = False
 
 
 class TakenEdition:
@@ -160,6 +166,10 @@ class TakenEdition:
     def has(self, pieces: frozenset[Piece]) -> bool:
         """Whether all of these are copied."""
         return pieces <= self._copied.keys()
+
+    def copied(self, piece: Piece) -> CopiedBucket | None:
+        """Returns the copy of a bucket, if it is there."""
+        return self._copied.get(piece)
 
     def copy(self, piece: Piece) -> CopiedBucket:
         """Returns the copy of a bucket. Raises why the edition was given up."""
@@ -249,6 +259,8 @@ class Editions:
         self._closed: PSError | None = None
         self._followed = -math.inf  # when a reader was heard of last
         self._pieces: set[Piece] = set()  # what readers have asked for, as long as they are heard of
+        self._changes: dict[Piece, BucketChanges] = {}
+        self._keeps_newest = False  # for changes
         self.waiting: tuple[TakenEdition, ...] = ()
 
     def versions(self) -> list[int]:
@@ -262,9 +274,10 @@ class Editions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is copied."""
+        """Bytes of all that is copied, and of changes."""
         with self._lock:
-            return sum(each.nbytes for each in self._kept)
+            changes = sum(each.nbytes for each in self._changes.values())
+            return sum(each.nbytes for each in self._kept) + changes
 
     def heard_of_reader(self, now: float) -> None:
         """Notes that somebody follows the job."""
@@ -280,6 +293,7 @@ class Editions:
                 raise self._closed
             self._followed = now
             self._pieces |= wanted.pieces
+            self._keeps_newest |= wanted.changes
             edition = next((each for each in reversed(self._kept) if each.serves(wanted)), None)
             if edition is None:
                 edition = TakenEdition(wanted.version, self._make_room)
@@ -315,12 +329,36 @@ class Editions:
         if not self._kept and not self._pieces:
             return
         with self._lock:
-            self._kept = [each for each in self._kept if each.is_read or now - each.used < KEPT_SECONDS]
             if any(each.is_read for each in self._kept):
                 self._followed = now
-            elif now - self._followed > KEPT_SECONDS:
+            is_followed = now - self._followed <= KEPT_SECONDS
+            self._keeps_newest &= is_followed
+            newest = next((each for each in reversed(self._kept) if each.is_whole), None)
+            self._kept = [
+                each
+                for each in self._kept
+                if each.is_read or (self._keeps_newest and each is newest) or now - each.used < KEPT_SECONDS
+            ]
+            if not is_followed:
                 self._pieces.clear()
+                self._changes.clear()
             self._note_waiting()
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. May take its time."""
+        with self._lock:
+            if self._closed is not None:
+                return None
+            changes = self._changes.get(piece)
+            if changes is None:
+                changes = self._changes[piece] = BucketChanges(piece[1], self._has_free)
+            copies = [copied for each in self._kept if (copied := each.copied(piece)) is not None]
+        return changes.between(base, new, copies)
+
+    def _has_free(self, size: int) -> bool:
+        """Whether training leaves so many bytes free."""
+        left = free_bytes()
+        return left is None or size + self._promised() <= left
 
     def followed(self) -> frozenset[Piece]:
         """Returns what readers want that follow the job."""
@@ -352,6 +390,7 @@ class Editions:
         with self._lock:
             self._closed = error
             kept, self._kept, self.waiting = self._kept, [], ()
+            self._changes.clear()
         for each in kept:
             each.fail(error)
 

@@ -14,14 +14,14 @@ from typing import ClassVar
 
 from ps_protocol.errors import OutOfOrder, PSError
 from ps_server.core.buckets import Bucket
-from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, TakenEdition, WantedEdition
+from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
 from ps_server.shard.hosted_job import Feed, HostedJob, check_feeds
 
 log = logging.getLogger("ps_server")
 
 
 class LastWeights:
-    """What readers may have of a job that is over: a Source, see weight_feeds.py. Its methods are thread-safe.
+    """What readers may have of a job that is over: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
 
     spec, run, timeline, shards, specs: of the job, as it was
     versions: of the buckets that are copied and that an optimizer has stepped
@@ -64,6 +64,10 @@ class LastWeights:
         for piece in wanted.pieces:
             self._edition.copy(piece)
         return self._edition
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns None: nothing older is here."""
+        return None
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it."""

@@ -26,7 +26,7 @@ from ps_protocol.messages.editions import (
     WeightsHere,
 )
 from ps_server.failpoints import failpoint
-from ps_server.shard.editions import Over, Piece, TakenEdition, WantedEdition, piece_of
+from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import Feed, HostedJob
 from ps_server.shard.outbox import Lent, Outbox
@@ -34,7 +34,7 @@ from ps_server.shard.outbox import Lent, Outbox
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
 
 
-class Source(Protocol):
+class EditionSource(Protocol):
     """What editions are taken of: a job, or what is left of one that has ended.
 
     ended: it has ended
@@ -79,6 +79,9 @@ class Source(Protocol):
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns an edition for a reader; see Editions.take. What can be copied now is copied."""
 
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it. None: it got none"""
 
@@ -122,6 +125,10 @@ class JobSource:
         editions.looked_at(edition)
         return edition
 
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+        return self.job.editions.change(piece, base, new)
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it."""
         with self.job.lock:
@@ -134,12 +141,19 @@ class EditionSender:
     """One reader that gets one edition.
 
     caller: the principal that reads; empty: nobody in particular
+    bases:  versions that the reader has, by bucket
     """
 
     def __init__(
-        self, source: Source, wanted: WantedEdition, outbox: Outbox, caller: str, now: Callable[[], float]
+        self,
+        source: EditionSource,
+        wanted: WantedEdition,
+        bases: Mapping[int, int],
+        outbox: Outbox,
+        caller: str,
+        now: Callable[[], float],
     ) -> None:
-        self._source, self.outbox, self.caller = source, outbox, caller
+        self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
         self._result: tuple[PSError | None] | None = None  # once it is over: why there is no edition
@@ -199,7 +213,10 @@ class EditionSender:
             self.outbox.fail(error)
             yield Lent(EditionPart(now), None)
             return
-        sent = EditionBucket(copied.index, copied.version, copied.wire_format, copied.checksum, copied.payload)
+        base = self._bases.get(copied.index)
+        change = None if base is None else self._source.change(piece, base, copied)
+        about = copied.index, copied.version, copied.wire_format, copied.checksum
+        sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
         yield Lent(EditionPart(now, bucket=sent), None)
         self._lend_next(edition)
 
@@ -257,7 +274,8 @@ class WeightFeeds:
             raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {call.wire}")
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
-        feed = EditionSender(source, wanted, outbox, caller, self._clock)
+        bases = call.bases if call.timeline == source.timeline else {}
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
         source.add(feed, self._limit)
         try:
             # The job may have ended its feeds meanwhile, without this one.
@@ -269,7 +287,7 @@ class WeightFeeds:
             raise
         outbox.on_close(feed.forget)
 
-    def _source(self, name: str, run: str) -> Source:
+    def _source(self, name: str, run: str) -> EditionSource:
         """Returns a job, or what is left of it. Raises NotFound, RunEnded, or TryLater."""
         last = self._hosted.last(name, run)
         return last if last is not None else JobSource(self._begun(name, run))
@@ -292,7 +310,7 @@ class WeightFeeds:
         return job
 
 
-def _wanted(call: EditionCall, source: Source) -> WantedEdition:
+def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
     """Returns what a call wants. Raises InvalidRequest, or OutOfOrder for another timeline."""
     unknown = [index for index in call.buckets if index not in source.specs]
     if unknown:
@@ -302,9 +320,9 @@ def _wanted(call: EditionCall, source: Source) -> WantedEdition:
         raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
     specs = [source.specs[index] for index in call.buckets or source.specs]
     pieces = frozenset(piece_of(spec, call.wire) for spec in specs)
-    return WantedEdition(call.version if has_one_version else None, call.version, pieces)
+    return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
 
 
-def lowest(source: Source) -> int:
+def lowest(source: EditionSource) -> int:
     """Returns the lowest version of the buckets that an optimizer steps; 0 where there are none."""
     return min(source.versions, default=0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from ps_protocol.changes import apply_change
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
@@ -59,6 +60,14 @@ class Reader:
 
     def on_close(self, callback: Callable[[], None]) -> None:
         self.close = callback
+
+    def buckets(self) -> list[EditionBucket]:
+        """Takes all, as it came."""
+        begin = self.take().begin
+        assert begin is not None
+        buckets = [bucket for _ in range(begin.buckets) if (bucket := self.take().bucket) is not None]
+        self.close()
+        return buckets
 
     def take(self) -> EditionPart:
         with self.queued.popleft()() as (part, _):
@@ -119,9 +128,11 @@ class Feeding:
         timeline: int = 0,
         caller: str = "",
         run: str = "",
+        base: int | None = None,
     ) -> Reader:
         reader = Reader()
-        call = EditionCall("job", run, timeline, version, wire, buckets)
+        bases = {} if base is None else dict.fromkeys(buckets or range(BUCKETS), base)
+        call = EditionCall("job", run, timeline, version, wire, buckets, bases)
         self.shard.weight_feeds.pull(call, reader, caller)  # type: ignore[arg-type]
         return reader
 
@@ -197,6 +208,56 @@ def test_where_workers_share_no_clock_each_bucket_is_copied_as_it_is(mode: str) 
     feeding.step(range(2))
     assert not feeding.describe().has_one_version
     assert feeding.pull(0).edition() == (1, [2.0] * 32 + [1.0] * 32)
+
+
+def changed(bucket: EditionBucket, base: list[float]) -> list[float]:
+    """Applies a change to cells."""
+    assert bucket.base is not None
+    cells = apply_change(bucket.payload, bytes_of(torch.tensor(base)), 4)
+    assert zlib.crc32(cells.tobytes()) == bucket.checksum
+    return tensor_from(cells.data, "float32").tolist()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_reader_that_has_an_older_version_gets_what_changed(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    feeding.pull(0).edition()
+    feeding.step()
+    for bucket in feeding.pull(1, base=0).buckets():
+        assert (bucket.version, bucket.base) == (1, 0)
+        assert changed(bucket, [0.0] * 16) == [1.0] * 16
+    for _ in range(2):
+        feeding.step()
+        feeding.pull(feeding.clock, base=feeding.clock - 1).buckets()
+    missed = feeding.pull(3, base=0).buckets()
+    assert [changed(each, [0.0] * 16) for each in missed] == [[3.0] * 16] * BUCKETS, "no copy of 0 is left"
+
+
+def test_what_cannot_be_a_change_comes_whole() -> None:
+    feeding = Feeding("async").begin()
+    feeding.pull(0).edition()
+    feeding.step()
+    for reader in (feeding.pull(1, base=7), feeding.pull(1, "bfloat16", base=0), feeding.pull(1, timeline=9, base=0)):
+        assert [each.base for each in reader.buckets()] == [None] * BUCKETS
+
+
+def test_the_newest_edition_stays_for_changes_as_long_as_somebody_follows() -> None:
+    feeding = Feeding().begin()
+    feeding.pull(0).edition()
+    waiting = feeding.pull(1, base=0)
+    for _ in range(5):
+        feeding.pass_time(KEPT_SECONDS - 1)
+    feeding.step()
+    assert [each.base for each in waiting.buckets()] == [0] * BUCKETS
+    for _ in range(5):
+        feeding.pass_time(KEPT_SECONDS - 1)
+        feeding.describe()
+    feeding.step()
+    assert [each.base for each in feeding.pull(2, base=1).buckets()] == [1] * BUCKETS
+    editions = feeding.shard.jobs()["job"].editions
+    assert 2 * CELLS * 4 < editions.nbytes < 3 * CELLS * 4
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert editions.nbytes == 0
 
 
 def test_readers_of_one_version_share_its_copies() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ps_torch as ps
+from ps_protocol.changes import encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
 from ps_protocol.messages.editions import WeightsAsked
 from ps_server.shard.shard import Shard
@@ -153,6 +154,53 @@ def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, 
         assert rounded["frozen.weight"].dtype == torch.float32, "what is not trained is sent once, as it is"
         with pytest.raises(InvalidRequest, match=r"has no parameter nonsense; it has \d+, such as "):
             ps.subscribe(shared.address, job, parameters=["nonsense"]).wait_for()
+
+
+@pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32"]))
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
+def test_changes_give_the_same_bits_in_fewer_bytes(
+    shared: Cluster, job: str, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        shared.connect(mode, job=job) as session,
+        ps.subscribe(shared.address, job, wire=wire, changes=True) as feed,
+        ps.subscribe(shared.address, job, wire=wire, changes=False) as whole,
+    ):
+        trainer = Trainer(session)
+        feed.wait_for()
+        for step in range(1, 6):
+            trainer.step()
+            state = feed.wait_for(step).state_dict()
+            expected = trainer.past[step]
+            for name in ("first.weight", "last.weight", "scale"):
+                is_cast = expected[name].dtype == torch.float32 and name != "scale"
+                assert torch.equal(state[name], expected[name].to(getattr(torch, wire)) if is_cast else expected[name])
+        whole.wait_for(5)
+        received, others = feed._subscription.received, whole._subscription.received
+    assert received.nbytes < received.elements
+    assert others.nbytes == others.elements
+    assert received.damaged == others.damaged == 0
+
+
+def test_a_damaged_edition_is_dropped_and_asked_for_whole(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt: list[int] = []
+    with ps.subscribe(shared.address, job, changes=True) as feed:
+        feed.wait_for()
+
+        def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+            spoilt.append(itemsize)
+            return encode_change(base, bytes(len(new)), itemsize)
+
+        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        trainer.step()
+        assert trainer.has(feed.wait_for(1).state_dict(), 1)
+        received = feed._subscription.received
+    assert spoilt
+    assert received.damaged == 1
+    assert received.nbytes == received.elements
+    assert "was damaged on the way: its checksum is another one" in caplog.text
 
 
 def test_a_model_follows_training_and_does_not_change_while_it_is_read(
