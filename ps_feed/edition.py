@@ -96,6 +96,7 @@ class EditionArrays:
               this is the lowest, and `versions` has each bucket's
     versions: by bucket
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
+    checksums: of each bucket's elements, by bucket, as shards have told them
     """
 
     contents: Contents
@@ -104,6 +105,14 @@ class EditionArrays:
     versions: Mapping[int, int]
     timeline: int
     spaces: Mapping[str, npt.NDArray[np.uint8]]
+    checksums: Mapping[int, int]
+
+    def bucket(self, index: int) -> memoryview:
+        """Returns the elements of a bucket, without a copy."""
+        bucket = self.contents.buckets[index]
+        size = self.contents.size(bucket)
+        start = bucket.start * (size // bucket.numel)
+        return self.spaces[bucket.space][start : start + size].data
 
     def names(self) -> Sequence[str]:
         """Returns the names of its tensors, as in the model's state_dict."""
@@ -132,7 +141,7 @@ class Arriving:
     """
 
     def __init__(self, contents: Contents, before: EditionArrays | None) -> None:
-        self._contents, self._versions = contents, dict[int, int]()
+        self._contents, self._versions, self._checksums = contents, dict[int, int](), dict[int, int]()
         self._spaces: dict[str, npt.NDArray[np.uint8]] = {}
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
         frozen = {each.space for each in contents.buckets.values() if each.frozen}
@@ -142,6 +151,8 @@ class Arriving:
             else:
                 self._spaces[space] = np.empty(contents.layout.space_sizes[space] * itemsize, np.uint8)
         has_frozen = before is not None
+        if before is not None:
+            self._checksums = {each: before.checksums[each] for each, of in contents.buckets.items() if of.frozen}
         self.missing = {each.index for each in contents.buckets.values() if not (each.frozen and has_frozen)}
 
     def take(self, index: int, version: int, payload: memoryview, checksum: int, what: str) -> None:
@@ -156,7 +167,7 @@ class Arriving:
             raise InvalidRequest(f"{what}: bucket {index} was damaged on the way: its checksum is another one")
         start = bucket.start * (size // bucket.numel)
         self._spaces[bucket.space][start : start + size] = np.frombuffer(payload, np.uint8)
-        self._versions[index] = version
+        self._versions[index], self._checksums[index] = version, checksum
         self.missing.discard(index)
 
     def complete(self, run: str, timeline: int) -> EditionArrays:
@@ -166,4 +177,5 @@ class Arriving:
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
-        return EditionArrays(self._contents, run, min(trained, default=0), self._versions, timeline, self._spaces)
+        version = min(trained, default=0)
+        return EditionArrays(self._contents, run, version, self._versions, timeline, self._spaces, self._checksums)

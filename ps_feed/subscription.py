@@ -8,6 +8,10 @@ async and quorum modes each shard is asked for its weights as they are.
 
 A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
 waits for no reader.
+
+A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
+Where several addresses are given, the next is tried when one does not answer. Relays are not equally far: what one has
+that is behind the reader's edition, or is of a run or a series of updates before it, is waited past.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
-from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsHere
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.daemon_pool import Closed, DaemonPool
@@ -142,13 +146,15 @@ def _end_open() -> None:
 class Subscription:
     """Follows a job's weights. Its methods are thread-safe.
 
-    server: HOST:PORT of the coordinator
+    server: HOST:PORT of the coordinator or a relay; of several, with a comma between them, the next is tried when one
+            does not answer
     job:    the job's name
     every:  updates between two editions, at least
     wire:   the type in which float32 weights travel, and lie in an edition
     parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
+    told:   is called by its thread whenever there is an edition, a trouble or the end
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -163,6 +169,7 @@ class Subscription:
         parameters: Collection[str] | None = None,
         period: float = 0.0,
         access: Access = PLAINTEXT,
+        told: Callable[[], None] | None = None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -170,7 +177,8 @@ class Subscription:
             raise InvalidRequest(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
-        self._server, self._job, self._access = server, job, access
+        self._servers, self._job, self._access = server.split(","), job, access
+        self._told_of = told
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
@@ -180,9 +188,11 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
+        self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
         self._updated = time.monotonic()  # when `_told` rose last
+        self._described_at = 0.0  # when shards were asked last how far they are
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
@@ -217,6 +227,11 @@ class Subscription:
     def behind(self) -> int:
         """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
+
+    @property
+    def latest(self) -> int:
+        """The highest version that shards have told of."""
+        return self._told
 
     @property
     def age(self) -> float:
@@ -308,15 +323,20 @@ class Subscription:
             self._closing.wait(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         self._drop_shards()
+        self._tell()
+
+    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        if self._told_of is not None:
+            self._told_of()
 
     def _follow(self) -> None:
         """Receives editions until there is a trouble, and records it."""
         try:
             while not self._closing.is_set():
                 if self._shards is None:
-                    self._shards = _EachShard(self._server, self._access)
+                    self._shards = _EachShard(self._servers[0], self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
                 began = time.monotonic()
@@ -335,15 +355,15 @@ class Subscription:
                 return
             self._drop_shards()
             self._ended = isinstance(error, NotFound) and self._edition is not None and not self._is_there()
-            with self._changed:
-                self._trouble = error
-                self._changed.notify_all()
+            self._trouble = error
+            self._tell()
+            self._servers.append(self._servers.pop(0))
             self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, error)
 
     def _is_there(self) -> bool:
         """Whether the coordinator has the job; True if it does not answer."""
         try:
-            return self._job in cluster(self._server, self._access).jobs
+            return self._job in cluster(self._servers[0], self._access).jobs
         except PSError:
             return True
 
@@ -357,11 +377,13 @@ class Subscription:
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
         """
-        edition = self._edition
+        edition, self._described_at = self._edition, time.monotonic()
         here = self._described(shards)
         highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
         own = edition.version if edition is not None and is_same else None
+        self._check_order(here[0], timeline)
+        self._lag = here[0].age
         if self._series != (here[0].run, timeline):
             self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
@@ -373,10 +395,17 @@ class Subscription:
         self._asked_for = version
         self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
 
+    def _check_order(self, first: WeightsHere, timeline: int) -> None:
+        """Raises TryLater where what is offered is of before the edition, as another relay may have it."""
+        edition = self._edition
+        if first.is_relayed and edition is not None and (first.run, timeline) < (edition.run, edition.timeline):
+            what = "an earlier run" if first.run < edition.run else "the weights from before a rollback"
+            raise TryLater(f"job {self._job!r}: {self._servers[0]} has {what}, and no newer ones yet")
+
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
         run = None if self._edition is None or self._contents is None else self._edition.run
-        here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
+        here = shards.all(lambda reader: self._describe(reader, run is None and reader.index == 0))
         first = here[0]
         if first.shards != len(here):
             self._drop_shards()
@@ -387,16 +416,21 @@ class Subscription:
             raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
         spec = first.spec
         if run is not None and run != first.run:
-            spec = shards.readers[0].describe(self._job, with_spec=True).spec
+            spec = self._describe(shards.readers[0], with_spec=True).spec
         if spec is not None:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
+
+    def _describe(self, reader: ShardReader, with_spec: bool) -> WeightsHere:
+        return reader.describe(WeightsAsked(self._job, with_spec=with_spec, wire=self._wire))
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes
+        if here[0].is_relayed:
+            return max(here[0].lowest, self._least(own))
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
@@ -432,7 +466,7 @@ class Subscription:
             shard = here[reader.index]
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
-                least = version if shard.has_one_version else shard.lowest
+                least = version if shard.has_one_version or shard.is_relayed else shard.lowest
                 call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
                 reader.pull(call, take, partial(alive, reader.index))
             else:
@@ -443,11 +477,13 @@ class Subscription:
                 bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
             )
 
-        def alive(index: int, told: int) -> None:
+        def alive(index: int, told: int, age: float | None) -> None:
             self._heard_of(told)
-            heard[index] = time.monotonic()
+            self._lag = age
+            heard[index] = time.monotonic() - (age or 0.0)
             if self._told < least:
-                self._equal = min(list(heard.values()))
+                equal = min(list(heard.values()))
+                self._equal = equal if self._equal is None else max(self._equal, equal)
             elif self._told < version and self._is_idle():
                 raise _StandsStill
 
@@ -469,6 +505,10 @@ class Subscription:
         with self._changed:
             self._restores += is_restored
             self._edition, self._trouble = edition, None
-            if edition.version >= self._told:
-                self._equal = time.monotonic()
-            self._changed.notify_all()
+            if self._lag is not None or edition.version >= self._told:
+                self._equal = time.monotonic() - (self._lag or 0.0)
+            elif self._equal is None or is_restored:
+                self._equal = self._described_at
+            else:  # it was asked for with what shards had then, or more
+                self._equal = max(self._equal, self._described_at)
+        self._tell()
