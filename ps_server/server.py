@@ -60,7 +60,7 @@ from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
 from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc
-from ps_server.rpc.health import add_health
+from ps_server.rpc.health import HEALTH_THREADS, add_health
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.own_ports import OwnPorts
@@ -80,7 +80,6 @@ from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
 
-HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
 STOP_GRACE_SECONDS = 2.0

@@ -296,7 +296,8 @@ def subscribe(
     background, as fast as it can.
 
     Args:
-        server: HOST:PORT of the coordinator (PS_SERVER).
+        server: HOST:PORT of the coordinator or a relay (PS_SERVER). Several relays have commas between them: where one
+            does not answer, the feed goes on from the next.
         job: The job's name (PS_JOB); "default" by default.
         every: The smallest number of updates between two editions. In sync and local modes editions have versions that
             it divides.
@@ -320,7 +321,7 @@ def subscribe(
         with feed.reading(model, max_behind=4) as version:
             answer = model(question)
     """
-    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure)
+    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
     name = check("job", job)
     wanted = None if parameters is None else tuple(parameters)
     subscription = Subscription(

@@ -10,6 +10,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ps_server.rpc.permissions import REFLECTION_V1
 
+HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
+
 
 def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
     """Adds the standard health service, which answers while all other pools are busy; and reflection.

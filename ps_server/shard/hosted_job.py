@@ -10,7 +10,7 @@ import itertools
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,7 +22,6 @@ from ps_frames.loans import Loan, Loans
 from ps_protocol.codecs import Cast
 from ps_protocol.errors import (
     InvalidRequest,
-    LimitExceeded,
     NotFound,
     NotShared,
     PSError,
@@ -38,7 +37,7 @@ from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, Seg
 from ps_server.core.buckets import Bucket
 from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
-from ps_server.core.limits import share
+from ps_server.core.limits import check_feeds
 from ps_server.core.partition import JobPartition
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import Snapshot
@@ -491,15 +490,6 @@ class HostedJob:
             end()
         if task is not None:
             task.abandon()
-
-
-def check_feeds(job: str, callers: Sequence[str], caller: str, limit: float) -> None:
-    """Raises LimitExceeded where a job has as many feeds as it may have, or a caller as many as its share is."""
-    if len(callers) >= limit:
-        raise LimitExceeded(f"job {job!r} has {len(callers)} feeds here: that is the limit max-feeds")
-    own = callers.count(caller)
-    if caller and own >= share(limit):
-        raise LimitExceeded(f"{caller} has {own} feeds of job {job!r} here: its share is half of max-feeds")
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

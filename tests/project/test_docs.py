@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import ps_torch
 from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
+from ps_server.relay_config import RELAY
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
 from ps_worker.config import SETTINGS as WORKER_SETTINGS
@@ -93,7 +94,9 @@ def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
         HEALTH_PORT,
         *SERVER_SETTINGS,
     )
-    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS)
+    known = {each.name for each in (*servers, *WORKER_SETTINGS)} - {"token_file"}
+    relays = [each for each in RELAY if each.name not in known]
+    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS, *relays)
     rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
     page = (DOCS / "configuration.md").read_text()
     shown = re.findall(r"^\| `[a-z-]+` \|.*", page.partition("## All settings of servers")[2], re.MULTILINE)
