@@ -342,6 +342,7 @@ def subscribe(
     every: int = 1,
     period: float = 0.0,
     wire: str = "float32",
+    changes: bool | None = None,
     parameters: Collection[str] | None = None,
     names: Names | None = None,
     tls_cert: str | None = None,
@@ -356,13 +357,16 @@ def subscribe(
     background, as fast as it can.
 
     Args:
-        server: HOST:PORT of the coordinator (PS_SERVER).
+        server: HOST:PORT of the coordinator or a relay (PS_SERVER). Several relays have commas between them: where one
+            does not answer, the feed goes on from the next.
         job: The job's name (PS_JOB); "default" by default.
         every: The smallest number of updates between two editions. In sync and local modes editions have versions that
             it divides.
         period: The smallest number of seconds between two editions.
         wire: The element type in which float32 weights are transferred and kept: "float32", "bfloat16" or "float16".
             Other types stay as they are.
+        changes: Whether to ask for what changed since the last edition, where that is less than the whole. The weights
+            have the same bits either way. None: where editions arrive at less than 200 MB a second.
         parameters: The names of the tensors to transfer. None: all.
         names: The job's name of a tensor by the model's name, as a mapping or a function. Names that a mapping lacks
             are the same in both. In place of a name it may have a `MadeOf`, for tensors that are fused, split or
@@ -378,8 +382,17 @@ def subscribe(
         with feed.reading(model, max_behind=4) as version:
             answer = model(question)
     """
-    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure)
+    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
     name = check("job", job)
     wanted = None if parameters is None else tuple(parameters)
-    subscription = Subscription(address, name, every=every, wire=wire, parameters=wanted, period=period, access=access)
+    subscription = Subscription(
+        address,
+        name,
+        every=every,
+        wire=wire,
+        parameters=wanted,
+        period=period,
+        access=access,
+        changes=changes,
+    )
     return WeightFeed(subscription, name, names)

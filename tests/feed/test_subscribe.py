@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ps_torch as ps
+from ps_protocol.changes import encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
 from ps_protocol.messages.editions import WeightsAsked
 from ps_server.shard.shard import Shard
@@ -155,6 +156,53 @@ def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, 
         assert rounded["frozen.weight"].dtype == torch.float32, "what is not trained is sent once, as it is"
         with pytest.raises(InvalidRequest, match=r"has no parameter nonsense; it has \d+, such as "):
             ps.subscribe(shared.address, job, parameters=["nonsense"]).wait_for()
+
+
+@pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32"]))
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
+def test_changes_give_the_same_bits_in_fewer_bytes(
+    shared: Cluster, job: str, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        shared.connect(mode, job=job) as session,
+        ps.subscribe(shared.address, job, wire=wire, changes=True) as feed,
+        ps.subscribe(shared.address, job, wire=wire, changes=False) as whole,
+    ):
+        trainer = Trainer(session)
+        feed.wait_for()
+        for step in range(1, 6):
+            trainer.step()
+            state = feed.wait_for(step).state_dict()
+            expected = trainer.past[step]
+            for name in ("first.weight", "last.weight", "scale"):
+                is_cast = expected[name].dtype == torch.float32 and name != "scale"
+                assert torch.equal(state[name], expected[name].to(getattr(torch, wire)) if is_cast else expected[name])
+        whole.wait_for(5)
+        received, others = feed._subscription.received, whole._subscription.received
+    assert received.nbytes < received.elements
+    assert others.nbytes == others.elements
+    assert received.damaged == others.damaged == 0
+
+
+def test_a_damaged_edition_is_dropped_and_asked_for_whole(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt: list[int] = []
+    with ps.subscribe(shared.address, job, changes=True) as feed:
+        feed.wait_for()
+
+        def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+            spoilt.append(itemsize)
+            return encode_change(base, bytes(len(new)), itemsize)
+
+        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        trainer.step()
+        assert trainer.has(feed.wait_for(1).state_dict(), 1)
+        received = feed._subscription.received
+    assert spoilt
+    assert received.damaged == 1
+    assert received.nbytes == received.elements
+    assert "was damaged on the way: its checksum is another one" in caplog.text
 
 
 def test_a_model_follows_training_and_does_not_change_while_it_is_read(
@@ -362,6 +410,35 @@ def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: s
             assert version == 1
         assert [each.version for each in feed] == [1], "the newest stays"
         assert trainer.has(edition.state_dict(), 1)
+
+
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["local:2/2"]))
+def test_readers_get_the_weights_that_rank_0_saves_whatever_versions_they_want(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    with (
+        ps.subscribe(shared.address, job, every=1000) as rare,
+        ps.subscribe(shared.address, job, period=3600, wire="bfloat16") as slow,
+        ps.subscribe(shared.address, job) as newest,
+    ):
+        with shared.connect(mode, job=job) as session:
+            trainer = Trainer(session)
+            trainer.step()
+            for feed in (rare, slow, newest):
+                feed.wait_for()
+            seen: list[int] = []
+            reader = in_background(lambda: seen.extend(edition.version for edition in rare))
+            saved = trainer.steps(7)
+        for feed in (rare, slow, newest):
+            assert feed.wait_for(saved).version == saved
+            until(lambda: feed.ended, "the end")  # noqa: B023
+            assert feed.behind == 0
+        reader.join()
+        assert seen[-1] == saved
+        assert trainer.has(rare.state_dict(), saved)
+        assert trainer.has(newest.state_dict(), saved)
+        rounded = slow.state_dict()["first.weight"]
+        assert torch.equal(rounded, trainer.past[saved]["first.weight"].bfloat16())
 
 
 def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> None:

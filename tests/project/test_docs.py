@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import ps_torch
 from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
+from ps_server.relay_config import RELAY
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
 from ps_worker.config import SETTINGS as WORKER_SETTINGS
@@ -111,7 +112,9 @@ def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
         HEALTH_PORT,
         *SERVER_SETTINGS,
     )
-    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS)
+    known = {each.name for each in (*servers, *WORKER_SETTINGS)} - {"token_file"}
+    relays = [each for each in RELAY if each.name not in known]
+    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS, *relays)
     rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
     page = (DOCS / "configuration.md").read_text()
     shown = re.findall(r"^\| `[a-z-]+` \|.*", page.partition("## All settings of servers")[2], re.MULTILINE)
@@ -220,12 +223,3 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(rows) > 40
     assert [row for row in rows if not _is_said(row, texts)] == []
     assert not _is_said("the flux capacitor of shard 3 is empty", texts)
-
-
-def test_the_files_of_the_data_path_are_there() -> None:
-    """Those that a step passes, which the page names by their end after a first one with its folder."""
-    _, _, walk = (DOCS / "data-path.md").read_text().partition("### File by file")
-    named = set(re.findall(r"`([\w/]+\.py)`", walk.partition("\n## ")[0]))
-    assert len(named) > 50
-    there = [path.as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []

@@ -1,0 +1,56 @@
+"""An edition that a relay keeps, as long as somebody reads it or no newer one has taken its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ps_feed.edition import EditionArrays
+from ps_protocol.errors import PSError
+from ps_protocol.messages.editions import EditionBucket
+
+
+class Reader(Protocol):
+    """Whoever reads an edition. caller: the principal; empty: nobody in particular"""
+
+    caller: str
+
+    def end(self, error: PSError) -> None:
+        """Takes the edition away."""
+
+
+class KeptEdition:
+    """An edition, who reads it, and when it was the newest last.
+
+    equal: the moment at which it was known last to be what the shards have
+    """
+
+    def __init__(self, arrays: EditionArrays, equal: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.arrays, self.equal = arrays, equal
+        self.readers: set[Reader] = set()
+        self.replaced: float | None = None  # when a newer one took its place
+        self._clock = clock
+
+    @property
+    def series(self) -> tuple[str, int]:
+        """The run and the timeline that its version is of."""
+        return self.arrays.run, self.arrays.timeline
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return sum(space.nbytes for space in self.arrays.spaces.values())
+
+    def age(self) -> float:
+        """Returns the seconds since it was known last to be what the shards have."""
+        return max(0.0, self._clock() - self.equal)
+
+    def bucket(self, index: int) -> EditionBucket:
+        """Returns a bucket as it travels: a view of the edition's memory."""
+        edition = self.arrays
+        spec = edition.contents.buckets[index]
+        dtype = edition.contents.dtype(spec)
+        wire_format = "" if dtype == spec.dtype else dtype
+        version, checksum = edition.versions.get(index, 0), edition.checksums[index]
+        return EditionBucket(index, version, wire_format, checksum, edition.elements(index).data)
