@@ -18,8 +18,10 @@ from typing import Any
 import ps_torch
 from ps_worker import session
 from ps_worker.connecting import connect
+from ps_worker.edition import Edition, MadeOf
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
+from ps_worker.subscription import WeightFeed, subscribe
 from ps_worker.tables import freezing, modules
 from ps_worker.tables import table_optimizers as optimizers
 from ps_worker.tables.given_rows import RowFile
@@ -35,7 +37,7 @@ Made from the docstrings by `make reference`; do not edit it by hand. Guides: [t
 `ps_worker` run for one more version. Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
 * [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Tables](#tables) ·
-  [Frameworks](#frameworks) · [Errors](#errors)
+  [Feeds of weights](#feeds-of-weights) · [Frameworks](#frameworks) · [Errors](#errors)
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 
@@ -58,7 +60,7 @@ ITEM = re.compile(r"((?:\*{0,2}\w+)(?:, \w+)*): +(\S.*)")
 def document() -> str:
     """Returns the whole page."""
     parts = [HEAD, *entry("##", "connect", connect, "ps_torch."), *session_entries(), *optimizer_entries()]
-    return "\n".join([*parts, *table_entries(), *framework_entries(), *error_table()]) + "\n"
+    return "\n".join([*parts, *table_entries(), *feed_entries(), *framework_entries(), *error_table()]) + "\n"
 
 
 def session_entries() -> Iterator[str]:
@@ -105,6 +107,18 @@ def table_entries() -> Iterator[str]:
     for function in (optimizers.RowWiseAdagrad, optimizers.Ftrl):
         yield from entry("###", f"ps_torch.{function.__name__}", function)
     yield from entry("###", "ps_torch.freeze", freezing.freeze)
+
+
+def feed_entries() -> Iterator[str]:
+    """Yields what follows a job's weights."""
+    yield "## Feeds of weights\n"
+    yield "[feed.md](feed.md) says what they promise.\n"
+    yield from entry("###", "ps_torch.subscribe", subscribe)
+    for cls, called_so in ((WeightFeed, "weights"), (Edition, "edition"), (MadeOf, "")):
+        yield f"### {'ps_torch.' if cls is MadeOf else ''}{cls.__name__}\n"
+        yield text_of(inspect.getdoc(cls) or "", None) + "\n"
+        if called_so:
+            yield from member_entries(cls, called_so)
 
 
 def framework_entries() -> Iterator[str]:

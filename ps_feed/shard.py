@@ -79,11 +79,14 @@ class ShardReader:
         return read_weights_here(data)
 
     def pull(
-        self, call: EditionCall, take: Callable[[EditionBucket], None], alive: Callable[[int, float | None], None]
+        self,
+        call: EditionCall,
+        take: Callable[[EditionBucket, int], None],
+        alive: Callable[[int, float | None], None],
     ) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
-        take:  is handed each bucket
+        take:  is handed each bucket, and the timeline of its version
         alive: is told the lowest version of the shard's buckets whenever a message comes, and the age of a relay's
                edition
         """
@@ -91,16 +94,16 @@ class ShardReader:
             if self._is_cancelled:
                 raise self._cancelled()
             self._call = self._pull(write_edition_call(call))
-        left = None
+        left, timeline = None, 0
         try:
             for data in self._call:
                 part = read_edition_part(*split_message(data))
                 alive(part.now, part.age)
                 if part.begin is not None:
-                    left = part.begin.buckets
+                    left, timeline = part.begin.buckets, part.begin.timeline
                 elif part.bucket is not None:
                     left = 0 if left is None else left - 1
-                    take(part.bucket)
+                    take(part.bucket, timeline)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         finally:

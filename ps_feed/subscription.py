@@ -7,7 +7,9 @@ ahead it has to ask where steps are short. A job that makes no update for a whil
 async and quorum modes each shard is asked for its weights as they are.
 
 A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader.
+waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
+where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
+versions it wants otherwise: shards keep them for a while for those who follow the job.
 
 A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
 Where several addresses are given, the next is tried when one does not answer. Relays are not equally far: what one has
@@ -30,7 +32,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from ps_feed.edition import Arriving, Contents, EditionArrays
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
@@ -56,7 +58,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
+LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
@@ -67,6 +71,21 @@ T = TypeVar("T")
 
 class _StandsStill(Exception):
     """The job makes no update, and has newer weights than the edition."""
+
+
+@dataclass
+class Received:
+    """What has come so far.
+
+    editions: that were whole
+    nbytes:   that came of buckets; elements: of the buckets in these editions: both are equal where all came whole
+    damaged:  editions that were dropped because a bucket was not what was sent
+    """
+
+    editions: int = 0
+    nbytes: int = 0
+    elements: int = 0
+    damaged: int = 0
 
 
 @dataclass
@@ -154,6 +173,7 @@ class Subscription:
     parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
+    changes: ask for what changed, where that is less; None: where the network is slow
     told:   is called by its thread whenever there is an edition, a trouble or the end
 
     Raises InvalidRequest for settings that cannot be.
@@ -169,6 +189,7 @@ class Subscription:
         parameters: Collection[str] | None = None,
         period: float = 0.0,
         access: Access = PLAINTEXT,
+        changes: bool | None = None,
         told: Callable[[], None] | None = None,
     ) -> None:
         if every < 1:
@@ -188,6 +209,11 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
+        self._changes = changes
+        self._is_slow = False  # the network, as the last whole edition has shown
+        self._is_damaged = False  # the last edition was: all is asked for whole
+        self.received = Received()
+        self._due = 0.0  # when the next edition may come, if a period is set
         self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
@@ -255,7 +281,8 @@ class Subscription:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended: no edition comes after the newest."""
+        """Whether the job has ended: no edition comes after the newest, which has the job's last weights, unless
+        `trouble` says why these could not be had."""
         return self._ended
 
     def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
@@ -339,7 +366,6 @@ class Subscription:
                     self._shards = _EachShard(self._servers[0], self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
-                began = time.monotonic()
                 try:
                     self._next(self._shards)
                 except OutOfOrder:
@@ -348,8 +374,12 @@ class Subscription:
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
                     pass
-                else:
-                    self._closing.wait(max(0.0, self._period - (time.monotonic() - began)))
+                except Damaged as error:
+                    self._is_damaged = True
+                    self.received.damaged += 1
+                    raise TryLater(str(error)) from None
+                if self._ended:
+                    return
         except PSError as error:
             if self._closing.is_set():
                 return
@@ -387,13 +417,37 @@ class Subscription:
         if self._series != (here[0].run, timeline):
             self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
-        version = self._version(here, highest, own)
-        if version is None:
+        ended = [each.ended for each in here]
+        if any(ended) and not all(ended):
+            self._closing.wait(POLL_SECONDS)  # a moment later all are told of the end
+            return
+        version = self._last_version(here) if all(ended) else self._version(here, highest, own)
+        if version is None or (all(ended) and version == own and here[0].has_one_version):
             self._equal = time.monotonic() if own == highest else self._equal
+            self._ended = all(ended)
+            self._closing.wait(LOOK_SECONDS if time.monotonic() + LOOK_SECONDS < self._due else POLL_SECONDS)
+            return
+        self._asked_for, began = version, time.monotonic()
+        try:
+            received = self._receive(shards, here, version, edition if is_same else None, self._least(own))
+        except NotFound:  # the job has ended meanwhile: those shards that keep its last weights say so next
             self._closing.wait(POLL_SECONDS)
             return
-        self._asked_for = version
-        self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
+        self._due = began + self._period
+        self._ended = all(ended)
+        self._publish(received)
+
+    def _last_version(self, here: list[WeightsHere]) -> int | None:
+        """Returns the version with which a job has ended; None: its shards have none in common."""
+        trained = [each for each in here if self._trains(each)]
+        lowest = min((each.lowest for each in trained), default=0)
+        is_one = all(each.lowest == each.highest == lowest for each in trained)
+        return lowest if is_one or not here[0].has_one_version else None
+
+    def _trains(self, here: WeightsHere) -> bool:
+        """Whether an optimizer steps any bucket of a shard."""
+        buckets = self._contents.layout.buckets if self._contents is not None else ()
+        return any(not buckets[index].frozen for index in here.buckets)
 
     def _check_order(self, first: WeightsHere, timeline: int) -> None:
         """Raises TryLater where what is offered is of before the edition, as another relay may have it."""
@@ -404,8 +458,13 @@ class Subscription:
 
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
-        run = None if self._edition is None or self._contents is None else self._edition.run
-        here = shards.all(lambda reader: self._describe(reader, run is None and reader.index == 0))
+        run = self._series[0]
+        try:
+            here = self._asked(shards, run)
+        except NotFound:
+            if not run:
+                raise
+            here = self._asked(shards, "")  # another run may have the name
         first = here[0]
         if first.shards != len(here):
             self._drop_shards()
@@ -415,20 +474,27 @@ class Subscription:
         if first.has_one_version and any(each.timeline != first.timeline for each in here):
             raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
         spec = first.spec
-        if run is not None and run != first.run:
-            spec = self._describe(shards.readers[0], with_spec=True).spec
+        if spec is None and (self._contents is None or run != first.run):
+            spec = self._describe(shards.readers[0], first.run, with_spec=True).spec
         if spec is not None:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
 
-    def _describe(self, reader: ShardReader, with_spec: bool) -> WeightsHere:
-        return reader.describe(WeightsAsked(self._job, with_spec=with_spec, wire=self._wire))
+    def _asked(self, shards: _EachShard, run: str) -> list[WeightsHere]:
+        """Asks all shards what they have of a run; empty: of any."""
+        is_first = self._contents is None
+        return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
+
+    def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
+        return reader.describe(WeightsAsked(self._job, run, with_spec, self._wire))
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes
+        if own is not None and time.monotonic() < self._due:
+            return None
         if here[0].is_relayed:
             return max(here[0].lowest, self._least(own))
         if not here[0].has_one_version:
@@ -460,6 +526,9 @@ class Subscription:
         contents = self._contents
         assert contents is not None
         arriving = Arriving(contents, before)
+        wants_changes = self._is_slow if self._changes is None else self._changes
+        base = before if wants_changes and not self._is_damaged else None
+        came: list[tuple[float, int]] = []
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
         def pull(reader: ShardReader) -> None:
@@ -467,15 +536,15 @@ class Subscription:
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
                 least = version if shard.has_one_version or shard.is_relayed else shard.lowest
-                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
+                bases = {} if base is None else base.bases(wanted, shard.timeline)
+                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted, bases)
                 reader.pull(call, take, partial(alive, reader.index))
             else:
                 del heard[reader.index]
 
-        def take(bucket: EditionBucket) -> None:
-            arriving.take(
-                bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
-            )
+        def take(bucket: EditionBucket, timeline: int) -> None:
+            came.append((time.monotonic(), len(bucket.payload)))
+            arriving.take(bucket, timeline, f"edition {version}")
 
         def alive(index: int, told: int, age: float | None) -> None:
             self._heard_of(told)
@@ -488,7 +557,19 @@ class Subscription:
                 raise _StandsStill
 
         shards.all(pull)
-        return arriving.complete(here[0].run, max(each.timeline for each in here))
+        edition = arriving.complete(here[0].run, max(each.timeline for each in here))
+        self._note_received(arriving, came)
+        return edition
+
+    def _note_received(self, arriving: Arriving, came: list[tuple[float, int]]) -> None:
+        """Counts an edition that came. came: when which bytes of it came, the first ones first"""
+        seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
+        if arriving.whole == arriving.nbytes:  # how long a change takes says little of the network
+            self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
+        self._is_damaged = False
+        self.received.editions += 1
+        self.received.nbytes += arriving.nbytes
+        self.received.elements += arriving.elements
 
     def _publish(self, edition: EditionArrays) -> None:
         before = self._edition

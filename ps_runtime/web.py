@@ -160,7 +160,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
         join_within(threads, _HANG_UP_SECONDS)
 
     def service_actions(self) -> None:
-        """Hangs up on connections whose time is over."""
+        """Closes connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]

@@ -15,6 +15,7 @@ given.py        The arguments of `prepare`: sorted by what they are, and checked
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 subscription.py `subscribe`: a job's weights in a process that does not train
+edition.py      Its weights at one version: as tensors, as files, as a model with other names has them
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
@@ -56,6 +57,7 @@ from ps_runtime.version import version
 
 if TYPE_CHECKING:
     from ps_worker.connecting import connect
+    from ps_worker.edition import MadeOf
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session
     from ps_worker.subscription import WeightFeed, subscribe
@@ -75,6 +77,7 @@ __all__ = [
     "JobInUse",
     "JobMismatch",
     "LimitExceeded",
+    "MadeOf",
     "NonFiniteGradient",
     "NotFound",
     "NotShared",
@@ -121,6 +124,10 @@ def __getattr__(name: str) -> Any:
         from ps_worker import row_feed
 
         return row_feed.RowFeed
+    if name == "MadeOf":
+        from ps_worker import edition
+
+        return edition.MadeOf
     if name in ("WeightFeed", "subscribe"):
         from ps_worker import subscription
 

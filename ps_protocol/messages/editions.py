@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ps_protocol.convert import duration, job_spec, job_spec_message, seconds, wire_format, wire_format_number
@@ -35,6 +37,7 @@ class WeightsHere(NamedTuple):
     has_one_version: whether an edition is of one version
     editions: versions of editions that are here, or that somebody waits for
     spec:     None: it was not asked for
+    ended:    the job has ended: these are its last weights
     age:      where a relay answers, the seconds since it knew last that `lowest`, the version of its edition, is the newest
     """
 
@@ -47,6 +50,7 @@ class WeightsHere(NamedTuple):
     has_one_version: bool
     editions: tuple[int, ...]
     spec: JobSpec | None = None
+    ended: bool = False
     age: float | None = None
 
     @property
@@ -68,6 +72,7 @@ class EditionCall(NamedTuple):
               have at least
     wire:     the type in which float32 elements are to travel
     buckets:  that are wanted, by index; none: all
+    bases:    versions that the reader has, by bucket, on this timeline and in this type: changes since will do
     """
 
     job: str
@@ -76,6 +81,7 @@ class EditionCall(NamedTuple):
     version: int
     wire: str
     buckets: tuple[int, ...]
+    bases: Mapping[int, int] = MappingProxyType({})
 
 
 class EditionBegin(NamedTuple):
@@ -90,6 +96,8 @@ class EditionBucket(NamedTuple):
     """A bucket of an edition, by its index: the updates that it has, and its elements with their CRC-32.
 
     wire_format: of the elements; empty: the bucket's own type
+    payload:     the elements; or, with a base, what changed since
+    base:        None: the bucket comes whole
     """
 
     bucket: int
@@ -97,6 +105,7 @@ class EditionBucket(NamedTuple):
     wire_format: str
     checksum: int
     payload: Buffer
+    base: int | None = None
 
 
 class EditionPart(NamedTuple):
@@ -136,6 +145,7 @@ def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
         has_one_version=here.has_one_version,
         edition_versions=here.editions,
         spec=None if here.spec is None else job_spec_message(here.spec),
+        ended=here.ended,
         relayed=here.is_relayed,
         age_duration=None if here.age is None else duration(here.age),
     ).SerializeToString()
@@ -154,6 +164,7 @@ def read_weights_here(data: bytes) -> WeightsHere:
         answer.has_one_version,
         tuple(answer.edition_versions),
         job_spec(answer.spec) if answer.HasField("spec") else None,
+        answer.ended,
         seconds(answer.age_duration) if answer.relayed else None,
     )
 
@@ -167,6 +178,7 @@ def write_edition_call(call: EditionCall) -> bytes:
         version=call.version,
         wire_format=wire_format_number(call.wire),
         buckets=call.buckets,
+        base_versions=call.bases,
     ).SerializeToString()
 
 
@@ -174,7 +186,8 @@ def read_edition_call(data: bytes) -> EditionCall:
     """Reads a PullEditionRequest."""
     message = parse(feed_pb2.PullEditionRequest, data)
     wire = _cast(message.wire_format)
-    return EditionCall(message.job, message.run, message.timeline, message.version, wire, tuple(message.buckets))
+    what = message.job, message.run, message.timeline, message.version
+    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions))
 
 
 def _cast(number: int) -> str:
@@ -194,6 +207,8 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         response.bucket.bucket, response.bucket.version = bucket.bucket, bucket.version
         response.bucket.checksum = bucket.checksum
         response.bucket.wire_format = wire_format_number(bucket.wire_format)
+        if bucket.base is not None:
+            response.bucket.base_version = bucket.base
     return message_parts(response, payload)
 
 
@@ -208,6 +223,11 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         return EditionPart(now, age=age)
     sent = message.bucket
     bucket = EditionBucket(
-        sent.bucket, sent.version, wire_format(sent.wire_format), sent.checksum, b"" if payload is None else payload
+        sent.bucket,
+        sent.version,
+        wire_format(sent.wire_format),
+        sent.checksum,
+        b"" if payload is None else payload,
+        sent.base_version if sent.HasField("base_version") else None,
     )
     return EditionPart(now, bucket=bucket, age=age)

@@ -102,16 +102,18 @@ class FollowedJob:
         if self.ended and not run:
             raise NotFound(f"job {self.name!r} has ended at version {kept.arrays.version}")
         edition, contents = kept.arrays, kept.arrays.contents
+        is_last = self.ended and self._pending is None
         return WeightsHere(
             edition.run,
             edition.version,
-            max(edition.version, self.latest),
+            edition.version if is_last else max(edition.version, self.latest),
             edition.timeline,
             1,
             tuple(sorted(contents.buckets)),
             contents.spec.consistency.has_one_version,
             tuple(each.arrays.version for each in list(self._kept)),
             contents.spec if with_spec else None,
+            is_last,
             kept.age(),
         )
 

@@ -74,4 +74,4 @@ class KeptEdition:
         dtype = edition.contents.dtype(spec)
         wire_format = "" if dtype == spec.dtype else dtype
         version, checksum = edition.versions.get(index, 0), edition.checksums[index]
-        return EditionBucket(index, version, wire_format, checksum, edition.bucket(index))
+        return EditionBucket(index, version, wire_format, checksum, edition.elements(index).data)

@@ -44,7 +44,7 @@ class GrpcCall(ServerCall):
         return code.name if code else ""
 
     def peer(self) -> str:
-        """Returns where it comes from."""
+        """Returns the caller's address."""
         return str(self._context.peer())
 
     def invocation_metadata(self) -> Metadata:

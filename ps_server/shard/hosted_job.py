@@ -432,8 +432,7 @@ class HostedJob:
         """
         with self.lock:
             tables = (each for table in self.tables.values() for each in table.feeds)
-            callers = [each.caller for each in (*self.readers, *tables)]
-            check_feeds(self.name, callers, feed.caller, limit)
+            check_feeds(self.name, [each.caller for each in (*self.readers, *tables)], feed.caller, limit)
             feeds.add(feed)
 
     def end_feeds(self, error: PSError) -> None:
@@ -452,7 +451,7 @@ class HostedJob:
         return sum(max(0, size) for size in left) + state.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:
-        """Returns how the job is on this shard."""
+        """Returns the job's statistics on this shard."""
         with self.lock:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()

@@ -408,7 +408,7 @@ class Pulls:
             pull.outbox.fail(error)
 
     def notify(self, job: HostedJob, now: float) -> None:
-        """Tells pulls that wait long which workers they wait for."""
+        """Sends pulls that have waited for long the ranks that they wait for."""
         with job.lock:
             due = {
                 number: (waiter, unit.index)

@@ -76,7 +76,7 @@ class Pushes:
     def _stage_rows(
         self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int], is_live: bool = False
     ) -> Staged:
-        """Checks rows, and stages them.
+        """Checks pushed rows, then stages them.
 
         fresh:   takes their table if something may be applied now
         is_live: see _stage_all

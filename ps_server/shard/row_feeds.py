@@ -48,7 +48,7 @@ class RowCursor(NamedTuple):
     version: int
 
     def to_bytes(self) -> bytes:
-        """Returns the cursor as readers keep it."""
+        """Returns the cursor as the bytes that readers keep."""
         fields = (value.to_bytes(size, "little") for value, size in zip(self, _SIZES, strict=True))
         return b"".join((bytes((_FORMAT,)), *fields))
 

@@ -115,6 +115,7 @@ class Shard:
         self._updates.end_graces(now)
         self.feeds.tick(now)
         self.weight_feeds.tick(now)
+        self._hosted.tick(now)
         if now >= self._notify_at:
             self._notify_at = now + NOTICE_AFTER_SECONDS
             for job in self.jobs().values():
@@ -133,7 +134,7 @@ class Shard:
             self._pulls.fail(job, TryLater("the shard is stopping"))
 
     def statistics(self) -> ShardStatistics:
-        """Returns how the shard is."""
+        """Returns the shard's statistics."""
         now = self._clock()
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 
@@ -156,7 +157,7 @@ class Shard:
 
     def drop_job(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
-        self._hosted.drop(name, run)
+        self._hosted.drop(name, run, self._clock())
 
     def jobs(self) -> dict[str, HostedJob]:
         """Returns the jobs here, by name."""

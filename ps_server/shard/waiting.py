@@ -48,7 +48,7 @@ class PushTimes:
             self._pushes.pop(rank, None)
 
     def follows_any(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these workers records."""
+        """Whether any of these workers records a timeline."""
         return bool(self._pushes) and not self._pushes.keys().isdisjoint(ranks)
 
     def staged(self, rank: int, bucket: int, clock: int, now: float) -> None:

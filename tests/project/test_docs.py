@@ -66,13 +66,19 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
     monkeypatch.chdir(tmp_path)
     examples = {name: text for name, text in _examples().items() if name not in ("connect", "session.prepare")}
     assert len(examples) > 8
+    of_readers = ("ps_torch.subscribe", "weights.reading")
     embedding = ps_torch.Embedding(8)
     with shared.connect("sync", job=job) as session:
         model = torch.nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         there = {"session": session, "model": model, "optimizer": optimizer, "x": torch.ones(2, 4), "loader": [1, 2]}
-        for text in examples.values():
-            exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
+        for name, text in examples.items():
+            if name not in of_readers:
+                exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
+        reader: dict[str, Any] = {"ps_torch": ps_torch, "Model": lambda: torch.nn.Linear(4, 1), "question": there["x"]}
+        for name in of_readers:  # the second goes on with what the first has made
+            exec(examples[name].replace('"trainer:50051"', f'"{shared.address}", job="{job}"'), reader)
+        reader["feed"].close()
         assert session.clock == 1
     assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
 
@@ -199,12 +205,3 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(rows) > 40
     assert [row for row in rows if not _is_said(row, texts)] == []
     assert not _is_said("the flux capacitor of shard 3 is empty", texts)
-
-
-def test_the_files_of_the_data_path_are_there() -> None:
-    """Those that a step passes, which the page names by their end after a first one with its folder."""
-    _, _, walk = (DOCS / "data-path.md").read_text().partition("### File by file")
-    named = set(re.findall(r"`([\w/]+\.py)`", walk.partition("\n## ")[0]))
-    assert len(named) > 50
-    there = [path.as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []

@@ -231,7 +231,7 @@ HERE: dict[str, Callable[[Path], None]] = {
     "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_runtime/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
+    "ps_runtime/daemon_pool.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/client.py ClientConnection.__init__": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,

@@ -49,6 +49,7 @@ prometheus_rule.py      Writes the alerts for Prometheus' operator: `make alerts
 slurm.py                A real Slurm of two nodes on this machine
 rays.py                 A real Ray of three nodes on this machine, and the progress of workers that train there
 documented_metrics.py   What docs/metrics.md says of each metric, read from its tables
+files_that_run.py       Which files run while something is done
 followed_trainer.py    A worker that trains what others follow; and relays in this process
 forkserver.py           Processes that start in a moment: forks of one that has imported everything
 framework_processes.py  Workers of Lightning or Hugging Face, each in a process of its own
