@@ -75,6 +75,11 @@ class FollowedJob:
         kept = self._kept
         return kept[-1] if kept else None
 
+    def kept(self) -> list[KeptEdition]:
+        """Returns the editions that are kept, the oldest first."""
+        with self._lock:
+            return list(self._kept)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all editions that are kept or wait."""
