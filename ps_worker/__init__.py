@@ -29,6 +29,7 @@ launched.py     A worker's output for the person at the launcher: log lines with
 accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
+engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
 own_servers.py  The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
 cli.py          The command `ps-worker`
