@@ -47,7 +47,7 @@ FRAMEWORKS = {
     "engines.answers": ("TellsVersion",),
     "engines.huggingface": ("FollowingModels", "GenerationServer"),
     "engines.sglang": ("DiskFollower",),
-    "engines.vllm": ("FeedTransferEngine", "FollowedJob", "WantedVersion", "register"),
+    "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer"),

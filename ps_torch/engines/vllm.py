@@ -1,5 +1,5 @@
 """vLLM follows a job: an engine for its weight transfer. Needs `vllm`."""
 
-from ps_worker.engines.vllm import BACKEND, FeedTransferEngine, FollowedJob, WantedVersion, register
+from ps_worker.engines.vllm import BACKEND, FeedTransferEngine, FollowInfo, WantedVersion, register
 
-__all__ = ["BACKEND", "FeedTransferEngine", "FollowedJob", "WantedVersion", "register"]
+__all__ = ["BACKEND", "FeedTransferEngine", "FollowInfo", "WantedVersion", "register"]

@@ -37,7 +37,7 @@ BACKEND = "ps_torch"
 
 
 @dataclass
-class FollowedJob(WeightTransferInitInfo):
+class FollowInfo(WeightTransferInitInfo):
     """What to follow: `init_info` of vLLM. `names` has the checkpoint's name of a tensor by the job's name."""
 
     server: str | None = None
@@ -54,14 +54,14 @@ class WantedVersion(WeightTransferUpdateInfo):
     timeout: float = 600.0
 
 
-class FeedTransferEngine(WeightTransferEngine[FollowedJob, WantedVersion]):
+class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
     """Loads a job's newest weights into a worker's model.
 
     Attributes:
         version: The version of the model's weights; -1 where they are not those of training, as after a start.
     """
 
-    init_info_cls = FollowedJob
+    init_info_cls = FollowInfo
     update_info_cls = WantedVersion
     supports_draft_weight_update = False
 
@@ -72,7 +72,7 @@ class FeedTransferEngine(WeightTransferEngine[FollowedJob, WantedVersion]):
         self._names: dict[str, str] = {}
         self._is_updating, self._received = False, -1
 
-    def init_transfer_engine(self, init_info: FollowedJob) -> None:
+    def init_transfer_engine(self, init_info: FollowInfo) -> None:
         """Begins to follow a job, in the first worker. Raises InvalidRequest."""
         self.shutdown()
         self._names = init_info.names

@@ -29,8 +29,8 @@ from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
 from tests.tools.cluster import Cluster, in_parallel, until
-from tests.tools.followed_job import FollowedTrainer
 from tests.tools.launching import ROOT
+from tests.tools.remembering_trainer import RememberingTrainer
 
 
 def make_model() -> nn.Sequential:
@@ -39,9 +39,9 @@ def make_model() -> nn.Sequential:
 
 
 @pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer[nn.Sequential]]:
+def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[nn.Sequential]]:
     with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session, make_model(), lambda model: model(torch.randn(4, 6)).square().mean())
+        yield RememberingTrainer(session, make_model(), lambda model: model(torch.randn(4, 6)).square().mean())
 
 
 # -- vLLM ------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Workers:
 
 
 def test_all_workers_of_a_vllm_engine_load_one_version(
-    shared: Cluster, job: str, trainer: FollowedTrainer[nn.Sequential], vllm: Any
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any
 ) -> None:
     workers = Workers(vllm)
     assert [engine.version for engine in workers.engines] == [-1, -1], "its checkpoint's weights are not training's"
@@ -233,7 +233,7 @@ def test_all_workers_of_a_vllm_engine_load_one_version(
 
 
 def test_a_vllm_engine_that_gets_no_weights_has_no_version(
-    shared: Cluster, job: str, trainer: FollowedTrainer[nn.Sequential], vllm: Any
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any
 ) -> None:
     workers = Workers(vllm)
     assert all("this engine follows no job" in said for said in workers.update(0))
@@ -334,7 +334,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_sglang_loads_each_newest_version_and_says_it(
-    shared: Cluster, job: str, trainer: FollowedTrainer[nn.Sequential], tmp_path: Path, base: Path
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
     engine, folder = Engine(), tmp_path / "versions"
     try:
@@ -360,7 +360,7 @@ def test_sglang_loads_each_newest_version_and_says_it(
 
 
 def test_an_sglang_that_was_started_again_is_given_the_newest_weights(
-    shared: Cluster, job: str, trainer: FollowedTrainer[nn.Sequential], tmp_path: Path, base: Path
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
 ) -> None:
     engine, ended = Engine(), threading.Event()
     port = engine.server_address[1]

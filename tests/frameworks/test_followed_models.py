@@ -14,8 +14,8 @@ import torch
 
 import ps_torch as ps
 from tests.tools.cluster import Cluster, until
-from tests.tools.followed_job import FollowedTrainer
 from tests.tools.framework_processes import needs
+from tests.tools.remembering_trainer import RememberingTrainer
 
 pytestmark = needs("transformers")
 
@@ -49,9 +49,9 @@ def loss(model: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer[Any]]:
+def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[Any]]:
     with shared.connect("sync", job=job) as session:
-        yield FollowedTrainer(session, make_llama(), loss, lr=0.5)
+        yield RememberingTrainer(session, make_llama(), loss, lr=0.5)
 
 
 def ask(port: int, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:
@@ -65,7 +65,7 @@ def ask(port: int, path: str, body: Any = None) -> tuple[int, int, dict[str, Any
         connection.close()
 
 
-def test_each_answer_is_of_the_version_that_it_says(shared: Cluster, job: str, trainer: FollowedTrainer[Any]) -> None:
+def test_an_answer_is_of_the_version_that_it_says(shared: Cluster, job: str, trainer: RememberingTrainer[Any]) -> None:
     from ps_torch.engines.huggingface import FollowingModels, GenerationServer
 
     prompt, length = [[1, 2, 3], [4, 5, 6]], 12
@@ -127,7 +127,7 @@ def check_refusals(port: int, version: int) -> None:
 
 
 def test_transformers_loads_what_a_feed_saves_in_parts(
-    shared: Cluster, job: str, trainer: FollowedTrainer[Any], tmp_path: Path
+    shared: Cluster, job: str, trainer: RememberingTrainer[Any], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def test_transformers_loads_what_a_feed_saves_in_parts(
             assert all(torch.equal(own[name], each.bfloat16()) for name, each in trainer.past[clock].items())
 
 
-def test_a_model_that_is_not_tied_takes_tied_weights(shared: Cluster, job: str, trainer: FollowedTrainer[Any]) -> None:
+def test_an_untied_model_takes_tied_weights(shared: Cluster, job: str, trainer: RememberingTrainer[Any]) -> None:
     trainer.step()
     names = {"lm_head.weight": "model.embed_tokens.weight"}
     with ps.subscribe(shared.address, job, names=names) as feed:

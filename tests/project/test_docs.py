@@ -68,19 +68,13 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
     elsewhere = {"connect", "session.prepare", *FEED_EXAMPLES}
     examples = {name: text for name, text in _examples().items() if name not in elsewhere}
     assert len(examples) > 8
-    of_readers = ("ps_torch.subscribe", "weights.reading")
     embedding = ps_torch.Embedding(8)
     with shared.connect("sync", job=job) as session:
         model = torch.nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         there = {"session": session, "model": model, "optimizer": optimizer, "x": torch.ones(2, 4), "loader": [1, 2]}
-        for name, text in examples.items():
-            if name not in of_readers:
-                exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
-        reader: dict[str, Any] = {"ps_torch": ps_torch, "Model": lambda: torch.nn.Linear(4, 1), "question": there["x"]}
-        for name in of_readers:  # the second goes on with what the first has made
-            exec(examples[name].replace('"trainer:50051"', f'"{shared.address}", job="{job}"'), reader)
-        reader["feed"].close()
+        for text in examples.values():
+            exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
         assert session.clock == 1
     assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
 

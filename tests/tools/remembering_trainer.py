@@ -1,4 +1,4 @@
-"""A worker that trains for those who follow its job, and remembers its weights by clock."""
+"""A worker that trains any model for those who follow its job, and remembers its weights by clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ps_torch as ps
 M = TypeVar("M", bound=nn.Module)
 
 
-class FollowedTrainer(Generic[M]):
+class RememberingTrainer(Generic[M]):
     """Trains a model in a session.
 
     loss: of the model that is given to it
