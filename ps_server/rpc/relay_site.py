@@ -146,7 +146,7 @@ class RelaySite:
             raise NotFound(f"job {job.name!r} has no edition {which} here: there are {versions}")
         reply = _reply(job, kept, which)
         reply.lost = lambda: reader.error is not None
-        reply.sent, reply.close = job.sent, lambda: job.leave(reader)
+        reply.sent, reply.close = lambda size: job.sent(size, size), lambda: job.leave(reader)
         return reply
 
 

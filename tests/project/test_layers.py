@@ -32,7 +32,14 @@ MAY_IMPORT = {
         "ps_runtime",
     },
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
-    "ps_server.relay": {"ps_server.core", "ps_server.shard.outbox", "ps_server.failpoints", "ps_feed", "ps_runtime"},
+    "ps_server.relay": {
+        "ps_server.core",
+        "ps_server.shard.outbox",
+        "ps_server.shard.changes",
+        "ps_server.failpoints",
+        "ps_feed",
+        "ps_runtime",
+    },
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {
         "ps_server.core",
