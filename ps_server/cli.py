@@ -513,6 +513,8 @@ def _relay(arguments: argparse.Namespace) -> int:
     scheme = "https" if arguments.tls_cert else "http"
     print(f"ps-server: relay of {arguments.upstream} ready at {server.address}", flush=True)
     print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
+    if server.http_address:
+        print(f"ps-server: downloads at {scheme}://{server.http_address}/jobs/", flush=True)
     _await_end(stop, server.ports)
     on_signals(lambda number, _: os._exit(128 + number))
     server.stop()

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import grpc
 
 from ps_protocol.messages.envelope import Origin
+from ps_runtime import downloads, web
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.channel import server_options
 from ps_runtime.credentials import Access
+from ps_runtime.downloads import serve_downloads
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
-from ps_runtime.web import MAX_CONNECTIONS
 from ps_server.core.thread_shares import POOLS_OF_EACH
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.security_gauges import security_gauges
@@ -32,6 +33,7 @@ from ps_server.rpc.health import HEALTH_THREADS, add_health
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.own_ports import OwnPorts
 from ps_server.rpc.relay_service import RelayClusterService, RelayFeedService
+from ps_server.rpc.relay_site import RelaySite
 
 log = logging.getLogger("ps_server")
 
@@ -46,13 +48,14 @@ class RelayServer:
     """
 
     def __init__(self, config: RelayConfig) -> None:
-        self._config = server = config.server
+        self._config, server = config, config.server
         exposed = config.check_exposure()
         allow_many_files(server.limits.connections)
         authenticator = Authenticator(server.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         sites = 1 + (server.health_port is not None)
-        shares = shares_of_threads(server.limits, POOLS_OF_EACH + POOLS_OF_A_RELAY, sites * MAX_CONNECTIONS)
+        threads = sites * web.MAX_CONNECTIONS + (config.http_port is not None) * downloads.MAX_CONNECTIONS
+        shares = shares_of_threads(server.limits, POOLS_OF_EACH + POOLS_OF_A_RELAY, threads)
         self.limits = CallLimits(authenticator, server.limits, False, pool=shares.pool)
         registry, pool = process_registry(), Pool(shares.pool, "control")
         interceptors = [CallInterceptor(registry, self.limits, pool)]
@@ -79,10 +82,12 @@ class RelayServer:
         cluster.register(self._grpc)
         health_pool = Pool(HEALTH_THREADS, "health")
         self._health = add_health(self._grpc, health_pool, [feeds.NAME, cluster.NAME])
+        self.http_address, stop_http = self._serve_downloads(hosts)
         self._stops: list[Callable[[], None]] = [
             self.relayed.stop,
             self.limits.stop,
             stop_metrics,
+            stop_http,
             health_pool.shutdown,
         ]
         self._last_stops: list[Callable[[], None]] = [feeds.stop, pool.shutdown]
@@ -107,8 +112,18 @@ class RelayServer:
         for stop in self._last_stops:
             stop()
 
+    def _serve_downloads(self, hosts: HostLimits) -> tuple[str, Callable[[], None]]:
+        """Returns where downloads are served, and what stops that; an empty address: nowhere."""
+        config, server = self._config, self._config.server
+        if config.http_port is None:
+            return "", lambda: None
+        site, where = RelaySite(self.relayed, self.limits), (config.http_host, config.http_port)
+        stall = server.limits.stall_seconds
+        port, stop = serve_downloads(*where, site.answer, "--http-port", server.tls, hosts, stall)
+        return f"{reachable(config.http_host)}:{port}", stop
+
     def _open_health_port(self) -> HealthPort | None:
-        server = self._config
+        server = self._config.server
         if server.health_port is None:
             return None
         why = "this relay has not all of the jobs that it is to follow yet"

@@ -12,6 +12,7 @@ connecting.py   `connect`, and the sessions that this process has open
 session.py      What `connect` returns: one worker's part in one job
 by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
+group.py        A worker that is a group of processes: how its members agree
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 subscription.py `subscribe`: a job's weights in a process that does not train

@@ -3,7 +3,7 @@
 The last `MOST` editions are kept, and the newest is sent to whoever asks for its version or a lower one. Where both are
 being read, a newer one waits until one of them is given back; readers that are so slow that they hold one up for
 `HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
-one that is being received.
+one that is being received; and what changed between some of these, which takes as much as one more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
+from ps_runtime.memory import free_bytes
 from ps_server.relay.kept import KeptEdition, Reader
 from ps_server.relay.sending import RelaySender
+from ps_server.shard.changes import BucketChanges
 from ps_server.shard.outbox import Outbox
 
 MOST = 2
@@ -41,7 +43,9 @@ class FollowedJob:
     ) -> None:
         self.name, self.wire = name, wire
         self.asked = clock()  # when somebody asked for it last
-        self.sent_bytes = 0
+        self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
+        self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
+        self._changes: dict[int, BucketChanges] = {}
         self.ended_at: float | None = None  # when the job was known to have ended
         self._subscribe, self._clock = subscribe, clock
         self._kept: list[KeptEdition] = []  # the oldest first
@@ -74,6 +78,11 @@ class FollowedJob:
         """The newest edition; None: there was none yet."""
         kept = self._kept
         return kept[-1] if kept else None
+
+    def kept(self) -> list[KeptEdition]:
+        """Returns the editions that are kept, the oldest first."""
+        with self._lock:
+            return list(self._kept)
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +140,7 @@ class FollowedJob:
         if call.timeline != kept.arrays.timeline:
             raise OutOfOrder(f"job {self.name!r} is on timeline {kept.arrays.timeline}, and not on {call.timeline}")
         wanted = call.buckets or tuple(kept.arrays.contents.buckets)
-        sender = RelaySender(self, kept.series, call.version, wanted, outbox, caller, self._clock())
+        sender = RelaySender(self, kept.series, call.version, wanted, call.bases, outbox, caller, self._clock())
         with self._lock:
             self._waiting.add(sender)
         self._promote()
@@ -153,10 +162,23 @@ class FollowedJob:
                 kept.readers.discard(reader)
         self._promote()
 
-    def sent(self, size: int) -> None:
-        """Counts bytes of elements that readers were sent."""
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that readers were sent, and those of the elements that they stand for."""
         with self._lock:
             self.sent_bytes += size
+            self.sent_elements += whole
+
+    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
+        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole."""
+        contents = kept.arrays.contents
+        with self._lock:
+            if self._changes_of != kept.series:
+                self._changes_of, self._changes = kept.series, {}
+            changes = self._changes.get(index)
+            if changes is None:
+                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), _has_room)
+            copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
+        return changes.between(base, kept.bucket(index), copies)
 
     # -- editions ------------------------------------------------------------------------------------------------------
 
@@ -267,6 +289,11 @@ class FollowedJob:
         if gone is not None:
             self._kept.remove(gone)
         return gone is not None
+
+
+def _has_room(size: int) -> bool:
+    free = free_bytes()
+    return free is None or size < free
 
 
 def _end(readers: Mapping[Reader, PSError]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 from ps_feed.edition import EditionArrays
+from ps_feed.tensor_file import TensorFile
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import EditionBucket
 
@@ -36,6 +39,24 @@ class KeptEdition:
     def series(self) -> tuple[str, int]:
         """The run and the timeline that its version is of."""
         return self.arrays.run, self.arrays.timeline
+
+    @cached_property
+    def etag(self) -> str:
+        """What tells its bytes from those of any other edition, for HTTP.
+
+        A run has a version once; again only on another timeline, and where workers share no clock with other buckets.
+        """
+        edition = self.arrays
+        text = f"{edition.run}-{edition.version}" + (f"-{edition.timeline}" if edition.timeline else "")
+        if not edition.contents.spec.consistency.has_one_version:
+            each = ",".join(f"{index}:{version}" for index, version in sorted(edition.versions.items()))
+            text += f"-{zlib.crc32(each.encode()):08x}"
+        return f'"{text}"'
+
+    @cached_property
+    def file(self) -> TensorFile:
+        """It as a safetensors file."""
+        return TensorFile(self.arrays, self.arrays.contents.spec.name)
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,15 +20,18 @@ from ps_server.shard.outbox import Lent, Outbox
 SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
 
 
-class EditionSource(Protocol):
+class FollowedSource(Protocol):
     """What a reader is told of the job while it is sent an edition, and where it leaves again."""
 
     @property
     def latest(self) -> int:
         """The highest version that is known of."""
 
-    def sent(self, size: int) -> None:
-        """Counts bytes of elements."""
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+
+    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
 
     def leave(self, reader: RelaySender) -> None:
         """Forgets a reader."""
@@ -40,21 +43,23 @@ class RelaySender:
     series:  the run and the timeline that it reads
     version: the lowest that will do
     buckets: that are wanted, by index
+    bases:   versions that the reader has, by bucket
     caller:  the principal that reads; empty: nobody in particular
     """
 
     def __init__(
         self,
-        source: EditionSource,
+        source: FollowedSource,
         series: tuple[str, int],
         version: int,
         buckets: Sequence[int],
+        bases: Mapping[int, int],
         outbox: Outbox,
         caller: str,
         now: float,
     ) -> None:
         self.series, self.version, self.caller = series, version, caller
-        self._source, self._outbox = source, outbox
+        self._source, self._outbox, self._bases = source, outbox, bases
         self._left = sorted(buckets, reverse=True)
         self._sign_due = now + SIGN_SECONDS
         self._is_over = False  # an edition is being sent, or an error is told
@@ -102,7 +107,11 @@ class RelaySender:
     @contextlib.contextmanager
     def _bucket(self, kept: KeptEdition, index: int) -> Iterator[Lent]:
         failpoint("edition-half-relayed")
-        sent = kept.bucket(index)
+        sent, base = kept.bucket(index), self._bases.get(index)
+        size = len(sent.payload)
+        change = None if base is None else self._source.change(kept, index, base)
+        if change is not None:
+            sent = sent._replace(payload=change, base=base)
         yield Lent(EditionPart(self._source.latest, bucket=sent, age=kept.age()), None)
-        self._source.sent(len(sent.payload))
+        self._source.sent(len(sent.payload), size)
         self._lend_next(kept)

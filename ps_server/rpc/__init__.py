@@ -16,6 +16,7 @@ own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
 position.py         Where a reader of views is: what it has been told already
+relay_site.py       Serves editions of a relay as files over HTTP
 relay_service.py    Serves the readers of a relay
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator

@@ -71,6 +71,22 @@ def test_editions_pass_two_relays_to_the_bit_and_their_versions_rise(
         assert trainer.has(edition.state_dict(), edition.version, getattr(torch, wire))
 
 
+def test_a_relay_sends_what_changed_and_what_comes_of_it_is_the_same_to_the_bit(
+    shared: Cluster, job: str, trainer: FollowedTrainer
+) -> None:
+    with (
+        relay(shared.address) as near,
+        relay(near.address) as far,
+        ps.subscribe(far.address, job, changes=True, wire="bfloat16") as feed,
+    ):
+        feed.wait_for()
+        followed = far.relayed.followed()[0]
+        for _ in range(8):
+            last = trainer.steps()
+            assert trainer.has(feed.wait_for(last).state_dict(), last, torch.bfloat16)
+        assert followed.sent_bytes < 0.9 * followed.sent_elements, "Adam moves few of the first bytes"
+
+
 @pytest.mark.parametrize("mode", cases(["async"], ["ssp:1", "local:2"]))
 def test_a_relay_has_the_newest_weights_of_the_other_modes_once_training_rests(
     shared: Cluster, job: str, mode: str

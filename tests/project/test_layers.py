@@ -32,7 +32,14 @@ MAY_IMPORT = {
         "ps_runtime",
     },
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
-    "ps_server.relay": {"ps_server.core", "ps_server.shard.outbox", "ps_server.failpoints", "ps_feed", "ps_runtime"},
+    "ps_server.relay": {
+        "ps_server.core",
+        "ps_server.shard.outbox",
+        "ps_server.shard.changes",
+        "ps_server.failpoints",
+        "ps_feed",
+        "ps_runtime",
+    },
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {
         "ps_server.core",
@@ -56,11 +63,13 @@ MAY_IMPORT = {
         "ps_tables.sizes",
     },
     "ps_worker.values": set[str](),
+    "ps_worker.group": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
     "ps_worker.tables": {"ps_tables"},
     "ps_worker.model": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.tables",
@@ -69,6 +78,7 @@ MAY_IMPORT = {
     "ps_worker.data": {"ps_worker.values", "ps_worker.metrics"},
     "ps_worker.cluster": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",
@@ -86,6 +96,7 @@ MAY_IMPORT = {
     },
     "ps_worker.strategies": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",

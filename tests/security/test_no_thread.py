@@ -29,10 +29,13 @@ from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
+from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
+from ps_server.relay.relayed import Relayed
+from ps_server.relay.upstream import Upstream
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.registration import ShardRegistration
@@ -207,12 +210,22 @@ def lifeline(_: Path) -> None:
     at_start(lambda: Lifeline(0, lambda: None))
 
 
+def upstream(_: Path) -> None:
+    at_start(lambda: Upstream("127.0.0.1:1", PLAINTEXT))
+
+
+def relayed(_: Path) -> None:
+    at_start(lambda: Relayed(SimpleNamespace()))  # type: ignore[arg-type]
+
+
 HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/background.py Background.repeat": repeated,
     "ps_runtime/background.py Background.run": run_later,
     "ps_runtime/background.py Background.later": run_after_a_while,
     "ps_runtime/background.py Background.apart": run_apart,
-    "ps_runtime/web.py serve": sites,
+    "ps_runtime/web.py run_server": sites,
+    "ps_server/relay/upstream.py Upstream.__init__": upstream,
+    "ps_server/relay/relayed.py Relayed.__init__": relayed,
     "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
     "ps_frames/listener.py Handshakes.__init__": handshakes,
