@@ -51,7 +51,7 @@ class Cancellable(Protocol):
     """What ends where its caller sends or reads too slowly."""
 
     def cancel(self) -> None:
-        """Ends it, from any thread."""
+        """Cancels the call, from any thread."""
 
 
 class ServerCall(Cancellable, Protocol):
@@ -229,7 +229,7 @@ class FrameCall(ServerCall):
         return "" if self._code is None else self._code.name
 
     def peer(self) -> str:
-        """Returns where the call comes from: this connection."""
+        """Returns the address of the connection's other end."""
         return f"{self._connection.opener.host}:data-{self._connection.number}"
 
     def invocation_metadata(self) -> Metadata:
@@ -253,7 +253,7 @@ class FrameCall(ServerCall):
         self._connection.cancel()
 
     def fail(self, error: PSError) -> None:
-        """Has the call end with an error."""
+        """Sets the error with which the call ends."""
         self._code, self._status = error.code, status_of(error).SerializeToString()
 
     # -- the request -------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class FrameCall(ServerCall):
             yield self._frame(Kind.ANSWER, message), loan
 
     def over(self) -> None:
-        """Tells all that have to know that the call is over; once."""
+        """Calls back all who asked for the end of the call, once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
         self._connection.forget(self._header.call)

@@ -1,6 +1,7 @@
 """The agreements between servers and workers. A change on one side alone breaks the other.
 
 addresses.py       The syntax of addresses and of host names
+changes.py         What changed in a bucket between two versions of it, as bytes
 codecs.py          Encodes a bucket's elements as a payload, and decodes them
 convert.py         Conversions between protobuf messages and values that servers and workers share
 batches.py         Elastic data: the batches that the coordinator leases to workers

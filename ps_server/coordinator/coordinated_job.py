@@ -137,7 +137,7 @@ class CoordinatedJob:
         return [index for index, shard in shards.items() if self._shard_processes.get(index) != shard.process]
 
     def statistics(self) -> JobStatistics:
-        """Returns how the job is."""
+        """Returns the job's statistics."""
         members, (_, world_size, started) = self.members.all(), self.members.roster()
         local = self.spec.local
         return JobStatistics(

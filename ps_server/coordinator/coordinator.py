@@ -204,7 +204,7 @@ class Coordinator:
         return job
 
     def statistics(self) -> CoordinatorStatistics:
-        """Returns how all jobs are."""
+        """Returns the statistics of all jobs."""
         return CoordinatorStatistics(
             shards=len(self.shards()),
             jobs={name: job.statistics() for name, job in self.jobs().items()},

@@ -504,7 +504,7 @@ class Attendance:
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """What a worker that may join is going to be.
+    """The rank and incarnation of a worker that is about to join.
 
     older:  the live worker that it replaces
     is_new: its process has not had a place before
@@ -560,5 +560,5 @@ class Reservations:
             del self._by_rank[reservation.rank]
 
     def clear(self) -> None:
-        """Makes all of them void: the job is rolled back."""
+        """Forgets all reservations: the job is rolled back."""
         self._by_rank.clear()

@@ -26,8 +26,8 @@ from ps_server.rpc.auth import host_of
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Outbox
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
 

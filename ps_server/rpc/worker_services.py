@@ -52,7 +52,7 @@ class _Newest:
             return is_first
 
     def take(self) -> Roster:
-        """Takes it."""
+        """Takes the answer."""
         with self._lock:
             roster, self._roster = self._roster, None
             assert roster is not None

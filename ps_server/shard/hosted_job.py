@@ -22,7 +22,6 @@ from ps_frames.loans import Loan, Loans
 from ps_protocol.codecs import Cast
 from ps_protocol.errors import (
     InvalidRequest,
-    LimitExceeded,
     NotFound,
     NotShared,
     PSError,
@@ -38,7 +37,7 @@ from ps_protocol.segment_layout import MAX_ROW_BYTES, PAGE_BYTES, RowMemory, Seg
 from ps_server.core.buckets import Bucket
 from ps_server.core.budget import JobRoom
 from ps_server.core.commands import Close
-from ps_server.core.limits import share
+from ps_server.core.limits import check_feeds
 from ps_server.core.partition import JobPartition
 from ps_server.core.shard_table import ShardTable
 from ps_server.core.snapshot import Snapshot
@@ -432,14 +431,7 @@ class HostedJob:
         """
         with self.lock:
             tables = (each for table in self.tables.values() for each in table.feeds)
-            callers = [each.caller for each in (*self.readers, *tables)]
-            if len(callers) >= limit:
-                raise LimitExceeded(f"job {self.name!r} has {len(callers)} feeds here: that is the limit max-feeds")
-            own = callers.count(feed.caller)
-            if feed.caller and own >= share(limit):
-                raise LimitExceeded(
-                    f"{feed.caller} has {own} feeds of job {self.name!r} here: its share is half of max-feeds"
-                )
+            check_feeds(self.name, [each.caller for each in (*self.readers, *tables)], feed.caller, limit)
             feeds.add(feed)
 
     def end_feeds(self, error: PSError) -> None:
@@ -458,7 +450,7 @@ class HostedJob:
         return sum(max(0, size) for size in left) + state.promised_bytes
 
     def statistics(self, now: float) -> ShardJobStatistics:
-        """Returns how the job is on this shard."""
+        """Returns the job's statistics on this shard."""
         with self.lock:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()

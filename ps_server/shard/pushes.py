@@ -25,9 +25,9 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
-from ps_server.shard.waiting import Outbox
 
 
 class Pushes:
@@ -76,7 +76,7 @@ class Pushes:
     def _stage_rows(
         self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int], is_live: bool = False
     ) -> Staged:
-        """Checks rows, and stages them.
+        """Checks pushed rows, then stages them.
 
         fresh:   takes their table if something may be applied now
         is_live: see _stage_all

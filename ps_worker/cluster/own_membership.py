@@ -202,7 +202,7 @@ class OwnMembership:
             self._changed.wait_for(lambda: self._has_changed(place), DOUBT_SECONDS)
 
     def _has_changed(self, place: JoinResult) -> bool:
-        """Whether another place follows one, or none ever will."""
+        """Whether a place is no longer this worker's: another one follows, or none ever will."""
         return self.place is not place or self._error is not None
 
     def await_started(self, place: JoinResult) -> None:

@@ -46,7 +46,7 @@ class Stepper(Protocol):
         """Waits; raises PSError if this worker takes part no more."""
 
     def come_back(self) -> bool:
-        """Goes on in another place, after this worker's was lost."""
+        """Takes part again, with this worker's next incarnation."""
 
 
 class ValueRounds:

@@ -58,7 +58,7 @@ class EndedStep:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no gradient."""
+        """Whether the step has no gradient."""
         return self.optimizer is None and all(push.rows is None for push in self.rows)
 
 

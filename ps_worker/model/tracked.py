@@ -86,7 +86,7 @@ class _Slice(torch.Tensor):
         return torch.Tensor.numpy(self, force=force)
 
     def _alone(self) -> torch.Tensor:
-        """Returns a plain copy: a parameter where one was made of it."""
+        """Returns a plain copy; of a parameter a parameter."""
         copied = self.as_subclass(torch.Tensor).detach().clone()
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
@@ -135,7 +135,7 @@ def watch(parameter: nn.Parameter, touched: Touched) -> None:
 
 
 def unwatch(parameter: torch.Tensor) -> None:
-    """Makes a watched parameter what it was before."""
+    """Gives a watched parameter its own class again."""
     if isinstance(parameter, _WatchedParameter):
         parameter.__dict__.pop(_TOUCHED, None)
         parameter.__class__ = type(parameter).__bases__[1]
@@ -149,7 +149,7 @@ def watched_gradient(view: torch.Tensor, touched: Touched) -> torch.Tensor:
 
 
 def unwatch_gradient(gradient: torch.Tensor | None) -> None:
-    """Has a gradient call nothing any more, if it did."""
+    """Removes the hook of a gradient, if it has one."""
     if isinstance(gradient, WatchedGradient):
         gradient.__dict__.pop(_TOUCHED, None)
 

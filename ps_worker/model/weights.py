@@ -48,7 +48,7 @@ class Weights:
         self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
 
     def watch(self) -> None:
-        """Notices changes by way of `.data` from here on."""
+        """Watches the parameters for changes through `.data` from now on."""
         for index, tensor in self._buffers.trained.items():
             assert isinstance(tensor, nn.Parameter)
             # Where the script's own optimizers step, all weights change in each step.
@@ -71,7 +71,7 @@ class Weights:
         self._marks = self._marks_now()
 
     def release(self) -> None:
-        """Watches the parameters no more. They stay where they are."""
+        """Stops watching the parameters. They stay in the flat buffers."""
         for tensor in self._buffers.trained.values():
             unwatch(tensor)
 

@@ -96,7 +96,7 @@ class Ddp:
     def begin_stage(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Returns them as they are. Those before may go on, too."""
+        """Returns the optimizers unchanged. Those of the stage before may go on, too."""
         self._watch(optimizers)
         return optimizers
 

@@ -32,6 +32,14 @@ MAY_IMPORT = {
         "ps_runtime",
     },
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
+    "ps_server.relay": {
+        "ps_server.core",
+        "ps_server.shard.outbox",
+        "ps_server.shard.changes",
+        "ps_server.failpoints",
+        "ps_feed",
+        "ps_runtime",
+    },
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {
         "ps_server.core",
@@ -39,6 +47,7 @@ MAY_IMPORT = {
         "ps_server.shard",
         "ps_server.coordinator",
         "ps_server.view",
+        "ps_server.relay",
         "ps_server.failpoints",
         "ps_frames",
         "ps_runtime",
@@ -48,6 +57,7 @@ MAY_IMPORT = {
         "ps_server.storage",
         "ps_server.shard",
         "ps_server.coordinator",
+        "ps_server.relay",
         "ps_server.rpc",
         "ps_runtime",
         "ps_tables.sizes",
@@ -103,7 +113,14 @@ MAY_IMPORT = {
 
 # By module of the world: the rooms and files that may import it.
 ONLY_IN = {
-    "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster", "ps_feed.shard"},
+    "grpc": {
+        "ps_runtime",
+        "ps_server.rpc",
+        "ps_server.server",
+        "ps_server.relay_server",
+        "ps_worker.cluster",
+        "ps_feed.shard",
+    },
     "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {
         "ps_protocol.convert",
