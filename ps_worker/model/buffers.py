@@ -25,6 +25,7 @@ class FlatBuffers:
 
     trained:        the parameters that an optimizer steps, by index in the job
     device:         where the buffers are: that of most bytes of the model
+    sharded:        parameters that are DTensors: what is trained of one is its local shard
     segment:        shared with the shards on this host; None where there are none
     weight_views:   by parameter, its part of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its part of the gradients
@@ -42,6 +43,7 @@ class FlatBuffers:
         }
         self.device = _main_device(self.trained.values())
         self._devices = {index: tensor.device for index, tensor in self.trained.items()}
+        self.sharded = {index for index, tensor in self.trained.items() if is_sharded(tensor)}
         self.elsewhere = {index for index, tensor in self.trained.items() if self._is_elsewhere(tensor)}
         self.segment: SegmentMap | None = None
         self.weight_views: dict[int, torch.Tensor] = {}
@@ -143,7 +145,7 @@ class FlatBuffers:
         tensor, parameter, device = self.trained[index], self.spec.parameters[index], self._devices[index]
         element = parameter.element or parameter.dtype
         shape = parameter.shape[:-1] if parameter.element else parameter.shape
-        here = tuple(local(tensor).shape)
+        here = tuple((local(tensor) if index in self.sharded else tensor).shape)
         if str(tensor.dtype) != f"torch.{element}" or here != shape:
             raise InvalidRequest(
                 f"{parameter.name} is {tensor.dtype} {here} now, and the job trains it as {element} "

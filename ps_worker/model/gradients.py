@@ -16,7 +16,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.sharded import is_sharded, local
+from ps_worker.model.sharded import local
 from ps_worker.model.storage import counting_with
 from ps_worker.model.tracked import unwatch_gradient, watched_gradient
 
@@ -76,7 +76,7 @@ class Gradients:
             gradient = self._buffers.trained[index].grad
             if gradient is None:
                 absent.add(index)
-            elif is_sharded(gradient) and torch.equal(local(gradient), self._buffers.gradient_views[index]):
+            elif index in self._buffers.sharded and self._is_here(index):
                 continue  # as backward has finished it. No version tells: torch counts no changes of a local shard
             elif self._adopt(index):
                 # The script has replaced it. (On another device backward's own comes here, too: no mark tells which.)
@@ -117,10 +117,14 @@ class Gradients:
             self._finite[index] = is_finite(self._buffers.gradient_views[index])  # now, while it is in the cache
         self._on_ready(index)
 
+    def _is_here(self, index: int) -> bool:
+        """Whether the buffers have the gradient of a DTensor as it is."""
+        return torch.equal(local(self._buffers.trained[index].grad), self._buffers.gradient_views[index])
+
     def _adopt(self, index: int) -> bool:
         """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
-        gradient = local(tensor.grad)
+        gradient = local(tensor.grad) if index in self._buffers.sharded else tensor.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False
         name = self._buffers.spec.parameters[index].name

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.sharded import is_sharded, local
+from ps_worker.model.sharded import local
 from ps_worker.model.storage import with_own_storage
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
 
@@ -43,7 +43,7 @@ class Weights:
         self._buffers = buffers
         self._apart: set[int] = set()  # parameters with memory of their own
         # No mark tells of their changes: torch counts none of a local shard.
-        self._sharded = {index for index, tensor in buffers.trained.items() if is_sharded(tensor)}
+        self._sharded = buffers.sharded
         self._touches = Touches()
         self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
 
@@ -99,7 +99,7 @@ class Weights:
         for index in self._buffers.trained:
             self._buffers.check_form(index)
         for index, tensor in self._buffers.trained.items():
-            if index in self._apart or local(tensor).data_ptr() != self._buffers.weight_views[index].data_ptr():
+            if index in self._apart or tensor.data_ptr() != self._buffers.weight_views[index].data_ptr():
                 self._take_in(index)
 
     def landed(self) -> None:

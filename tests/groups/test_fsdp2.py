@@ -119,6 +119,26 @@ def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
     assert met == [[everyone, 0.5, [0, 1], each == (0, 0)] for each in groups.each]
 
 
+@pytest.mark.parametrize(
+    ("when", "said", "clock"),
+    [("before", "its last gradient is pushed from there", 9), ("after", "its last gradient counts", 8)],
+)
+def test_a_step_in_which_one_member_loses_the_place_counts_once_as_a_whole(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, when: str, said: str, clock: int
+) -> None:
+    """Before: the other member has pushed its piece. It pushes a skip, where the one that lost the place pushes: both
+    go on from the job's next clock. After: all of the step counts, and neither pushes it again."""
+    options = Options(loses=when)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert all(same(each, found[0]) for each in found)
+    assert [int(each["clock"]) for each in found] == [clock] * 4
+    logs = [(tmp_path / f"log-1-{member}").read_text() for member in (0, 1)]
+    assert all(f"and goes on at clock 4 as incarnation 3; {said}" in log for log in logs), logs
+    if when == "after":
+        assert distance(found[0], one_process(options)) <= 1e-6
+
+
 def test_one_group_ends_as_fully_shard_alone(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path) -> None:
     options = Options(groups=1)
     with Groups(nursery, shared.address, job, tmp_path / "group", options) as groups:

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from ps_torch import NonFiniteGradient, Session
 from tests.scripts.train_with_state import Noisy, hold
 
 ROWS = 16
+LOST_STEP = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Options:
     noisy:      trains with a loader, dropout, noise and a schedule, which a checkpoint has to bring back
     holds:      the clocks at which it waits
     astray:     each member takes its own number for the group's
+    loses:      "before" or "after": the place of member 1 of group 1 is lost for it before or after it pushes step 3
     """
 
     groups: int = 2
@@ -57,6 +60,7 @@ class Options:
     noisy: bool = False
     holds: list[int] = field(default_factory=list)
     astray: bool = False
+    loses: str = ""
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -87,6 +91,25 @@ def clip_by_data(model: nn.Module, most: float) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.data.mul_(most)
+
+
+def lose_place(session: Session, when: str) -> None:
+    """Has the next step meet the loss of the place on this member alone, before its pushes leave or after."""
+    participation: Any = session._strategy._training.participation  # type: ignore[attr-defined]
+    connection = participation.connection
+    push_pull = connection.push_pull
+
+    def losing(*given: Any, **more: Any) -> Any:
+        if when == "before":
+            participation.members._join_again(connection.place)
+        made = push_pull(*given, **more)
+        if when == "after":
+            wait(made[0])
+            participation.members._join_again(connection.place)
+        return made
+
+    if when:
+        connection.push_pull = losing
 
 
 class Member:
@@ -167,6 +190,8 @@ class Member:
                     (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
             if options.clip:
                 clip_by_data(self.model, options.clip)
+            if session is not None and step == LOST_STEP and (self.group, self.member) == (1, 1):
+                lose_place(session, options.loses)
             if step == options.poison and (self.group, self.member) == (0, 1):
                 self.model[0].weight.grad.to_local()[0, 0] = float("nan")
             try:
