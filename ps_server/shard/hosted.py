@@ -238,6 +238,7 @@ class HostedJobs:
             if known is not None and known.run < run:  # what its coordinator could not drop
                 self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
                 known = None
+                _collect()
             if known is None:
                 self._restores.forget(spec.name)
                 job = self._jobs[spec.name] = self._make(spec, buckets, run, shards)
@@ -340,7 +341,7 @@ class HostedJobs:
         if before is not None:
             self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
             del before
-            gc.collect()  # a snapshot task and its job know each other
+            _collect()
 
     def drop(self, name: str, run: str = "") -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays."""
@@ -352,6 +353,8 @@ class HostedJobs:
             del self._jobs[name]
         self._end(job, NotFound(f"job {name!r} ended"))
         self._metrics.forget(name)
+        del job
+        _collect()
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def _end(self, job: HostedJob, reason: PSError) -> None:
@@ -429,3 +432,12 @@ def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError):  # what torch raises where there is no memory
         raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None
+
+
+def _collect() -> None:
+    """Frees the memory of jobs that are no longer here.
+
+    A job and its parts know each other, and so do errors and their frames. Weights are few objects, however large, so
+    that the collector by itself would look for them after many jobs only.
+    """
+    gc.collect()
