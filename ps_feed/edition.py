@@ -6,17 +6,20 @@ view of it, wherever the job cuts its buckets.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.changes import apply_change
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
+from ps_protocol.messages.editions import EditionBucket
 
 # numpy has no bfloat16: its elements are given as the 16 bits that they are.
 _NUMPY_TYPES: dict[str, str] = {**{name: name for name in DATA_TYPES}, "bfloat16": "uint16"}
@@ -37,6 +40,10 @@ class Tensor(NamedTuple):
     element: str
 
 
+class Damaged(Exception):
+    """What came of a bucket is not what was sent."""
+
+
 class Contents:
     """Which tensors an edition has, and where they lie.
 
@@ -45,7 +52,12 @@ class Contents:
     """
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
-        """Raises InvalidRequest for names that the job has not."""
+        """Raises InvalidRequest for names that the job has not, Unsupported for a job whose parameters are cut."""
+        if any(each.piece is not None for each in spec.parameters):
+            raise Unsupported(
+                f"the workers of job {spec.name!r} are groups that hold its parameters in pieces, which have no "
+                "editions yet: read a checkpoint of it, exported with `ps-server export`"
+            )
         self.spec, self.wire = spec, wire
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.tensors: dict[str, int] = {
@@ -96,6 +108,8 @@ class EditionArrays:
               this is the lowest, and `versions` has each bucket's
     versions: by bucket
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
+    timelines: by bucket: where workers share no clock, each shard may have another one
+    checksums: of each bucket's elements, by bucket, as shards have told them
     """
 
     contents: Contents
@@ -104,6 +118,18 @@ class EditionArrays:
     versions: Mapping[int, int]
     timeline: int
     spaces: Mapping[str, npt.NDArray[np.uint8]]
+    checksums: Mapping[int, int]
+    timelines: Mapping[int, int] = field(default_factory=dict)
+
+    def elements(self, index: int) -> npt.NDArray[np.uint8]:
+        """Returns the elements of a bucket, as bytes, without a copy."""
+        bucket = self.contents.buckets[index]
+        itemsize = DATA_TYPES[self.contents.dtype(bucket)].itemsize
+        return self.spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
+
+    def bases(self, buckets: Collection[int], timeline: int) -> dict[int, int]:
+        """Returns the versions of those buckets that are of a timeline: changes since may be asked for."""
+        return {index: self.versions[index] for index in buckets if self.timelines.get(index) == timeline}
 
     def names(self) -> Sequence[str]:
         """Returns the names of its tensors, as in the model's state_dict."""
@@ -128,12 +154,19 @@ class EditionArrays:
 class Arriving:
     """An edition that is being received. `take` may be called from any thread, for each bucket once.
 
-    before: an edition of the same run, whose frozen tensors are taken over; None: none
+    before: an edition of the same run and timeline, whose frozen tensors are taken over, and of which changes may come;
+            None: none
+    nbytes: that have come of buckets; whole: of those that came whole; elements: of the buckets that have come, as they
+            lie in the edition
     """
 
     def __init__(self, contents: Contents, before: EditionArrays | None) -> None:
-        self._contents, self._versions = contents, dict[int, int]()
+        self._contents, self._before = contents, before
+        self._versions, self._timelines = dict[int, int](), dict[int, int]()
+        self._checksums = dict[int, int]()
         self._spaces: dict[str, npt.NDArray[np.uint8]] = {}
+        self._lock = threading.Lock()
+        self.nbytes = self.whole = self.elements = 0
         itemsizes = {each.space: DATA_TYPES[contents.dtype(each)].itemsize for each in contents.buckets.values()}
         frozen = {each.space for each in contents.buckets.values() if each.frozen}
         for space, itemsize in itemsizes.items():
@@ -142,22 +175,41 @@ class Arriving:
             else:
                 self._spaces[space] = np.empty(contents.layout.space_sizes[space] * itemsize, np.uint8)
         has_frozen = before is not None
+        if before is not None:
+            self._checksums = {each: before.checksums[each] for each, of in contents.buckets.items() if of.frozen}
         self.missing = {each.index for each in contents.buckets.values() if not (each.frozen and has_frozen)}
 
-    def take(self, index: int, version: int, payload: memoryview, checksum: int, what: str) -> None:
-        """Takes a bucket. Raises InvalidRequest if it is not what was asked for, or was damaged on the way."""
-        bucket = self._contents.buckets.get(index)
-        if bucket is None or index in self._versions:
-            raise InvalidRequest(f"{what}: bucket {index} was not asked for, or came twice")
-        size = self._contents.size(bucket)
-        if len(payload) != size:
-            raise InvalidRequest(f"{what}: expected {size} bytes of bucket {index}, got {len(payload)}")
-        if zlib.crc32(payload) != checksum:
-            raise InvalidRequest(f"{what}: bucket {index} was damaged on the way: its checksum is another one")
-        start = bucket.start * (size // bucket.numel)
-        self._spaces[bucket.space][start : start + size] = np.frombuffer(payload, np.uint8)
-        self._versions[index] = version
-        self.missing.discard(index)
+    def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
+        """Takes a bucket. Raises InvalidRequest for one that was not asked for, Damaged if it is not what was sent."""
+        bucket = self._contents.buckets.get(sent.bucket)
+        if bucket is None or sent.bucket in self._versions:
+            raise InvalidRequest(f"{what}: bucket {sent.bucket} was not asked for, or came twice")
+        elements = self._elements(bucket, sent, what)
+        if zlib.crc32(elements.data) != sent.checksum:
+            raise Damaged(f"{what}: bucket {sent.bucket} was damaged on the way: its checksum is another one")
+        start = bucket.start * (len(elements) // bucket.numel)
+        self._spaces[bucket.space][start : start + len(elements)] = elements
+        with self._lock:
+            self._versions[sent.bucket], self._timelines[sent.bucket] = sent.version, timeline
+            self._checksums[sent.bucket] = sent.checksum
+            self.missing.discard(sent.bucket)
+            self.nbytes += len(sent.payload)
+            self.elements += len(elements)
+            self.whole += 0 if sent.base is not None else len(sent.payload)
+
+    def _elements(self, bucket: BucketSpec, sent: EditionBucket, what: str) -> npt.NDArray[np.uint8]:
+        """Returns the elements of a bucket that came, as bytes."""
+        size, before = self._contents.size(bucket), self._before
+        if sent.base is None:
+            if len(sent.payload) != size:
+                raise Damaged(f"{what}: expected {size} bytes of bucket {sent.bucket}, got {len(sent.payload)}")
+            return np.frombuffer(sent.payload, np.uint8)
+        if before is None or before.versions.get(sent.bucket) != sent.base:
+            raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
+        try:
+            return apply_change(sent.payload, before.elements(bucket.index).data, size // bucket.numel)
+        except InvalidRequest as error:
+            raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
     def complete(self, run: str, timeline: int) -> EditionArrays:
         """Returns the edition. Raises InvalidRequest if a bucket is missing."""
@@ -166,4 +218,14 @@ class Arriving:
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
-        return EditionArrays(self._contents, run, min(trained, default=0), self._versions, timeline, self._spaces)
+        version = min(trained, default=0)
+        return EditionArrays(
+            self._contents,
+            run,
+            version,
+            self._versions,
+            timeline,
+            self._spaces,
+            self._checksums,
+            self._timelines,
+        )

@@ -7,7 +7,13 @@ ahead it has to ask where steps are short. A job that makes no update for a whil
 async and quorum modes each shard is asked for its weights as they are.
 
 A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader.
+waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
+where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
+versions it wants otherwise: shards keep them for a while for those who follow the job.
+
+A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
+Where several addresses are given, the next is tried when one does not answer. Relays are not equally far: what one has
+that is behind the reader's edition, or is of a run or a series of updates before it, is waited past.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from ps_feed.edition import Arriving, Contents, EditionArrays
+from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
 from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
@@ -39,7 +45,7 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
-from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsHere
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.daemon_pool import Closed, DaemonPool
@@ -52,7 +58,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 IDLE_SECONDS = 1.0  # without an update, after which a job is asked for what it has
 PASSED_SECONDS = 0.005  # after which a version further ahead is asked for
 POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which shards copy their weights as they are
+LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
+CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
 MOST_AHEAD = 4096  # updates ahead of the job that are asked for
 KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
@@ -63,6 +71,21 @@ T = TypeVar("T")
 
 class _StandsStill(Exception):
     """The job makes no update, and has newer weights than the edition."""
+
+
+@dataclass
+class Received:
+    """What has come so far.
+
+    editions: that were whole
+    nbytes:   that came of buckets; elements: of the buckets in these editions: both are equal where all came whole
+    damaged:  editions that were dropped because a bucket was not what was sent
+    """
+
+    editions: int = 0
+    nbytes: int = 0
+    elements: int = 0
+    damaged: int = 0
 
 
 @dataclass
@@ -142,13 +165,16 @@ def _end_open() -> None:
 class Subscription:
     """Follows a job's weights. Its methods are thread-safe.
 
-    server: HOST:PORT of the coordinator
+    server: HOST:PORT of the coordinator or a relay; of several, with a comma between them, the next is tried when one
+            does not answer
     job:    the job's name
     every:  updates between two editions, at least
     wire:   the type in which float32 weights travel, and lie in an edition
     parameters: names of the tensors that are wanted, as in the model's state_dict; None: all
     period: seconds between two editions, at least
     access: needs the role of a reader
+    changes: ask for what changed, where that is less; None: where the network is slow
+    told:   is called by its thread whenever there is an edition, a trouble or the end
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -163,6 +189,8 @@ class Subscription:
         parameters: Collection[str] | None = None,
         period: float = 0.0,
         access: Access = PLAINTEXT,
+        changes: bool | None = None,
+        told: Callable[[], None] | None = None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -170,7 +198,8 @@ class Subscription:
             raise InvalidRequest(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
-        self._server, self._job, self._access = server, job, access
+        self._servers, self._job, self._access = server.split(","), job, access
+        self._told_of = told
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
@@ -180,9 +209,16 @@ class Subscription:
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last
+        self._changes = changes
+        self._is_slow = False  # the network, as the last whole edition has shown
+        self._is_damaged = False  # the last edition was: all is asked for whole
+        self.received = Received()
+        self._due = 0.0  # when the next edition may come, if a period is set
+        self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
         self._updated = time.monotonic()  # when `_told` rose last
+        self._described_at = 0.0  # when shards were asked last how far they are
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
@@ -219,6 +255,11 @@ class Subscription:
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
 
     @property
+    def latest(self) -> int:
+        """The highest version that shards have told of."""
+        return self._told
+
+    @property
     def age(self) -> float:
         """Seconds since the newest edition was known to be what the shards have; inf: never."""
         return float("inf") if self._equal is None else time.monotonic() - self._equal
@@ -240,7 +281,8 @@ class Subscription:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended: no edition comes after the newest."""
+        """Whether the job has ended: no edition comes after the newest, which has the job's last weights, unless
+        `trouble` says why these could not be had."""
         return self._ended
 
     def wait(self, version: int = 0, timeout: float = 60.0) -> EditionArrays:
@@ -308,18 +350,22 @@ class Subscription:
             self._closing.wait(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         self._drop_shards()
+        self._tell()
+
+    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        if self._told_of is not None:
+            self._told_of()
 
     def _follow(self) -> None:
         """Receives editions until there is a trouble, and records it."""
         try:
             while not self._closing.is_set():
                 if self._shards is None:
-                    self._shards = _EachShard(self._server, self._access)
+                    self._shards = _EachShard(self._servers[0], self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
-                began = time.monotonic()
                 try:
                     self._next(self._shards)
                 except OutOfOrder:
@@ -328,22 +374,26 @@ class Subscription:
                     self._closing.wait(PASSED_SECONDS)
                 except _StandsStill:
                     pass
-                else:
-                    self._closing.wait(max(0.0, self._period - (time.monotonic() - began)))
+                except Damaged as error:
+                    self._is_damaged = True
+                    self.received.damaged += 1
+                    raise TryLater(str(error)) from None
+                if self._ended:
+                    return
         except PSError as error:
             if self._closing.is_set():
                 return
             self._drop_shards()
             self._ended = isinstance(error, NotFound) and self._edition is not None and not self._is_there()
-            with self._changed:
-                self._trouble = error
-                self._changed.notify_all()
+            self._trouble = error
+            self._tell()
+            self._servers.append(self._servers.pop(0))
             self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, error)
 
     def _is_there(self) -> bool:
         """Whether the coordinator has the job; True if it does not answer."""
         try:
-            return self._job in cluster(self._server, self._access).jobs
+            return self._job in cluster(self._servers[0], self._access).jobs
         except PSError:
             return True
 
@@ -357,26 +407,64 @@ class Subscription:
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
         """
-        edition = self._edition
+        edition, self._described_at = self._edition, time.monotonic()
         here = self._described(shards)
         highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
         own = edition.version if edition is not None and is_same else None
+        self._check_order(here[0], timeline)
+        self._lag = here[0].age
         if self._series != (here[0].run, timeline):
             self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
-        version = self._version(here, highest, own)
-        if version is None:
+        ended = [each.ended for each in here]
+        if any(ended) and not all(ended):
+            self._closing.wait(POLL_SECONDS)  # a moment later all are told of the end
+            return
+        version = self._last_version(here) if all(ended) else self._version(here, highest, own)
+        if version is None or (all(ended) and version == own and here[0].has_one_version):
             self._equal = time.monotonic() if own == highest else self._equal
+            self._ended = all(ended)
+            self._closing.wait(LOOK_SECONDS if time.monotonic() + LOOK_SECONDS < self._due else POLL_SECONDS)
+            return
+        self._asked_for, began = version, time.monotonic()
+        try:
+            received = self._receive(shards, here, version, edition if is_same else None, self._least(own))
+        except NotFound:  # the job has ended meanwhile: those shards that keep its last weights say so next
             self._closing.wait(POLL_SECONDS)
             return
-        self._asked_for = version
-        self._publish(self._receive(shards, here, version, edition if is_same else None, self._least(own)))
+        self._due = began + self._period
+        self._ended = all(ended)
+        self._publish(received)
+
+    def _last_version(self, here: list[WeightsHere]) -> int | None:
+        """Returns the version with which a job has ended; None: its shards have none in common."""
+        trained = [each for each in here if self._trains(each)]
+        lowest = min((each.lowest for each in trained), default=0)
+        is_one = all(each.lowest == each.highest == lowest for each in trained)
+        return lowest if is_one or not here[0].has_one_version else None
+
+    def _trains(self, here: WeightsHere) -> bool:
+        """Whether an optimizer steps any bucket of a shard."""
+        buckets = self._contents.layout.buckets if self._contents is not None else ()
+        return any(not buckets[index].frozen for index in here.buckets)
+
+    def _check_order(self, first: WeightsHere, timeline: int) -> None:
+        """Raises TryLater where what is offered is of before the edition, as another relay may have it."""
+        edition = self._edition
+        if first.is_relayed and edition is not None and (first.run, timeline) < (edition.run, edition.timeline):
+            what = "an earlier run" if first.run < edition.run else "the weights from before a rollback"
+            raise TryLater(f"job {self._job!r}: {self._servers[0]} has {what}, and no newer ones yet")
 
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
-        run = None if self._edition is None or self._contents is None else self._edition.run
-        here = shards.all(lambda reader: reader.describe(self._job, with_spec=run is None and reader.index == 0))
+        run = self._series[0]
+        try:
+            here = self._asked(shards, run)
+        except NotFound:
+            if not run:
+                raise
+            here = self._asked(shards, "")  # another run may have the name
         first = here[0]
         if first.shards != len(here):
             self._drop_shards()
@@ -386,17 +474,29 @@ class Subscription:
         if first.has_one_version and any(each.timeline != first.timeline for each in here):
             raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
         spec = first.spec
-        if run is not None and run != first.run:
-            spec = shards.readers[0].describe(self._job, with_spec=True).spec
+        if spec is None and (self._contents is None or run != first.run):
+            spec = self._describe(shards.readers[0], first.run, with_spec=True).spec
         if spec is not None:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
+
+    def _asked(self, shards: _EachShard, run: str) -> list[WeightsHere]:
+        """Asks all shards what they have of a run; empty: of any."""
+        is_first = self._contents is None
+        return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
+
+    def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
+        return reader.describe(WeightsAsked(self._job, run, with_spec, self._wire))
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
         contents = self._contents
         if own is not None and contents is not None and not contents.is_trained:
             return None  # what is wanted never changes
+        if own is not None and time.monotonic() < self._due:
+            return None
+        if here[0].is_relayed:
+            return max(here[0].lowest, self._least(own))
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
@@ -426,33 +526,50 @@ class Subscription:
         contents = self._contents
         assert contents is not None
         arriving = Arriving(contents, before)
+        wants_changes = self._is_slow if self._changes is None else self._changes
+        base = before if wants_changes and not self._is_damaged else None
+        came: list[tuple[float, int]] = []
         heard = dict.fromkeys(range(len(here)), time.monotonic())  # when each shard was heard of last
 
         def pull(reader: ShardReader) -> None:
             shard = here[reader.index]
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
-                least = version if shard.has_one_version else shard.lowest
-                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted)
+                least = version if shard.has_one_version or shard.is_relayed else shard.lowest
+                bases = {} if base is None else base.bases(wanted, shard.timeline)
+                call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted, bases)
                 reader.pull(call, take, partial(alive, reader.index))
             else:
                 del heard[reader.index]
 
-        def take(bucket: EditionBucket) -> None:
-            arriving.take(
-                bucket.bucket, bucket.version, memoryview(bucket.payload), bucket.checksum, f"edition {version}"
-            )
+        def take(bucket: EditionBucket, timeline: int) -> None:
+            came.append((time.monotonic(), len(bucket.payload)))
+            arriving.take(bucket, timeline, f"edition {version}")
 
-        def alive(index: int, told: int) -> None:
+        def alive(index: int, told: int, age: float | None) -> None:
             self._heard_of(told)
-            heard[index] = time.monotonic()
+            self._lag = age
+            heard[index] = time.monotonic() - (age or 0.0)
             if self._told < least:
-                self._equal = min(list(heard.values()))
+                equal = min(list(heard.values()))
+                self._equal = equal if self._equal is None else max(self._equal, equal)
             elif self._told < version and self._is_idle():
                 raise _StandsStill
 
         shards.all(pull)
-        return arriving.complete(here[0].run, max(each.timeline for each in here))
+        edition = arriving.complete(here[0].run, max(each.timeline for each in here))
+        self._note_received(arriving, came)
+        return edition
+
+    def _note_received(self, arriving: Arriving, came: list[tuple[float, int]]) -> None:
+        """Counts an edition that came. came: when which bytes of it came, the first ones first"""
+        seconds, size = came[-1][0] - came[0][0] if came else 0.0, sum(size for _, size in came[1:])
+        if arriving.whole == arriving.nbytes:  # how long a change takes says little of the network
+            self._is_slow = size < CHANGES_BELOW * seconds if len(came) > 1 else True
+        self._is_damaged = False
+        self.received.editions += 1
+        self.received.nbytes += arriving.nbytes
+        self.received.elements += arriving.elements
 
     def _publish(self, edition: EditionArrays) -> None:
         before = self._edition
@@ -469,6 +586,10 @@ class Subscription:
         with self._changed:
             self._restores += is_restored
             self._edition, self._trouble = edition, None
-            if edition.version >= self._told:
-                self._equal = time.monotonic()
-            self._changed.notify_all()
+            if self._lag is not None or edition.version >= self._told:
+                self._equal = time.monotonic() - (self._lag or 0.0)
+            elif self._equal is None or is_restored:
+                self._equal = self._described_at
+            else:  # it was asked for with what shards had then, or more
+                self._equal = max(self._equal, self._described_at)
+        self._tell()

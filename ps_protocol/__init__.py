@@ -1,6 +1,7 @@
 """The agreements between servers and workers. A change on one side alone breaks the other.
 
 addresses.py       The syntax of addresses and of host names
+changes.py         What changed in a bucket between two versions of it, as bytes
 codecs.py          Encodes a bucket's elements as a payload, and decodes them
 convert.py         Conversions between protobuf messages and values that servers and workers share
 batches.py         Elastic data: the batches that the coordinator leases to workers
@@ -17,6 +18,7 @@ messages/          The messages of the contract as values, and both directions o
 modes.py           The modes of training, and the one rule behind four of them
 optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
 optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments
+pieces.py          Pieces of parameters, which the members of a group hold; whole parameters out of them
 row_ids.py         Ids of rows: their hash, and the shard of a row
 row_optimizers.py  The optimizers that can step the rows of a table, and their arguments
 segment_layout.py  The layout of the memory that a worker shares with the shards on its host

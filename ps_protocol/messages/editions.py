@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from ps_protocol.convert import job_spec, job_spec_message, wire_format, wire_format_number
+from ps_protocol.convert import duration, job_spec, job_spec_message, seconds, wire_format, wire_format_number
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.envelope import Origin, parse
@@ -12,11 +14,17 @@ from ps_protocol.v1 import feed_pb2
 
 
 class WeightsAsked(NamedTuple):
-    """Whose weights a reader asks about. run: empty: any; with_spec: whether the job is wanted, too"""
+    """Whose weights a reader asks about.
+
+    run:       empty: any
+    with_spec: whether the job is wanted, too
+    wire:      the type in which float32 elements are to travel later: relays fetch these
+    """
 
     job: str
     run: str = ""
     with_spec: bool = False
+    wire: str = "float32"
 
 
 class WeightsHere(NamedTuple):
@@ -29,6 +37,8 @@ class WeightsHere(NamedTuple):
     has_one_version: whether an edition is of one version
     editions: versions of editions that are here, or that somebody waits for
     spec:     None: it was not asked for
+    ended:    the job has ended: these are its last weights
+    age:      of a relay: the seconds since it knew last that `lowest`, the version of its edition, is the newest
     """
 
     run: str
@@ -40,6 +50,13 @@ class WeightsHere(NamedTuple):
     has_one_version: bool
     editions: tuple[int, ...]
     spec: JobSpec | None = None
+    ended: bool = False
+    age: float | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a relay answers: it sends an edition that has at least the version that it is asked for."""
+        return self.age is not None
 
     def may_have(self, version: int) -> bool:
         """Whether the shard has an edition of a version, or may still take one."""
@@ -55,6 +72,7 @@ class EditionCall(NamedTuple):
               have at least
     wire:     the type in which float32 elements are to travel
     buckets:  that are wanted, by index; none: all
+    bases:    versions that the reader has, by bucket, on this timeline and in this type: changes since will do
     """
 
     job: str
@@ -63,6 +81,7 @@ class EditionCall(NamedTuple):
     version: int
     wire: str
     buckets: tuple[int, ...]
+    bases: Mapping[int, int] = MappingProxyType({})
 
 
 class EditionBegin(NamedTuple):
@@ -77,6 +96,8 @@ class EditionBucket(NamedTuple):
     """A bucket of an edition, by its index: the updates that it has, and its elements with their CRC-32.
 
     wire_format: of the elements; empty: the bucket's own type
+    payload:     the elements; or, with a base, what changed since
+    base:        None: the bucket comes whole
     """
 
     bucket: int
@@ -84,28 +105,33 @@ class EditionBucket(NamedTuple):
     wire_format: str
     checksum: int
     payload: Buffer
+    base: int | None = None
 
 
 class EditionPart(NamedTuple):
     """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
 
     now: the lowest version of the job's buckets on the shard
+    age: of what a relay has: see WeightsHere
     """
 
     now: int
     begin: EditionBegin | None = None
     bucket: EditionBucket | None = None
+    age: float | None = None
 
 
 def write_weights_asked(asked: WeightsAsked) -> bytes:
     """Writes a DescribeWeightsRequest."""
-    return feed_pb2.DescribeWeightsRequest(job=asked.job, run=asked.run, with_spec=asked.with_spec).SerializeToString()
+    return feed_pb2.DescribeWeightsRequest(
+        job=asked.job, run=asked.run, with_spec=asked.with_spec, wire_format=wire_format_number(asked.wire)
+    ).SerializeToString()
 
 
 def read_weights_asked(data: bytes) -> WeightsAsked:
     """Reads a DescribeWeightsRequest."""
     message = parse(feed_pb2.DescribeWeightsRequest, data)
-    return WeightsAsked(message.job, message.run, message.with_spec)
+    return WeightsAsked(message.job, message.run, message.with_spec, _cast(message.wire_format))
 
 
 def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
@@ -119,6 +145,9 @@ def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
         has_one_version=here.has_one_version,
         edition_versions=here.editions,
         spec=None if here.spec is None else job_spec_message(here.spec),
+        ended=here.ended,
+        relayed=here.is_relayed,
+        age_duration=None if here.age is None else duration(here.age),
     ).SerializeToString()
 
 
@@ -135,6 +164,8 @@ def read_weights_here(data: bytes) -> WeightsHere:
         answer.has_one_version,
         tuple(answer.edition_versions),
         job_spec(answer.spec) if answer.HasField("spec") else None,
+        answer.ended,
+        seconds(answer.age_duration) if answer.relayed else None,
     )
 
 
@@ -147,19 +178,26 @@ def write_edition_call(call: EditionCall) -> bytes:
         version=call.version,
         wire_format=wire_format_number(call.wire),
         buckets=call.buckets,
+        base_versions=call.bases,
     ).SerializeToString()
 
 
 def read_edition_call(data: bytes) -> EditionCall:
     """Reads a PullEditionRequest."""
     message = parse(feed_pb2.PullEditionRequest, data)
-    wire = wire_format(message.wire_format, "wire format of an edition") or "float32"
-    return EditionCall(message.job, message.run, message.timeline, message.version, wire, tuple(message.buckets))
+    wire = _cast(message.wire_format)
+    what = message.job, message.run, message.timeline, message.version
+    return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions))
+
+
+def _cast(number: int) -> str:
+    return wire_format(number, "wire format of an edition") or "float32"
 
 
 def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
     """Writes a PullEditionResponse."""
-    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now)), None
+    age = None if part.age is None else duration(part.age)
+    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), None
     if part.begin is not None:
         begin = part.begin
         sent = feed_pb2.EditionBegin(version=begin.version, timeline=begin.timeline, bucket_count=begin.buckets)
@@ -169,20 +207,27 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
         response.bucket.bucket, response.bucket.version = bucket.bucket, bucket.version
         response.bucket.checksum = bucket.checksum
         response.bucket.wire_format = wire_format_number(bucket.wire_format)
+        if bucket.base is not None:
+            response.bucket.base_version = bucket.base
     return message_parts(response, payload)
 
 
 def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
     """Reads a PullEditionResponse."""
     message = parse(feed_pb2.PullEditionResponse, fields)
-    now = message.header.version
+    now, age = message.header.version, seconds(message.age_duration) if message.HasField("age_duration") else None
     if message.HasField("begin"):
         begin = message.begin
-        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count))
+        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count), age=age)
     if not message.HasField("bucket"):
-        return EditionPart(now)
+        return EditionPart(now, age=age)
     sent = message.bucket
     bucket = EditionBucket(
-        sent.bucket, sent.version, wire_format(sent.wire_format), sent.checksum, b"" if payload is None else payload
+        sent.bucket,
+        sent.version,
+        wire_format(sent.wire_format),
+        sent.checksum,
+        b"" if payload is None else payload,
+        sent.base_version if sent.HasField("base_version") else None,
     )
-    return EditionPart(now, bucket=bucket)
+    return EditionPart(now, bucket=bucket, age=age)

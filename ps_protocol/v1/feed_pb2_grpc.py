@@ -86,6 +86,9 @@ class FeedServiceServicer:
     def DescribeWeights(self, request, context):
         """Says what this shard has of a job's weights: which buckets, and how many updates they have.
 
+        When a job that somebody follows ends, its last weights stay for a while: see `ended`. They are there for those who
+        name the run.
+
         NOT_FOUND: this shard has no such job, or not that run of it; with reason RUN_ENDED a later run has its name.
         UNAVAILABLE, reason TRY_LATER: the job has no weights yet, or is being restored or rolled back.
         """
@@ -104,7 +107,13 @@ class FeedServiceServicer:
         The first message that has more than a header is `begin`; a message for each bucket follows. While the edition is not
         complete, a message with a header alone comes several times a second, as a sign of life.
 
+        A reader that says which versions of buckets it has (`base_versions`) may get what changed since, where this is less
+        than the whole bucket; see EditionBucket.base_version.
+
         The last two editions are kept for a while, for readers that ask for the same.
+
+        A relay (DescribeWeightsResponse.relayed) sends the newest edition that it has, once that has at least `version`
+        updates.
 
         FAILED_PRECONDITION, reason OUT_OF_ORDER: a bucket has more updates already, or the job was rolled back since (`timeline`).
         INVALID_ARGUMENT: no such bucket is here, or the wire format is none that casts. UNAVAILABLE, reason TRY_LATER: as

@@ -2,11 +2,14 @@
 
 apply.py      Applies what is staged: adds contributions and steps optimizers
 budgets.py    What principals have on a shard, counted over all its jobs
+changes.py    What changed between copies of a bucket, for readers that have an older one
 editions.py   Editions: unchanging copies of a job's weights, for readers that follow training
 hosted.py     The jobs that a shard has: made, restored from checkpoints, and dropped
 hosted_job.py What a shard holds while it runs: the state of `core`, with locks, segments and waiting pulls beside it
+last_weights.py The last weights of a job that has ended, for readers that follow it
 metrics.py    What a shard tells Prometheus
 native_loops.py The library for tables in a server process: whether it is used
+outbox.py     Where the answers to one call go
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on

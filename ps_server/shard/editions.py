@@ -4,6 +4,11 @@ A bucket is copied as a checkpoint's is: by the thread that steps it, at the mom
 that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
 clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
 
+Who has an older version may get what changed since (changes.py). As long as somebody follows the job who wants that,
+the newest edition stays.
+
+What readers have asked for of a job that ends is copied as it is then: its last weights (last_weights.py).
+
 Copies of `MOST` editions are in memory at a time, however many readers there are: those who ask for the same version
 share them. Another one takes the place of the oldest that nobody reads. If all are read, whoever asks is told to come
 back; readers that are so slow that they hold up others for `HELD_SECONDS` lose theirs. To wait for an edition takes no
@@ -12,9 +17,11 @@ memory.
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -22,10 +29,12 @@ import torch
 
 from ps_protocol.codecs import PLAIN
 from ps_protocol.errors import LimitExceeded, OutOfOrder, PSError, TryLater, anew
+from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
+from ps_server.shard.changes import BucketChanges
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others
@@ -34,6 +43,11 @@ RETRY_SECONDS = 0.05  # after which a reader that finds no room asks again
 
 Piece = tuple[int, str]  # a bucket by its index, and the type in which its elements travel
 Over = Callable[[PSError | None], None]  # called when all that a reader wants is copied, or with why it never will be
+
+
+def piece_of(bucket: BucketSpec, wire: str) -> Piece:
+    """Returns what a reader gets of a bucket that asks for float32 elements of trained weights in a type."""
+    return bucket.index, wire if bucket.dtype == "float32" and not bucket.frozen else bucket.dtype
 
 
 class CopiedBucket:
@@ -69,11 +83,13 @@ class WantedEdition:
     version: the updates that each bucket is to have; None: those that it has when it is copied
     least:   without a version, those that each bucket is to have at least
     pieces:  the buckets, and how each is to travel
+    changes: what changed since an older version will do
     """
 
     version: int | None
     least: int
     pieces: frozenset[Piece]
+    changes: bool = False
 
 
 class TakenEdition:
@@ -151,6 +167,10 @@ class TakenEdition:
         """Whether all of these are copied."""
         return pieces <= self._copied.keys()
 
+    def copied(self, piece: Piece) -> CopiedBucket | None:
+        """Returns the copy of a bucket, if it is there."""
+        return self._copied.get(piece)
+
     def copy(self, piece: Piece) -> CopiedBucket:
         """Returns the copy of a bucket. Raises why the edition was given up."""
         copied = self._copied.get(piece)
@@ -192,6 +212,16 @@ class TakenEdition:
         for over in calls:
             guarded("edition", partial(over, None))
 
+    def share(self, other: TakenEdition, bucket: Bucket) -> None:
+        """Takes what another edition has of a bucket, if that is of the bucket's version."""
+        index, version = bucket.index, bucket.rule.version
+        with self._lock:
+            for dtype in tuple(self._missing.get(index, ())):
+                copied = other._copied.get((index, dtype))
+                if copied is not None and copied.version == version:
+                    self._copied[index, dtype] = copied
+                    self._missing[index].discard(dtype)
+
     def _refuse(self, index: int, version: int) -> None:
         """Tells readers that want a bucket that it has more updates already."""
         with self._lock:
@@ -227,13 +257,11 @@ class Editions:
         self._lock = threading.Lock()
         self._kept: list[TakenEdition] = []  # the oldest first, with those that wait
         self._closed: PSError | None = None
+        self._followed = -math.inf  # when a reader was heard of last
+        self._pieces: set[Piece] = set()  # what readers have asked for, as long as they are heard of
+        self._changes: dict[Piece, BucketChanges] = {}
+        self._keeps_newest = False  # for changes
         self.waiting: tuple[TakenEdition, ...] = ()
-
-    def wanted(self, version: int | None, least: int, wire: str, buckets: Collection[int]) -> WantedEdition:
-        """Returns what a reader wants that asks for buckets with float32 elements in a type."""
-        specs = [self._buckets[index].spec for index in buckets]
-        pieces = ((each.index, wire if each.dtype == "float32" and not each.frozen else each.dtype) for each in specs)
-        return WantedEdition(version, least, frozenset(pieces))
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
@@ -246,11 +274,16 @@ class Editions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is copied."""
+        """Bytes of all that is copied, and of changes."""
         with self._lock:
-            return sum(each.nbytes for each in self._kept)
+            changes = sum(each.nbytes for each in self._changes.values())
+            return sum(each.nbytes for each in self._kept) + changes
 
-    def take(self, reader: object, wanted: WantedEdition, over: Over) -> TakenEdition:
+    def heard_of_reader(self, now: float) -> None:
+        """Notes that somebody follows the job."""
+        self._followed = now
+
+    def take(self, reader: object, wanted: WantedEdition, over: Over, now: float) -> TakenEdition:
         """Returns an edition for a reader, until `give_back`. The caller then has it look at its buckets.
 
         over: is called, by any thread, when all that is wanted is copied, or when the edition has failed
@@ -258,6 +291,9 @@ class Editions:
         with self._lock:
             if self._closed is not None:
                 raise self._closed
+            self._followed = now
+            self._pieces |= wanted.pieces
+            self._keeps_newest |= wanted.changes
             edition = next((each for each in reversed(self._kept) if each.serves(wanted)), None)
             if edition is None:
                 edition = TakenEdition(wanted.version, self._make_room)
@@ -290,17 +326,71 @@ class Editions:
 
     def tick(self, now: float) -> None:
         """Forgets what nobody has read for a while."""
-        if not self._kept:
+        if not self._kept and not self._pieces:
             return
         with self._lock:
-            self._kept = [each for each in self._kept if each.is_read or now - each.used < KEPT_SECONDS]
+            if any(each.is_read for each in self._kept):
+                self._followed = now
+            is_followed = now - self._followed <= KEPT_SECONDS
+            self._keeps_newest &= is_followed
+            newest = next((each for each in reversed(self._kept) if each.is_whole), None)
+            self._kept = [
+                each
+                for each in self._kept
+                if each.is_read or (self._keeps_newest and each is newest) or now - each.used < KEPT_SECONDS
+            ]
+            if not is_followed:
+                self._pieces.clear()
+                self._changes.clear()
             self._note_waiting()
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole. May take its time."""
+        with self._lock:
+            if self._closed is not None:
+                return None
+            changes = self._changes.get(piece)
+            if changes is None:
+                changes = self._changes[piece] = BucketChanges(piece[1], self._has_free)
+            copies = [copied for each in self._kept if (copied := each.copied(piece)) is not None]
+        return changes.between(base, new, copies)
+
+    def _has_free(self, size: int) -> bool:
+        """Whether training leaves so many bytes free."""
+        left = free_bytes()
+        return left is None or size + self._promised() <= left
+
+    def followed(self) -> frozenset[Piece]:
+        """Returns what readers want that follow the job."""
+        with self._lock:
+            return frozenset(self._pieces)
+
+    def copied_now(
+        self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]
+    ) -> TakenEdition:
+        """Returns a copy of these as they are, or one with its `error` if there is no room. The job takes no more
+        updates.
+
+        locked: gives a bucket by its index, and keeps it from being stepped
+        """
+        edition = TakenEdition(None, lambda each, _: self._check_room(each))
+        edition.hand_to(self, WantedEdition(None, 0, pieces), lambda _: None)
+        with self._lock:
+            kept = list(self._kept)
+        for index in sorted({index for index, _ in pieces}):
+            with locked(index) as bucket:
+                for each in kept:
+                    edition.share(each, bucket)
+                edition.look(bucket, 0.0)
+        edition.give_back(self, 0.0)
+        return edition
 
     def close(self, error: PSError) -> None:
         """Forgets all, and takes nothing more: the job is no longer here, or goes back to a checkpoint."""
         with self._lock:
             self._closed = error
             kept, self._kept, self.waiting = self._kept, [], ()
+            self._changes.clear()
         for each in kept:
             each.fail(error)
 
@@ -329,6 +419,10 @@ class Editions:
             edition.began = now
         for each in free:
             each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
+        self._check_room(edition)
+
+    def _check_room(self, edition: TakenEdition) -> None:
+        """Raises LimitExceeded where memory has no room for what is missing of an edition."""
         size = sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in edition.missing())
         left, promised = free_bytes(), self._promised()
         if left is not None and size + promised > left:

@@ -46,6 +46,7 @@ from ps_server.core.placement import Place
 from ps_server.core.snapshot import RestoreProgress, RestoreRequest, TableSnapshot, VersionRange, joined
 from ps_server.failpoints import failpoint
 from ps_server.shard.hosted_job import HostedJob
+from ps_server.shard.last_weights import LastWeights, last_weights
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.threads import Threads
@@ -214,6 +215,7 @@ class HostedJobs:
         self._index, self._limits, self._principals = index, limits, principals
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
+        self._last: dict[str, LastWeights] = {}  # of jobs that have ended, by name
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
@@ -343,19 +345,39 @@ class HostedJobs:
             del before
             _collect()
 
-    def drop(self, name: str, run: str = "") -> None:
-        """Forgets a run of a job and gives its memory back; another run of that name stays."""
+    def drop(self, name: str, run: str = "", now: float = 0.0) -> None:
+        """Forgets a run of a job and gives its memory back; another run of that name stays.
+
+        If somebody follows its weights, its last ones stay for a while.
+        """
         with self._lock:
             self._restores.forget(name, run)
             job = self._jobs.get(name)
             if job is None or run not in ("", job.run):
                 return
             del self._jobs[name]
-        self._end(job, NotFound(f"job {name!r} ended"))
+        reason = NotFound(f"job {name!r} ended")
+        job.close(reason)
+        last = last_weights(job, now)
+        if last is not None:  # before readers are told of the end, and ask for them
+            with self._lock:
+                self._last[name] = last
+        self._pulls.fail(job, reason)
         self._metrics.forget(name)
         del job
         _collect()
         log.info("job %s: shard %d has given its memory back", name, self._index)
+
+    def last(self, name: str, run: str) -> LastWeights | None:
+        """Returns the last weights of a run that has ended; None: they are not here."""
+        last = self._last.get(name)
+        return last if last is not None and last.run == run else None
+
+    def tick(self, now: float) -> None:
+        """Forgets last weights that no reader wants any more."""
+        if self._last:
+            with self._lock:
+                self._last = {name: last for name, last in self._last.items() if last.is_wanted(now)}
 
     def _end(self, job: HostedJob, reason: PSError) -> None:
         """Ends what is under way in a job that is no longer here."""
@@ -392,8 +414,10 @@ class HostedJobs:
     def _make(self, spec: JobSpec, buckets: Sequence[int], run: str, shards: int) -> HostedJob:
         """Returns a job with the memory for its weights: one of `_made`, until the caller has a place for it."""
         room = room_for(spec, buckets, self._limits[0])
+        if self._last and room.total + self._promised() > (free_bytes() or _UNKNOWN_BYTES):
+            self._last = {}  # a job's memory is worth more
         with self._making:
-            promised = sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
+            promised = self._promised()
             with _making_room(spec.name, room, promised):
                 free = (free_bytes() or _UNKNOWN_BYTES) - room.total - promised
                 place = self._tables.place(len(spec.tables), shards, free)
@@ -401,6 +425,10 @@ class HostedJobs:
                 job = HostedJob(spec, state, run, room)
             self._made.add(job)
         return job
+
+    def _promised(self) -> int:
+        """Returns the bytes that jobs here are still to take."""
+        return sum(job.promised() for job in {*list(self._jobs.values()), *list(self._made)})
 
 
 def _warn_of_evicted(job: HostedJob) -> None:

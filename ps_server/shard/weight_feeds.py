@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import ClassVar, Protocol
 
 from ps_protocol.codecs import BLOCKS
 from ps_protocol.errors import InvalidRequest, OutOfOrder, PSError, TryLater, anew
-from ps_protocol.job import WIRES
+from ps_protocol.job import WIRES, JobSpec
+from ps_protocol.layout import BucketSpec
 from ps_protocol.messages.editions import (
     EditionBegin,
     EditionBucket,
@@ -24,24 +26,134 @@ from ps_protocol.messages.editions import (
     WeightsHere,
 )
 from ps_server.failpoints import failpoint
-from ps_server.shard.editions import Piece, TakenEdition, WantedEdition
+from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
 from ps_server.shard.hosted import HostedJobs
-from ps_server.shard.hosted_job import HostedJob
-from ps_server.shard.waiting import Lent, Outbox
+from ps_server.shard.hosted_job import Feed, HostedJob
+from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
+
+
+class EditionSource(Protocol):
+    """What editions are taken of: a job, or what is left of one that has ended.
+
+    ended: it has ended
+    """
+
+    ended: ClassVar[bool]
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job."""
+
+    @property
+    def run(self) -> str:
+        """The run of it."""
+
+    @property
+    def timeline(self) -> int:
+        """See HostedJob."""
+
+    @property
+    def shards(self) -> int:
+        """How many shards have a part of it."""
+
+    @property
+    def specs(self) -> Mapping[int, BucketSpec]:
+        """The buckets that are here, by index."""
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """The versions of the buckets that an optimizer steps."""
+
+    @property
+    def editions(self) -> tuple[int, ...]:
+        """See WeightsHere."""
+
+    def heard_of_reader(self, now: float) -> None:
+        """Notes that somebody follows it."""
+
+    def add(self, feed: Feed, limit: float) -> None:
+        """Adds a reader. Raises LimitExceeded where there are too many."""
+
+    def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
+        """Returns an edition for a reader; see Editions.take. What can be copied now is copied."""
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+
+    def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
+        """Ends what a reader has of it. None: it got none"""
+
+
+class JobSource:
+    """A job that is here."""
+
+    ended: ClassVar[bool] = False
+
+    def __init__(self, job: HostedJob) -> None:
+        self.job, self.spec, self.run, self.timeline = job, job.state.spec, job.run, job.timeline
+        self.shards = job.state.row_checker.place.shards
+        self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """The versions of the buckets that an optimizer steps."""
+        return [bucket.rule.version for bucket in self.job.buckets.values() if bucket.unit.is_trained]
+
+    @property
+    def editions(self) -> tuple[int, ...]:
+        """The versions that somebody waits for, or that may be had."""
+        return tuple(self.job.editions.versions())
+
+    def heard_of_reader(self, now: float) -> None:
+        """Notes that somebody follows it."""
+        self.job.editions.heard_of_reader(now)
+
+    def add(self, feed: Feed, limit: float) -> None:
+        """Adds a reader. Raises LimitExceeded where there are too many."""
+        self.job.add_feed(self.job.readers, feed, limit)
+
+    def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
+        """Returns an edition, which has all buckets whose moment is now."""
+        editions = self.job.editions
+        edition = editions.take(feed, wanted, over, now())
+        for index, _ in sorted(wanted.pieces):
+            hosted = self.job.buckets[index]
+            with hosted.tensors:
+                edition.look(hosted.unit, now())
+        editions.looked_at(edition)
+        return edition
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+        return self.job.editions.change(piece, base, new)
+
+    def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
+        """Ends what a reader has of it."""
+        with self.job.lock:
+            self.job.readers.discard(feed)
+        if edition is not None:
+            self.job.editions.give_back(edition, feed, now)
 
 
 class EditionSender:
     """One reader that gets one edition.
 
     caller: the principal that reads; empty: nobody in particular
+    bases:  versions that the reader has, by bucket
     """
 
     def __init__(
-        self, job: HostedJob, wanted: WantedEdition, outbox: Outbox, caller: str, now: Callable[[], float]
+        self,
+        source: EditionSource,
+        wanted: WantedEdition,
+        bases: Mapping[int, int],
+        outbox: Outbox,
+        caller: str,
+        now: Callable[[], float],
     ) -> None:
-        self.job, self.outbox, self.caller = job, outbox, caller
+        self._source, self._bases, self.outbox, self.caller = source, bases, outbox, caller
         self._wanted, self._now = wanted, now
         self._edition: TakenEdition | None = None
         self._result: tuple[PSError | None] | None = None  # once it is over: why there is no edition
@@ -52,14 +164,7 @@ class EditionSender:
 
     def begin(self) -> None:
         """Asks for the edition, and sends it once all that is wanted of it is copied."""
-        editions = self.job.editions
-        edition = editions.take(self, self._wanted, self._over)
-        self._edition = edition
-        for index, _ in sorted(self._wanted.pieces):
-            hosted = self.job.buckets[index]
-            with hosted.tensors:
-                edition.look(hosted.unit, self._now())
-        editions.looked_at(edition)
+        edition = self._edition = self._source.take(self, self._wanted, self._over, self._now)
         if self._result is not None:  # it was over before `_edition` was known
             self._over(*self._result)
         elif edition.error is not None or edition.has(self._wanted.pieces):  # another reader had all of it copied
@@ -80,14 +185,14 @@ class EditionSender:
 
     @contextlib.contextmanager
     def _head(self, edition: TakenEdition) -> Iterator[Lent]:
-        now = lowest(self.job)
+        now = lowest(self._source)
         try:
             trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
         except PSError as error:
             self.outbox.fail(error)
             yield Lent(EditionPart(now), None)
             return
-        begin = EditionBegin(min(trained, default=0), self.job.timeline, len(self._left))
+        begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
         yield Lent(EditionPart(now, begin), None)
         self._lend_next(edition)
 
@@ -101,14 +206,17 @@ class EditionSender:
     @contextlib.contextmanager
     def _bucket(self, edition: TakenEdition, piece: Piece) -> Iterator[Lent]:
         failpoint("edition-half-sent")
-        now = lowest(self.job)
+        now = lowest(self._source)
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
             self.outbox.fail(error)
             yield Lent(EditionPart(now), None)
             return
-        sent = EditionBucket(copied.index, copied.version, copied.wire_format, copied.checksum, copied.payload)
+        base = self._bases.get(copied.index)
+        change = None if base is None else self._source.change(piece, base, copied)
+        about = copied.index, copied.version, copied.wire_format, copied.checksum
+        sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
         yield Lent(EditionPart(now, bucket=sent), None)
         self._lend_next(edition)
 
@@ -116,7 +224,7 @@ class EditionSender:
         """Sends a sign of life where it is time to. For one thread."""
         if not self._begun and now >= self._sign_due:
             self._sign_due = now + SIGN_SECONDS
-            self.outbox.tell(EditionPart(lowest(self.job)))
+            self.outbox.tell(EditionPart(lowest(self._source)))
 
     def end(self, error: PSError) -> None:
         """Ends the feed with an error."""
@@ -126,11 +234,8 @@ class EditionSender:
 
     def forget(self) -> None:
         """Gives the edition back: the stream is over."""
-        with self.job.lock:
-            self.job.readers.discard(self)
         edition, self._edition = self._edition, None
-        if edition is not None:
-            self.job.editions.give_back(edition, self, self._now())
+        self._source.give_back(self, edition, self._now())
 
 
 class WeightFeeds:
@@ -144,18 +249,20 @@ class WeightFeeds:
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, or TryLater."""
-        hosted = self._begun(asked.job, asked.run)
-        versions = _trained_versions(hosted)
+        source = self._source(asked.job, asked.run)
+        source.heard_of_reader(self._clock())
+        versions = source.versions
         return WeightsHere(
-            hosted.run,
+            source.run,
             min(versions, default=0),
             max(versions, default=0),
-            hosted.timeline,
-            hosted.state.row_checker.place.shards,
-            tuple(sorted(hosted.buckets)),
-            hosted.state.spec.consistency.has_one_version,
-            tuple(hosted.editions.versions()),
-            hosted.state.spec if asked.with_spec else None,
+            source.timeline,
+            source.shards,
+            tuple(sorted(source.specs)),
+            source.spec.consistency.has_one_version,
+            source.editions,
+            source.spec if asked.with_spec else None,
+            ended=source.ended,
         )
 
     def pull(self, call: EditionCall, outbox: Outbox, caller: str = "") -> None:
@@ -165,25 +272,25 @@ class WeightFeeds:
         """
         if call.wire not in WIRES or call.wire in BLOCKS:
             raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {call.wire}")
-        job = self._begun(call.job, call.run)
-        unknown = [index for index in call.buckets if index not in job.buckets]
-        if unknown:
-            raise InvalidRequest(f"this shard has no bucket {unknown[0]} of job {call.job!r}")
-        has_one_version = job.state.spec.consistency.has_one_version
-        if has_one_version and call.timeline != job.timeline:
-            raise OutOfOrder(f"job {call.job!r} is on timeline {job.timeline}, and not on {call.timeline}")
-        version = call.version if has_one_version else None
-        wanted = job.editions.wanted(version, call.version, call.wire, call.buckets or tuple(job.buckets))
-        feed = EditionSender(job, wanted, outbox, caller, self._clock)
-        job.add_feed(job.readers, feed, self._limit)
+        source = self._source(call.job, call.run)
+        wanted = _wanted(call, source)
+        bases = call.bases if call.timeline == source.timeline else {}
+        feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
+        source.add(feed, self._limit)
         try:
-            if self._hosted.get(call.job, "") is not job:  # it may have ended its feeds meanwhile, without this one
-                raise TryLater(f"job {job.name!r} is no longer what it was when the call came")
+            # The job may have ended its feeds meanwhile, without this one.
+            if isinstance(source, JobSource) and self._hosted.get(call.job, "") is not source.job:
+                raise TryLater(f"job {call.job!r} is no longer what it was when the call came")
             feed.begin()
         except BaseException:
             feed.forget()
             raise
         outbox.on_close(feed.forget)
+
+    def _source(self, name: str, run: str) -> EditionSource:
+        """Returns a job, or what is left of it. Raises NotFound, RunEnded, or TryLater."""
+        last = self._hosted.last(name, run)
+        return last if last is not None else JobSource(self._begun(name, run))
 
     def tick(self, now: float) -> None:
         """Sends signs of life, and forgets editions that nobody reads. For one thread."""
@@ -203,10 +310,19 @@ class WeightFeeds:
         return job
 
 
-def _trained_versions(job: HostedJob) -> list[int]:
-    return [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
+def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
+    """Returns what a call wants. Raises InvalidRequest, or OutOfOrder for another timeline."""
+    unknown = [index for index in call.buckets if index not in source.specs]
+    if unknown:
+        raise InvalidRequest(f"this shard has no bucket {unknown[0]} of job {call.job!r}")
+    has_one_version = source.spec.consistency.has_one_version
+    if has_one_version and call.timeline != source.timeline:
+        raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
+    specs = [source.specs[index] for index in call.buckets or source.specs]
+    pieces = frozenset(piece_of(spec, call.wire) for spec in specs)
+    return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
 
 
-def lowest(job: HostedJob) -> int:
+def lowest(source: EditionSource) -> int:
     """Returns the lowest version of the buckets that an optimizer steps; 0 where there are none."""
-    return min(_trained_versions(job), default=0)
+    return min(source.versions, default=0)

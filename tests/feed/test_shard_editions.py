@@ -15,7 +15,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, TryLater
+from ps_protocol.changes import apply_change
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
@@ -23,9 +24,9 @@ from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPar
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Answer, Lent
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, Lent
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.raw_worker import vector_job
 
@@ -60,6 +61,14 @@ class Reader:
     def on_close(self, callback: Callable[[], None]) -> None:
         self.close = callback
 
+    def buckets(self) -> list[EditionBucket]:
+        """Takes all, as it came."""
+        begin = self.take().begin
+        assert begin is not None
+        buckets = [bucket for _ in range(begin.buckets) if (bucket := self.take().bucket) is not None]
+        self.close()
+        return buckets
+
     def take(self) -> EditionPart:
         with self.queued.popleft()() as (part, _):
             assert isinstance(part, EditionPart)
@@ -84,11 +93,11 @@ class Reader:
 class Feeding:
     """A shard with a job of one vector, whose worker's steps count its cells up, and whose time a test moves."""
 
-    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None) -> None:
+    def __init__(self, mode: str = "sync", limit: float = math.inf, spec: JobSpec | None = None, run: str = "") -> None:
         self.now, self.clock = 0.0, 0
         self.shard = Shard(ShardMetrics(CollectorRegistry()), NoThreads(), clock=lambda: self.now, feed_limit=limit)
         self.spec = spec or vector_job("job", mode, CELLS, 1)
-        self.shard.create_job(self.spec, range(BUCKETS))
+        self.shard.create_job(self.spec, range(BUCKETS), run)
         self.shard.add_worker("job", 0, 1, 0)
 
     @property
@@ -100,8 +109,8 @@ class Feeding:
         pushed = tuple(PushedBucket(index, kind) for index in buckets)
         self.shard.push(PushCall(Identity("job", 0, 1), self.clock, pushed, payload))
 
-    def describe(self, job: str = "job") -> WeightsHere:
-        return self.shard.weight_feeds.describe(WeightsAsked(job))
+    def describe(self, job: str = "job", run: str = "") -> WeightsHere:
+        return self.shard.weight_feeds.describe(WeightsAsked(job, run))
 
     def begin(self) -> Feeding:
         self.push(0.0, PushKind.INITIAL_VALUE)
@@ -112,10 +121,18 @@ class Feeding:
         self.push(-1.0, buckets=buckets)
 
     def pull(
-        self, version: int, wire: str = "float32", buckets: tuple[int, ...] = (), timeline: int = 0, caller: str = ""
+        self,
+        version: int,
+        wire: str = "float32",
+        buckets: tuple[int, ...] = (),
+        timeline: int = 0,
+        caller: str = "",
+        run: str = "",
+        base: int | None = None,
     ) -> Reader:
         reader = Reader()
-        call = EditionCall("job", "", timeline, version, wire, buckets)
+        bases = {} if base is None else dict.fromkeys(buckets or range(BUCKETS), base)
+        call = EditionCall("job", run, timeline, version, wire, buckets, bases)
         self.shard.weight_feeds.pull(call, reader, caller)  # type: ignore[arg-type]
         return reader
 
@@ -191,6 +208,56 @@ def test_where_workers_share_no_clock_each_bucket_is_copied_as_it_is(mode: str) 
     feeding.step(range(2))
     assert not feeding.describe().has_one_version
     assert feeding.pull(0).edition() == (1, [2.0] * 32 + [1.0] * 32)
+
+
+def changed(bucket: EditionBucket, base: list[float]) -> list[float]:
+    """Applies a change to cells."""
+    assert bucket.base is not None
+    cells = apply_change(bucket.payload, bytes_of(torch.tensor(base)), 4)
+    assert zlib.crc32(cells.tobytes()) == bucket.checksum
+    return tensor_from(cells.data, "float32").tolist()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_reader_that_has_an_older_version_gets_what_changed(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    feeding.pull(0).edition()
+    feeding.step()
+    for bucket in feeding.pull(1, base=0).buckets():
+        assert (bucket.version, bucket.base) == (1, 0)
+        assert changed(bucket, [0.0] * 16) == [1.0] * 16
+    for _ in range(2):
+        feeding.step()
+        feeding.pull(feeding.clock, base=feeding.clock - 1).buckets()
+    missed = feeding.pull(3, base=0).buckets()
+    assert [changed(each, [0.0] * 16) for each in missed] == [[3.0] * 16] * BUCKETS, "no copy of 0 is left"
+
+
+def test_what_cannot_be_a_change_comes_whole() -> None:
+    feeding = Feeding("async").begin()
+    feeding.pull(0).edition()
+    feeding.step()
+    for reader in (feeding.pull(1, base=7), feeding.pull(1, "bfloat16", base=0), feeding.pull(1, timeline=9, base=0)):
+        assert [each.base for each in reader.buckets()] == [None] * BUCKETS
+
+
+def test_the_newest_edition_stays_for_changes_as_long_as_somebody_follows() -> None:
+    feeding = Feeding().begin()
+    feeding.pull(0).edition()
+    waiting = feeding.pull(1, base=0)
+    for _ in range(5):
+        feeding.pass_time(KEPT_SECONDS - 1)
+    feeding.step()
+    assert [each.base for each in waiting.buckets()] == [0] * BUCKETS
+    for _ in range(5):
+        feeding.pass_time(KEPT_SECONDS - 1)
+        feeding.describe()
+    feeding.step()
+    assert [each.base for each in feeding.pull(2, base=1).buckets()] == [1] * BUCKETS
+    editions = feeding.shard.jobs()["job"].editions
+    assert 2 * CELLS * 4 < editions.nbytes < 3 * CELLS * 4
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert editions.nbytes == 0
 
 
 def test_readers_of_one_version_share_its_copies() -> None:
@@ -282,6 +349,9 @@ def test_an_edition_that_is_given_up_ends_with_its_error_and_frees_its_memory() 
     feeding.shard.drop_job("job")
     assert isinstance(slow.error, NotFound)
     assert not slow.is_finished
+    slow.close()
+    assert any(copy() is not None for copy in copies), "they are the last weights of a job that somebody follows"
+    feeding.pass_time(KEPT_SECONDS + 1)
     assert all(copy() is None for copy in copies)
 
 
@@ -334,6 +404,79 @@ def test_the_end_of_a_job_ends_its_readers() -> None:
     reader = feeding.pull(1)
     feeding.shard.drop_job("job")
     assert isinstance(reader.error, NotFound)
+
+
+def test_the_last_weights_of_a_job_stay_for_those_who_name_its_run(caplog: pytest.LogCaptureFixture) -> None:
+    feeding = Feeding(run="1").begin()
+    waiting, narrow = feeding.pull(1000), feeding.pull(1000, "bfloat16")
+    for _ in range(3):
+        feeding.step()
+    feeding.shard.drop_job("job")
+    assert isinstance(waiting.error, NotFound)
+    waiting.close()
+    narrow.close()
+    with pytest.raises(NotFound, match="knows no job"):
+        feeding.describe()
+    here = feeding.describe(run="1")
+    assert (here.ended, here.lowest, here.highest) == (True, 3, 3)
+    assert feeding.pull(3, run="1").edition() == (3, [3.0] * CELLS)
+    assert feeding.pull(3, "bfloat16", run="1").edition("bfloat16") == (3, [3.0] * CELLS)
+    with pytest.raises(OutOfOrder, match="has ended with 3 updates"):
+        feeding.pull(2, run="1")
+    with pytest.raises(TryLater, match="given up"):
+        feeding.pull(3, "float16", run="1")
+    feeding.shard.create_job(feeding.spec, range(BUCKETS), run="2")
+    feeding.shard.add_worker("job", 0, 2, 0)
+    assert feeding.pull(3, run="1").edition() == (3, [3.0] * CELLS), "a later run of the name changes nothing"
+    feeding.pass_time(KEPT_SECONDS / 2)
+    assert feeding.describe(run="1").ended
+    feeding.pass_time(KEPT_SECONDS + 1)
+    with pytest.raises(RunEnded):
+        feeding.describe(run="1")
+
+
+def test_a_job_that_nobody_follows_leaves_nothing() -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.pull(0).edition()
+    feeding.pass_time(KEPT_SECONDS + 1)
+    feeding.shard.drop_job("job")
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
+
+
+def test_readers_of_last_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding(limit=2, run="1").begin()
+    feeding.pull(0).edition()
+    feeding.shard.drop_job("job")
+    both = [feeding.pull(0, run="1"), feeding.pull(0, run="1")]
+    with pytest.raises(LimitExceeded, match="job 'job' has 2 feeds here"):
+        feeding.pull(0, run="1")
+    feeding.pass_time(KEPT_SECONDS + 1)
+    assert [each.edition() for each in both] == [(0, [0.0] * CELLS)] * 2, "whom they are sent to holds them"
+
+
+def test_a_job_that_needs_the_memory_of_last_weights_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.pull(0).edition()
+    feeding.shard.drop_job("job")
+    monkeypatch.setattr("ps_server.shard.hosted.free_bytes", lambda: 100)
+    with pytest.raises(LimitExceeded):
+        feeding.shard.create_job(feeding.spec, range(BUCKETS), run="2")
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
+
+
+def test_without_memory_there_are_no_last_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeding = Feeding(run="1").begin()
+    waiting = feeding.pull(5)
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    feeding.shard.drop_job("job")
+    assert isinstance(waiting.error, NotFound)
+    assert "its readers do not get its last weights: " in caplog.text
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
 
 
 def test_frozen_buckets_are_there_at_any_version() -> None:

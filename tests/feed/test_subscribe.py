@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ps_torch as ps
+from ps_protocol.changes import encode_change
 from ps_protocol.errors import Forbidden, InvalidRequest, NotFound, Unreachable
 from ps_protocol.messages.editions import WeightsAsked
 from ps_server.shard.shard import Shard
@@ -155,6 +158,53 @@ def test_readers_with_different_needs_follow_one_job(shared: Cluster, job: str, 
             ps.subscribe(shared.address, job, parameters=["nonsense"]).wait_for()
 
 
+@pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32"]))
+@pytest.mark.parametrize("mode", cases(["sync"], ["async"]))
+def test_changes_give_the_same_bits_in_fewer_bytes(
+    shared: Cluster, job: str, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        shared.connect(mode, job=job) as session,
+        ps.subscribe(shared.address, job, wire=wire, changes=True) as feed,
+        ps.subscribe(shared.address, job, wire=wire, changes=False) as whole,
+    ):
+        trainer = Trainer(session)
+        feed.wait_for()
+        for step in range(1, 6):
+            trainer.step()
+            state = feed.wait_for(step).state_dict()
+            expected = trainer.past[step]
+            for name in ("first.weight", "last.weight", "scale"):
+                is_cast = expected[name].dtype == torch.float32 and name != "scale"
+                assert torch.equal(state[name], expected[name].to(getattr(torch, wire)) if is_cast else expected[name])
+        whole.wait_for(5)
+        received, others = feed._subscription.received, whole._subscription.received
+    assert received.nbytes < received.elements
+    assert others.nbytes == others.elements
+    assert received.damaged == others.damaged == 0
+
+
+def test_a_damaged_edition_is_dropped_and_asked_for_whole(
+    shared: Cluster, job: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt: list[int] = []
+    with ps.subscribe(shared.address, job, changes=True) as feed:
+        feed.wait_for()
+
+        def spoil(base: Any, new: Any, itemsize: int) -> bytes | None:
+            spoilt.append(itemsize)
+            return encode_change(base, bytes(len(new)), itemsize)
+
+        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        trainer.step()
+        assert trainer.has(feed.wait_for(1).state_dict(), 1)
+        received = feed._subscription.received
+    assert spoilt
+    assert received.damaged == 1
+    assert received.nbytes == received.elements
+    assert "was damaged on the way: its checksum is another one" in caplog.text
+
+
 def test_a_model_follows_training_and_does_not_change_while_it_is_read(
     shared: Cluster, job: str, trainer: Trainer
 ) -> None:
@@ -218,6 +268,55 @@ def test_names_of_the_model_may_be_others(shared: Cluster, job: str, trainer: Tr
             assert torch.equal(model.inner.first.weight, trainer.past[0]["first.weight"])
 
 
+def test_a_tensor_of_the_model_may_be_made_of_others(shared: Cluster, job: str, trainer: Trainer) -> None:
+    class Fused(nn.Module):
+        """What an engine makes of the model: some joined, split, transposed, and one that is not tied."""
+
+        def __init__(self, width: int = 44) -> None:
+            super().__init__()
+            self.joined = nn.Parameter(torch.zeros(width, 20))
+            self.bias = nn.Parameter(torch.zeros(20))
+            self.last, self.tied = nn.Linear(20, 40, bias=False), nn.Linear(40, 20, bias=False)
+            self.rest = nn.ParameterDict({"bias": torch.zeros(20), "frozen": torch.zeros(4), "none": torch.empty(0, 3)})
+            self.register_buffer("scale", torch.zeros(3))
+
+    own = ps.MadeOf
+    names = {
+        "joined": own(["first.weight", "frozen.weight"]),
+        "bias": own("first.bias", lambda both: both.chunk(2)[0]),
+        "rest.bias": own("first.bias", lambda both: both.chunk(2)[1]),
+        "last.weight": own("last.weight", torch.t),
+        "tied.weight": "last.weight",
+        "rest.frozen": "frozen.bias",
+        "rest.none": "none",
+    }
+    with ps.subscribe(shared.address, job, names=names) as feed:
+        model = feed.load(Fused())
+        trainer.step()
+        feed.wait_for(1)
+        with feed.reading(model, max_behind=0):
+            new = trainer.past[1]
+            assert torch.equal(model.joined, torch.cat((new["first.weight"], new["frozen.weight"])))
+            assert torch.equal(torch.cat((model.bias, model.rest["bias"])), new["first.bias"])
+            assert torch.equal(model.last.weight, new["last.weight"].t())
+            assert torch.equal(model.tied.weight, new["last.weight"])
+            assert not torch.equal(new["last.weight"], trainer.past[0]["last.weight"])
+        with pytest.raises(InvalidRequest, match=r"the shapes differ of joined \[45, 20\] for \[44, 20\]"):
+            feed.load(Fused(45))
+    for of, message in (
+        (
+            ["first.weight", "frozen.weight", "frozen.bias"],
+            r"joined, which cannot be made of first.weight, frozen.weight",
+        ),
+        (["first.weight", "other"], "the job has no other"),
+    ):
+        with (
+            ps.subscribe(shared.address, job, names=names | {"joined": own(of)}) as feed,
+            pytest.raises(InvalidRequest, match=message),
+        ):
+            feed.load(Fused())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -253,6 +352,44 @@ def test_an_edition_is_saved_whole_with_what_it_is(shared: Cluster, job: str, tr
     assert (about["job"], about["version"], len(about["run"])) == (job, "2", 16)
 
 
+def test_an_edition_is_saved_in_parts_with_an_index(
+    shared: Cluster, job: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    def loaded() -> dict[str, torch.Tensor]:
+        """As transformers and others load it: by the index."""
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        files = {file: load_file(tmp_path / file) for file in index["weight_map"].values()}
+        assert index["metadata"]["total_size"] == sum(each.nbytes for part in files.values() for each in part.values())
+        assert all(
+            part.keys() == {n for n, f in index["weight_map"].items() if f == file} for file, part in files.items()
+        )
+        return {name: files[file][name] for name, file in index["weight_map"].items()}
+
+    def parts() -> set[str]:
+        return {path.name for path in tmp_path.glob("*.safetensors")}
+
+    (tmp_path / "config.json").write_text("{}")
+    with ps.subscribe(shared.address, job) as feed:
+        for step in range(4):
+            version = feed.save(tmp_path, max_shard_bytes=4000)
+            assert version == step
+            assert trainer.has(loaded(), step)
+            trainer.step()
+            feed.wait_for(step + 1)
+        sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+        assert max(sizes) < 5000
+        assert len(sizes) == 2 * 2, "two versions: the newest, and the one before for those who load it"
+        assert not [*tmp_path.glob("*.tmp")]
+        assert (tmp_path / "config.json").exists()
+        before = parts()
+        with pytest.raises(InvalidRequest, match="max_shard_bytes must be from 1, got 0"):
+            feed.save(tmp_path, max_shard_bytes=0)
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(InvalidRequest, match=r"has a model.safetensors, which would be loaded in place of"):
+            feed.save(tmp_path, max_shard_bytes=4000)
+        assert parts() - {"model.safetensors"} == before
+
+
 def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: str) -> None:
     with ps.subscribe(shared.address, job) as feed:
         until(lambda: isinstance(feed.trouble, NotFound), "the trouble")
@@ -265,8 +402,43 @@ def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: s
         until(lambda: feed.ended, "the end")
         with pytest.raises(NotFound, match=r"has ended at version 1"):
             feed.wait_for(2)
+        model = feed.load(Model())
+        feed._subscription._told = 5  # an update that was told of, and came into no edition
+        with pytest.raises(NotFound, match=r"has ended: version 1 is the newest there is, and 4 updates older than"):
+            feed.reading(model, max_behind=3).__enter__()
+        with feed.reading(model, max_behind=4) as version:
+            assert version == 1
         assert [each.version for each in feed] == [1], "the newest stays"
         assert trainer.has(edition.state_dict(), 1)
+
+
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["local:2/2"]))
+def test_readers_get_the_weights_that_rank_0_saves_whatever_versions_they_want(
+    shared: Cluster, job: str, mode: str
+) -> None:
+    with (
+        ps.subscribe(shared.address, job, every=1000) as rare,
+        ps.subscribe(shared.address, job, period=3600, wire="bfloat16") as slow,
+        ps.subscribe(shared.address, job) as newest,
+    ):
+        with shared.connect(mode, job=job) as session:
+            trainer = Trainer(session)
+            trainer.step()
+            for feed in (rare, slow, newest):
+                feed.wait_for()
+            seen: list[int] = []
+            reader = in_background(lambda: seen.extend(edition.version for edition in rare))
+            saved = trainer.steps(7)
+        for feed in (rare, slow, newest):
+            assert feed.wait_for(saved).version == saved
+            until(lambda: feed.ended, "the end")  # noqa: B023
+            assert feed.behind == 0
+        reader.join()
+        assert seen[-1] == saved
+        assert trainer.has(rare.state_dict(), saved)
+        assert trainer.has(newest.state_dict(), saved)
+        rounded = slow.state_dict()["first.weight"]
+        assert torch.equal(rounded, trainer.past[saved]["first.weight"].bfloat16())
 
 
 def test_a_rollback_is_told_and_only_then_a_version_falls(tmp_path: Path) -> None:
@@ -349,6 +521,79 @@ def test_a_feed_that_is_closed_says_so_where_newer_weights_are_asked_for(
             assert version == 1
     with feed.reading(model) as version:
         assert version == 1, "what was there stays"
+
+
+def test_coroutines_read_as_threads_do(shared: Cluster, job: str, trainer: Trainer) -> None:
+    async def follow() -> tuple[list[int], list[int]]:
+        seen: list[int] = []
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+
+            async def iterate() -> None:
+                async for edition in feed:
+                    assert trainer.has(edition.state_dict(), edition.version)
+                    seen.append(edition.version)
+
+            task = asyncio.create_task(iterate())
+            await asyncio.to_thread(trainer.steps, 3)
+            await asyncio.to_thread(feed.wait_for, 3)
+            async with feed.reading_async(model, max_behind=0) as version:
+                before = model.first.weight
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 4)
+                assert model.first.weight is before
+            versions = [version, await _read(feed, model)]
+            await asyncio.to_thread(until, lambda: seen[-1] == 4)
+        await task
+        return seen, versions
+
+    async def _read(feed: ps.WeightFeed, model: Model) -> int:
+        async with feed.reading_async(model, max_behind=0) as version:
+            assert torch.equal(model.first.weight, trainer.past[version]["first.weight"])
+            return version
+
+    async def told() -> None:
+        async with ps.subscribe(shared.address, job, parameters=["nonsense"]) as feed:
+            async for _ in feed:
+                pass
+
+    seen, versions = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 4
+    assert versions == [3, 4]
+    with pytest.raises(InvalidRequest, match="has no parameter nonsense"):
+        asyncio.run(asyncio.wait_for(told(), 60))
+
+
+def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_no_reader(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    async def follow() -> int:
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+            entered = asyncio.Event()
+
+            async def read() -> None:
+                async with feed.reading_async(model, max_behind=0):
+                    entered.set()
+
+            with feed.reading(model):  # which keeps `read` waiting, in its thread
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 1)
+                waiting = asyncio.create_task(read())
+                loaded = feed._models[model]
+                await asyncio.to_thread(until, lambda: loaded.changed._waiters)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            await asyncio.to_thread(trainer.step)
+            await asyncio.to_thread(feed.wait_for, 2)
+            await asyncio.to_thread(until, lambda: loaded.readers == 0)
+            assert not entered.is_set()
+            async with feed.reading_async(model, max_behind=0) as version:
+                return version
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60)) == 2
 
 
 def test_a_model_without_memory_is_refused(shared: Cluster, job: str, trainer: Trainer) -> None:

@@ -193,7 +193,7 @@ def _import_everything() -> None:
     import ps_worker.connecting  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # torch imports more with the first optimizer
-    # Else each fork's last collections walk all that was imported, and copy its pages: 0.4 of its 0.6 s of CPU.
+    # A fork that ends would walk through all this memory, and so have it copied: four fifths of a second each time.
     gc.collect()
     gc.freeze()
 

@@ -144,6 +144,7 @@ _REQUESTS = [
     feed_pb2.DescribeWeightsRequest(job=JOB, with_spec=True),
     feed_pb2.PullEditionRequest(job=JOB, wire_format=types_pb2.WIRE_FORMAT_BFLOAT16),
     feed_pb2.PullEditionRequest(job=JOB, version=2, buckets=[0]),
+    feed_pb2.PullEditionRequest(job=JOB, base_versions={0: 0, 1: 2**63}),
     data_pb2.PushRequest(header=_header("GRADIENT", groups=[_GROUP], ranges=[_RANGE]), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("DRAFT"), payload=bytes(64)),
     data_pb2.PushRequest(header=_header("GRADIENT", "GRADIENT"), payload=bytes(128)),

@@ -1,0 +1,93 @@
+"""What changed between copies of a bucket, for readers that have an older one: computed once for all of them.
+
+A reader may have a version of which there is no copy any more. Changes that were sent before may lead from it to a copy
+that is there: these are undone one after the other, which gives the elements of that version back.
+
+Changes are computed by the thread that sends them, and never by one that trains. They take at most as much memory as
+the bucket itself. Where a change was no smaller than the bucket, none is computed for some versions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ps_protocol.changes import apply_change, encode_change
+from ps_protocol.framing import Buffer
+from ps_protocol.layout import DATA_TYPES
+
+SKIPPED = 8  # versions for which no change is computed after one that did not pay
+MOST_KEPT = 16  # changes of a bucket
+WORKING_COPIES = 4  # of a bucket, that it takes to compute a change
+
+
+class BucketCopy(Protocol):
+    """A copy of a bucket, of some version; see editions.CopiedBucket."""
+
+    @property
+    def version(self) -> int:
+        """The updates that it has."""
+
+    @property
+    def payload(self) -> Buffer:
+        """Its elements."""
+
+
+class BucketChanges:
+    """The changes of one bucket in one element type. Thread-safe.
+
+    has_room: whether there is memory for so many bytes
+    """
+
+    def __init__(self, dtype: str, has_room: Callable[[int], bool]) -> None:
+        self._itemsize, self._has_room = DATA_TYPES[dtype].itemsize, has_room
+        self._kept: OrderedDict[tuple[int, int], bytes | None] = OrderedDict()  # by both versions; None: does not pay
+        self._skip = 0
+        self._lock = threading.Lock()  # held while one is computed: others want the same, mostly
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(len(change) for change in list(self._kept.values()) if change is not None)
+
+    def between(self, base: int, new: BucketCopy, copies: Sequence[BucketCopy]) -> bytes | None:
+        """Returns what changed in a bucket since a version of it; None: it is to be sent whole.
+
+        copies: that are there of it
+        """
+        key = base, new.version
+        with self._lock:
+            if key in self._kept:
+                return self._kept[key]
+            if not self._has_room(WORKING_COPIES * len(new.payload)):
+                return None
+            if self._skip:
+                self._skip -= 1
+                change = None
+            else:
+                elements = self._elements(base, [new, *copies])
+                if elements is None:
+                    return None
+                change = encode_change(elements, new.payload, self._itemsize)
+                self._skip = 0 if change is not None else SKIPPED
+            self._kept[key] = change
+            while len(self._kept) > MOST_KEPT or self.nbytes > len(new.payload):
+                self._kept.popitem(last=False)
+        return change
+
+    def _elements(self, version: int, copies: Sequence[BucketCopy]) -> Buffer | None:
+        """Returns the elements of a version, as a copy has them or as changes lead to one; None: they cannot be had."""
+        there = {each.version: each for each in copies}
+        way: list[bytes] = []
+        while version not in there:
+            steps = [(to, change) for (since, to), change in self._kept.items() if since == version and change]
+            if not steps:
+                return None
+            version, change = max(steps, key=lambda step: step[0])  # versions rise, so this ends
+            way.append(change)
+        elements: Buffer = there[version].payload
+        for change in reversed(way):
+            elements = apply_change(change, elements, self._itemsize).data
+        return elements

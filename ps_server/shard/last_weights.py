@@ -1,0 +1,98 @@
+"""The last weights of a job that has ended: readers that follow it get them, whatever versions they want otherwise.
+
+They are copied when the job is dropped, if somebody follows it: all that readers have asked for, in the types in which
+they have. They stay until no reader has been heard of for a while. A job that needs their memory gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from ps_protocol.errors import OutOfOrder, PSError
+from ps_server.core.buckets import Bucket
+from ps_server.core.limits import check_feeds
+from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
+from ps_server.shard.hosted_job import Feed, HostedJob
+
+log = logging.getLogger("ps_server")
+
+
+class LastWeights:
+    """What readers may have of a job that is over: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
+
+    spec, run, timeline, shards, specs: of the job, as it was
+    versions: of the buckets that are copied and that an optimizer has stepped
+    """
+
+    ended: ClassVar[bool] = True
+    editions: tuple[int, ...] = ()
+
+    def __init__(self, job: HostedJob, edition: TakenEdition, copied: list[CopiedBucket], now: float) -> None:
+        self.spec, self.run, self.timeline = job.state.spec, job.run, job.timeline
+        self.shards = job.state.row_checker.place.shards
+        self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
+        self.versions = [each.version for each in copied if each.is_trained]
+        self._edition, self._heard = edition, now
+        self._readers: set[Feed] = set()
+        self._lock = threading.Lock()
+
+    def heard_of_reader(self, now: float) -> None:
+        """Notes that a reader still asks."""
+        self._heard = now
+
+    def is_wanted(self, now: float) -> bool:
+        """Whether a reader may still want it."""
+        return bool(self._readers) or now - self._heard <= KEPT_SECONDS
+
+    def add(self, feed: Feed, limit: float) -> None:
+        """Adds a reader. Raises LimitExceeded where there are too many."""
+        with self._lock:
+            check_feeds(self.spec.name, [each.caller for each in self._readers], feed.caller, limit)
+            self._readers.add(feed)
+
+    def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
+        """Returns the copies.
+
+        Raises OutOfOrder for another version, TryLater for what is not there, as a type that nobody had asked for.
+        """
+        self._heard = now()
+        if wanted.version is not None and any(each != wanted.version for each in self.versions):
+            raise OutOfOrder(f"job {self.spec.name!r} has ended with {max(self.versions)} updates")
+        for piece in wanted.pieces:
+            self._edition.copy(piece)
+        return self._edition
+
+    def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
+        """Returns None: nothing older is here."""
+        return None
+
+    def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
+        """Ends what a reader has of it."""
+        self._heard = now
+        with self._lock:
+            self._readers.discard(feed)
+
+
+def last_weights(job: HostedJob, now: float) -> LastWeights | None:
+    """Returns the last weights of a job that is dropped; None: nobody follows it, or there is no room for them."""
+    pieces = job.editions.followed()
+    if not pieces:
+        return None
+
+    @contextlib.contextmanager
+    def locked(index: int) -> Iterator[Bucket]:
+        hosted = job.buckets[index]
+        with hosted.tensors:
+            yield hosted.unit
+
+    edition = job.editions.copied_now(pieces, locked)
+    try:
+        copied = [edition.copy(piece) for piece in sorted(pieces)]
+    except PSError as error:
+        log.warning("job %s: its readers do not get its last weights: %s", job.name, error)
+        return None
+    return LastWeights(job, edition, copied, now)

@@ -1,0 +1,149 @@
+"""A reader that has an older version gets what changed since, to the bit, or the whole where that is less."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.changes import apply_change, encode_change
+from ps_protocol.errors import InvalidRequest
+from ps_server.shard import changes
+from ps_server.shard.changes import MOST_KEPT, SKIPPED, BucketChanges
+
+NUMEL = 4096
+
+
+class Copy:
+    """A copy of a bucket of bfloat16 elements; each version has changed a few of them."""
+
+    def __init__(self, version: int, payload: bytes) -> None:
+        self.version, self.payload = version, memoryview(payload)
+
+
+def copies(count: int, changed: int = 20) -> list[Copy]:
+    draw = np.random.default_rng(1)
+    elements, made = draw.integers(0, 2**16, NUMEL, np.uint16), []
+    for version in range(count):
+        made.append(Copy(version, elements.tobytes()))
+        elements = elements.copy()
+        elements[draw.integers(0, NUMEL, changed)] ^= draw.integers(0, 8, changed, np.uint16)
+    return made
+
+
+def apply(change: bytes | None, base: Copy, new: Copy) -> None:
+    assert change is not None
+    assert apply_change(change, base.payload, 2).tobytes() == new.payload
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was encoded."""
+    calls: list[object] = []
+
+    def encode(base: bytes, new: bytes, itemsize: int) -> bytes | None:
+        calls.append(new)
+        return encode_change(base, new, itemsize)
+
+    monkeypatch.setattr(changes, "encode_change", encode)
+    return calls
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@given(pairs=st.lists(st.tuples(st.binary(min_size=8, max_size=8), st.booleans()), min_size=1, max_size=40))
+def test_any_bits_come_back(itemsize: int, pairs: list[tuple[bytes, bool]]) -> None:
+    new = b"".join(each for each, _ in pairs) + bytes(800)
+    base = b"".join(bytes(8) if changed else each for each, changed in pairs) + bytes(800)
+    change = encode_change(base, new, itemsize)
+    assert change is not None
+    assert len(change) < len(new)
+    assert apply_change(change, base, itemsize).tobytes() == new
+    assert apply_change(change, new, itemsize).tobytes() == base
+
+
+def test_a_change_that_is_no_smaller_is_none() -> None:
+    draw = np.random.default_rng(0)
+    base, new = draw.bytes(4096), draw.bytes(4096)
+    assert encode_change(base, new, 2) is None
+    assert encode_change(base, new, 4) is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda change: change[:-1],
+        lambda change: change + b"x",
+        lambda change: b"nonsense",
+        lambda change: b"",
+        lambda change: zlib.compress(bytes(2 * NUMEL - 2)),
+        lambda change: zlib.compress(bytes(2 * NUMEL + 2)),
+        lambda change: zlib.compress(bytes(2**28)),
+    ],
+    ids=["cut off", "too long", "nonsense", "nothing", "too few", "too many", "a bomb"],
+)
+def test_what_is_no_change_is_refused(spoil: Callable[[bytes], bytes]) -> None:
+    first, second = copies(2)
+    change = encode_change(first.payload, second.payload, 2)
+    assert change is not None
+    with pytest.raises(InvalidRequest):
+        apply_change(spoil(change), first.payload, 2)
+
+
+def test_a_change_is_computed_once_for_all_readers(encoded: list[object]) -> None:
+    first, second = copies(2)
+    store = BucketChanges("bfloat16", lambda size: True)
+    for _ in range(3):
+        apply(store.between(0, second, [first, second]), first, second)
+    assert len(encoded) == 1
+
+
+def test_a_reader_that_missed_some_gets_what_joins_its_version_to_the_newest() -> None:
+    made = copies(4)
+    store = BucketChanges("bfloat16", lambda size: True)
+    for new in (1, 2):
+        store.between(new - 1, made[new], made[new - 1 : new + 1])
+    apply(store.between(0, made[3], made[2:]), made[0], made[3])
+    assert store.between(0, Copy(9, bytes(2 * NUMEL)), []) is None, "what leads nowhere is sent whole"
+    assert BucketChanges("bfloat16", lambda size: True).between(0, made[3], made[2:]) is None
+
+
+def test_where_a_change_does_not_pay_none_is_computed_for_some_versions(encoded: list[object]) -> None:
+    draw = np.random.default_rng(1)
+    made = [Copy(version, draw.bytes(2 * NUMEL)) for version in range(SKIPPED + 3)]
+    store = BucketChanges("bfloat16", lambda size: True)
+    for new in range(1, SKIPPED + 2):
+        for _ in range(3):
+            assert store.between(new - 1, made[new], made[new - 1 : new]) is None
+    assert len(encoded) == 1
+    store.between(SKIPPED + 1, made[SKIPPED + 2], made[SKIPPED + 1 : SKIPPED + 2])
+    assert len(encoded) == 2
+
+
+def test_changes_take_no_more_memory_than_the_bucket() -> None:
+    made = copies(200, changed=400)
+    store = BucketChanges("bfloat16", lambda size: True)
+    sizes = []
+    for new in range(1, 200):
+        store.between(new - 1, made[new], made[new - 1 : new])
+        sizes.append(store.nbytes)
+    assert 2 * NUMEL / 2 < max(sizes) <= 2 * NUMEL
+    assert len(store._kept) <= MOST_KEPT
+
+
+def test_without_memory_no_change_is_computed(encoded: list[object]) -> None:
+    first, second = copies(2)
+    asked: list[int] = []
+
+    def has_room(size: int) -> bool:
+        asked.append(size)
+        return len(asked) > 1
+
+    store = BucketChanges("bfloat16", has_room)
+    assert store.between(0, second, [first]) is None
+    assert not encoded
+    assert asked == [4 * 2 * NUMEL]
+    apply(store.between(0, second, [first]), first, second)
