@@ -30,6 +30,7 @@ NAMES = (
     "rows",
     "restore",
     "recovery",
+    "launches",
     "chaos",
 )
 PRIVATE = (

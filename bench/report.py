@@ -45,6 +45,7 @@ COLUMNS = (
     ("fault_count", "faults", "{}"),
     ("pair_count", "pairs of kinds that overlapped", "{}"),
     ("lost_steps", "steps lost with shards, and counted", "{}"),
+    ("launches", "launches", "{}"),
     ("violations", "violations", "{}"),
     ("not_measured", "time not measured, because", "{}"),
 )

@@ -240,6 +240,7 @@ class HostedJobs:
             if known is not None and known.run < run:  # what its coordinator could not drop
                 self._end(self._jobs.pop(spec.name), RunEnded(f"run {known.run} of job {spec.name!r} has ended"))
                 known = None
+                _collect()
             if known is None:
                 self._restores.forget(spec.name)
                 job = self._jobs[spec.name] = self._make(spec, buckets, run, shards)
@@ -342,7 +343,7 @@ class HostedJobs:
         if before is not None:
             self._end(before, UnknownWorker(f"job {name!r} was rolled back to a checkpoint: join again"))
             del before
-            gc.collect()  # a snapshot task and its job know each other
+            _collect()
 
     def drop(self, name: str, run: str = "", now: float = 0.0) -> None:
         """Forgets a run of a job and gives its memory back; another run of that name stays.
@@ -363,6 +364,8 @@ class HostedJobs:
                 self._last[name] = last
         self._pulls.fail(job, reason)
         self._metrics.forget(name)
+        del job
+        _collect()
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def last(self, name: str, run: str) -> LastWeights | None:
@@ -457,3 +460,12 @@ def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError):  # what torch raises where there is no memory
         raise LimitExceeded(f"job {name!r} does not fit into this shard's memory") from None
+
+
+def _collect() -> None:
+    """Frees the memory of jobs that are no longer here.
+
+    A job and its parts know each other, and so do errors and their frames. Weights are few objects, however large, so
+    that the collector by itself would look for them after many jobs only.
+    """
+    gc.collect()

@@ -6,21 +6,35 @@ from collections.abc import Callable
 
 import pytest
 
+from ps_worker.state.checkpoint import WorkerCheckpoint
 from ps_worker.state.job_state import JobThings
 from ps_worker.strategies.late_script import LateScript
 from tests.simulation.cluster import Cluster
 from tests.tools.cases import cases
 
 FAULTS = ("a worker is killed",)
+ROLLBACKS = (*FAULTS, "a shard is killed")
 
 
-# Seed 21 is left out: all workers of a job lose their places at once there, and go on with schedules that are four
-# steps ahead of the job. A worker that was only away keeps its own (docs/training.md).
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", cases([range(6), range(22, 25)], [range(6, 21), range(25, 40)]), ids=str)
+@pytest.mark.parametrize("seeds", cases([range(6), range(21, 24)], [range(6, 21), range(24, 40)]), ids=str)
 def test_no_process_that_joins_late_steps_with_another_rate(seeds: range) -> None:
     for seed in seeds:
         assert Cluster("sync", seed, faults=FAULTS, schedules=True).run() == [], seed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", cases([range(4)], [range(4, 14), range(14, 24)]), ids=str)
+def test_a_schedule_goes_back_with_the_job(seeds: range) -> None:
+    for seed in seeds:
+        assert Cluster("sync", seed, faults=ROLLBACKS, schedules=True).run() == [], seed
+
+
+@pytest.mark.timeout(600)
+def test_a_schedule_that_stays_where_the_job_was_rolled_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerCheckpoint, "rollback", lambda *_: None)
+    found = {each.kind for each in Cluster("sync", 21, faults=FAULTS, schedules=True).run()}
+    assert found & {"torn", "wrong update"}
 
 
 def begins_anew(patch: pytest.MonkeyPatch) -> None:

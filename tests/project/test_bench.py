@@ -38,8 +38,9 @@ SMALLEST = {
     "flood": "--seconds 0.5 --transport tcp --principals 1 --attacks push:half,heartbeat:cancelled",
     "restore": "--mib 1 --bucket-kib 64 --rounds 1",
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
+    "launches": "--count 3 --transport tcp",
 }
-QUICK = ("scale", "rows", "lowcomm", "crowd", "restore")  # which is made of rounds
+QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches")  # which is made of rounds
 
 
 def run(name: str, flags: str, directory: Path, *more: str) -> list[dict[str, Any]]:
@@ -67,6 +68,20 @@ def test_a_benchmark_runs_and_says_what_it_found(name: str, tmp_path: Path, monk
 
 
 # -- that a wrong result is found, and what cannot be measured is said -----------------------------------------------
+
+
+@pytest.mark.long
+def test_processes_that_abort_or_do_not_end_are_found(tmp_path: Path) -> None:
+    flags = "launches --count 2 --at-once 1 --ends abort,hang --bound 20 --transport tcp --mib 1 --steps 1"
+    done = python("-m", "bench", *flags.split(), folder=tmp_path, seconds=600)
+    assert done.returncode == 1
+    assert "promises were broken" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["codes"] == {"SIGABRT": 2, "none": 2}
+    assert found["violations"] == 4
+    for each in found["violation_details"]:
+        assert 'launch_worker.py", line' in each["output"], "where it was"
+        assert ("threads" in each) == (each["code"] == "none")
 
 
 def trained(work: Work, ranks: range, steps: int) -> nn.Module:

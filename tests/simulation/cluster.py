@@ -52,7 +52,7 @@ class Cluster:
 
     faults: the kinds that there are, where not all are wanted: these are frequent then
     tables: its job has some; otherwise the seed says whether
-    schedules: its workers' scripts have schedules, in a mode with one clock
+    schedules: the scripts of jobs whose workers share a clock have schedules
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from ps_server.storage.manifest import Manifest
 from tests.chaos.oracle import Violation
 from tests.simulation.processes import Host
 from tests.simulation.runs import Run
+from tests.simulation.schedules import is_state_of
 from tests.simulation.servers import ShardProcess
 from tests.simulation.supervision import DIRECTORY
 
@@ -185,7 +186,7 @@ class Promises:
         live = self._settled(job, manifest.run) if job is not None else set()
         for rank, worker in manifest.workers.items():
             state = self._store.read_worker(name, manifest.name, worker.part)
-            if state != b"%d %d" % (rank, worker.clock):
+            if not self._is_of(state, rank, worker.clock):
                 self._broken("wrong state", f"{manifest.name} has {state!r} of worker {rank}, clock {worker.clock}")
             is_of_its_clock = worker.clock == manifest.clock or (rank not in live and worker.clock < manifest.clock)
             if has_one_clock and not is_of_its_clock:
@@ -212,7 +213,7 @@ class Promises:
             return
         clock, content = state
         is_ahead = worker.run.rules.averaged and clock > place.result.clock
-        if content != b"%d %d" % (worker.rank, clock) or is_ahead:
+        if not self._is_of(content, worker.rank, clock) or is_ahead:
             said = f"{worker.host.name} joins at clock {place.result.clock} and gets {content!r} of clock {clock}"
             self._broken("wrong state", said)
 
@@ -277,6 +278,10 @@ class Promises:
         """Returns a job as the coordinator of now has it."""
         coordinator = self._cluster.servers.coordinator.coordinator
         return coordinator._jobs.get(name) if coordinator is not None else None
+
+    def _is_of(self, state: bytes, rank: int, clock: int) -> bool:
+        """Whether a worker's state is of a rank, at a clock."""
+        return state == b"%d %d" % (rank, clock) or (self._cluster.with_schedules and is_state_of(state, rank, clock))
 
     def _has_checkpoint(self, run: Run) -> bool:
         job = self.job(run.name)

@@ -18,12 +18,13 @@ from ps_protocol.messages.workers import SavedState
 from ps_worker.cluster.participation import FIRST_PAUSE_SECONDS, SCRIPT_SECONDS, PlaceLost
 from ps_worker.cluster.script import ScriptTelling
 from ps_worker.state.checkpoint import WorkerCheckpoint
+from ps_worker.state.encoding import decode
 from ps_worker.state.model_state import ModelState
 from ps_worker.strategies.late_script import LateScript
 from tests.simulation.servers import COORDINATOR
 
 if TYPE_CHECKING:
-    from tests.simulation.worker import Worker
+    from tests.simulation.worker import Place, Worker
 
 PERIOD = 5  # of the rates
 
@@ -31,6 +32,27 @@ PERIOD = 5  # of the rates
 def rate_of(clock: int) -> float:
     """Returns the rate of the step that leads to a clock."""
     return float(2.0 ** -((clock - 1) % PERIOD))
+
+
+def is_state_of(content: bytes, rank: int, clock: int) -> bool:
+    """Whether what a checkpoint got of a script is of a rank, at a clock."""
+    state = decode(content)
+    return state.clock == clock and _Owner(rank).state_dict() in state.script.settings.stateful
+
+
+class _Owner:
+    """Has a worker's state say whose it is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the rank."""
+        return {"rank": self._rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes no other rank's."""
+        assert state == self.state_dict()
 
 
 class Script:
@@ -46,22 +68,52 @@ class Script:
         self._checkpoint = WorkerCheckpoint(torch.device("cpu"), lambda clock, state: None)
         self._checkpoint.watch([self._optimizer], ModelState({}))
         self._checkpoint.add(self._schedule)
+        self._checkpoint.add(_Owner(worker.rank), own=True)
         part: Any = SimpleNamespace(ask_script=self._ask, rank=worker.rank)
         self._late = LateScript(part, self._checkpoint, lambda: worker.clock, self._tell)
         self.telling.send = self._send
         self._could_tell: set[Worker] = set()
+        self._restore_count = 0  # of the rollbacks that it has made
 
     @property
     def rate(self) -> float:
         """The rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def begin(self, clock: int) -> None:
-        """Begins at the clock of the first place."""
-        if clock:
+    def begin(self, place: Place) -> None:
+        """Begins in the first place, with the state that a checkpoint has of its rank; does as JobTraining.begin."""
+        self._restore_count = place.result.restore_count
+        saved = self._restore(place)
+        if place.result.clock > saved:
             self._late.joins()
         else:
             self._tell()
+
+    def moved(self, place: Place) -> None:
+        """Goes back with a job that was rolled back, between two steps; does as JobTraining._roll_back."""
+        if place.result.restore_count == self._restore_count:
+            return
+        self._restore_count = place.result.restore_count
+        if self._schedule.last_epoch == place.clock:
+            return  # the job has all that it has done
+        if place.result.state is None:
+            self._late.goes_back()
+        else:
+            self._restore(place)
+
+    def _restore(self, place: Place) -> int:
+        """Restores what a checkpoint has of this rank; returns the clock of that, 0 without."""
+        if place.result.state is None:
+            return 0
+        saved, content = place.result.state
+        self._checkpoint.rollback(content, place.result.clock, saved)
+        restored = self._checkpoint.restored_clock
+        self._checkpoint.try_restore()
+        return restored or 0
+
+    def state(self, clock: int) -> bytes:
+        """Returns what a checkpoint gets of it between two steps."""
+        return self._checkpoint.last_state(clock, counts=False, cut_short=False)
 
     def stepping(self) -> None:
         """Begins a step; a process that has come late continues with the job's schedule."""
@@ -76,9 +128,10 @@ class Script:
         self._schedule.step()
 
     def _tell(self) -> None:
-        if not self._could_tell & self._tellers():
-            while self._schedule.last_epoch < self._worker.clock:  # nobody could tell it what is so new
-                self._schedule.step()
+        clock = self._worker.clock
+        if self._schedule.last_epoch != clock and not self._could_tell & self._tellers():
+            self._schedule.last_epoch = clock - 1  # nobody could tell it what is so new
+            self._schedule.step()
         self.telling.begin(self._told)
 
     def _tellers(self) -> set[Worker]:

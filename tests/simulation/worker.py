@@ -131,7 +131,7 @@ class Worker:
         self._saves: set[int] = self.rows.saves
         self.saver = Saver(self, run)
         self._streamed = StreamedRound(self, run)
-        self.script = Script(self) if cluster.with_schedules else None
+        self.script = Script(self) if cluster.with_schedules and run.rules.averaged else None
         self.host.spawn("train", self._main)
 
     @property
@@ -305,7 +305,7 @@ class Worker:
             self.host.spawn("heartbeat", self._beat)
             self._connect(self.place)
             if self.script is not None:
-                self.script.begin(self.place.result.clock)
+                self.script.begin(self.place)
             step = 0
             while not self._is_to_leave:
                 self.computes = True
@@ -573,9 +573,12 @@ class Worker:
             self._make(number, is_late=is_late)
             return
         with self.script.telling.standing():
+            assert self._at is not None
+            self.script.moved(self._at)
             self.script.stepping()
             self._make(self.clock + 1, is_late=is_late)
         self.script.stepped()
+        self._save_if_wanted(self._at, self._at.clock)
 
     def _make(self, number: int, begun: int | None = None, is_late: bool = False) -> None:
         """Makes a step, from as many places as it takes.
@@ -678,12 +681,18 @@ class Worker:
         self._acknowledged(number, clock)
         if self.run.rules.averaged:
             self._look_who_was_in(number, place.result.restore_count)
-        self._save_if_wanted(place, clock)
+        if self.script is None:
+            self._save_if_wanted(place, clock)
 
     def _save_if_wanted(self, place: Place, clock: int) -> None:
-        if clock in self._saves:
-            self._saves.discard(clock)
-            self.host.spawn("state", partial(self._save_state, place, clock))
+        if clock not in self._saves:
+            return
+        self._saves.discard(clock)
+        state = b"%d %d" % (self.rank, clock)
+        if self.script is not None:
+            self.script.moved(place)
+            state = self.script.state(clock)
+        self.host.spawn("state", partial(self._save_state, place, clock, state))
 
     def _look_who_was_in(self, clock: int, rollbacks: int) -> None:
         """Has the run know who was in the last update, if this worker has seen the one before."""
@@ -693,10 +702,10 @@ class Worker:
             self.run.whole_steps.saw(clock, rollbacks, marks)
         self._before = clock, view
 
-    def _save_state(self, place: Place, clock: int) -> None:
+    def _save_state(self, place: Place, clock: int, state: bytes) -> None:
         who = self.run.name, place.run, self.rank, place.incarnation, place.key
         try:
-            self._ask("save_state", *who, clock, b"%d %d" % (self.rank, clock))
+            self._ask("save_state", *who, clock, state)
         except PSError as error:
             self.world.trace(f"{self.host.name}: its state is not saved: {error}")
 

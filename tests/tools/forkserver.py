@@ -58,12 +58,16 @@ class Forked:
         with self._changed:
             return self._code
 
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for its end; whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._code is not None, seconds)
+
     def wait(self, seconds: float) -> int:
         """Waits for its end; its exit code."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._code is not None, seconds), "the process does not end"
-            assert self._code is not None
-            return self._code
+        assert self.ends_within(seconds), "the process does not end"
+        assert self._code is not None
+        return self._code
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, if it still runs."""

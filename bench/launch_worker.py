@@ -1,0 +1,51 @@
+"""One worker of `python -m bench launches`: an ordinary script that trains for a few steps, and comes to its end.
+
+Arguments: the server's address, the job, rank, workers, transport, steps, KiB of weights, and how the script ends:
+
+    close   it closes its session, then ends
+    end     it ends, and leaves the session to the interpreter
+    exit    it calls sys.exit(3)
+    abort   it calls os.abort(), and
+    hang    it never ends: what the benchmark has to find
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+
+import torch
+
+import ps_worker
+
+CODES = {"close": 0, "end": 0, "exit": 3, "abort": 0, "hang": 0}  # that each is to end with
+
+
+def main() -> None:
+    """Trains, then ends as it was told."""
+    address, job, rank, workers, transport, steps, kib, how = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # by which the benchmark asks for all stacks
+    session = ps_worker.connect(address, "sync", job, int(rank), int(workers), transport=transport)
+    model = torch.nn.Linear(256, int(kib), bias=False)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(int(steps)):
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained", flush=True)
+    if how == "close":
+        session.close()
+    elif how == "exit":
+        sys.exit(CODES["exit"])
+    elif how == "abort":
+        os.abort()
+    elif how == "hang":
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

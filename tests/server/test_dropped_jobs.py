@@ -1,0 +1,50 @@
+"""A job that is no longer on a shard takes no memory there, whatever the collector of Python does by itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.shard import Shard
+from ps_server.shard.threads import OwnThreads
+from tests.tools.raw_worker import vector_job
+
+SPEC = vector_job("job", "sync", 64, 1)
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    shard = Shard(ShardMetrics(CollectorRegistry()), OwnThreads())
+    gc.disable()
+    yield shard
+    gc.enable()
+    shard.stop()
+
+
+def weights_of(shard: Shard) -> list[weakref.ref[torch.Tensor]]:
+    return [weakref.ref(bucket.unit.weights.flat) for bucket in shard.jobs()["job"].buckets.values()]
+
+
+def dropped(shard: Shard) -> None:
+    """It has ended."""
+    shard.drop_job("job", "1")
+
+
+def replaced(shard: Shard) -> None:
+    """A later run of it is made, whose coordinator could not drop the one before."""
+    shard.create_job(SPEC, range(4), "2")
+
+
+@pytest.mark.parametrize("goes", [dropped, replaced])
+def test_a_job_gives_its_memory_back_when_it_goes(shard: Shard, goes: Callable[[Shard], None]) -> None:
+    shard.create_job(SPEC, range(4), "1")
+    before = weights_of(shard)
+    assert len(before) == 4
+    goes(shard)
+    assert [weights() for weights in before] == [None] * 4
