@@ -96,13 +96,13 @@ test-release: .venv/dev.stamp .venv/release.stamp ## build wheel, sdist and site
 	@$(IN_VENV)/python -m pytest -q -m release tests/project $(ARGS)
 
 test-floors: .venv-floors/stamp ## a part of the tests, with the oldest versions that pyproject.toml allows
-	@.venv-floors/bin/python -m pytest -q -m 'not (long or repeat)' $(RANGE_TESTS) $(ARGS)
+	@.venv-floors/bin/python -m pytest -q -m 'not (long or repeat)' -n 2 --dist worksteal $(RANGE_TESTS) $(ARGS)
 
 test-pythons: .venv/dev.stamp ## what needs no torch, on each Python from 3.10 to 3.13 that is here
 	@$(IN_VENV)/python -m tests.tools.pythons
 
 test-newest: .venv-newest/stamp ## the same part, with the newest versions that there are
-	@.venv-newest/bin/python -m pytest -q -m 'not (long or repeat)' $(RANGE_TESTS) $(ARGS)
+	@.venv-newest/bin/python -m pytest -q -m 'not (long or repeat)' -n 2 --dist worksteal $(RANGE_TESTS) $(ARGS)
 
 audit: .venv-audit/stamp ## look for known vulnerabilities in what is locked
 	@.venv-audit/bin/python -m tests.tools.audit requirements.lock requirements-dev.lock

@@ -117,8 +117,6 @@ class BuildLibrary(Command):
         source: Path = LIBRARIES["FOLDER"]
         in_place = self.inplace or self.editable_mode
         folder = source if in_place else Path(self.build_lib or "", source.relative_to(HERE))
-        for path in folder.glob(LIBRARIES["file_name"]("*")):
-            path.unlink()  # of an earlier build, which would get into this wheel
         machine = next(
             (each for each in LIBRARIES["LEVELS"] if str(self.plat_name).endswith(each)), str(self.plat_name)
         )
@@ -126,6 +124,8 @@ class BuildLibrary(Command):
             self.built = compile_libraries(machine, folder)
         except CannotCompile as error:
             print(f"ps-torch: without the library for tables, numpy does its work: {error}", file=sys.stderr)
+        for path in {*folder.glob(LIBRARIES["file_name"]("*"))} - {*self.built}:
+            path.unlink()  # of an earlier build, which would get into this wheel
 
     def get_source_files(self) -> list[str]:
         """Returns what an sdist must have."""
