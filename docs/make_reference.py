@@ -18,8 +18,10 @@ from typing import Any
 import ps_torch
 from ps_worker import session
 from ps_worker.connecting import connect
+from ps_worker.edition import Edition, MadeOf
 from ps_worker.model.optimizer import ServerOptimizer
 from ps_worker.row_feed import RowFeed
+from ps_worker.subscription import WeightFeed, subscribe
 from ps_worker.tables import freezing, modules
 from ps_worker.tables import table_optimizers as optimizers
 from ps_worker.tables.given_rows import RowFile
@@ -35,13 +37,17 @@ Made from the docstrings by `make reference`; do not edit it by hand. Guides: [t
 `ps_worker` run for one more version. Flags of the commands: `ps-worker run --help`, `ps-server up --help`.
 
 * [connect](#connect) · [Session](#session) · [The prepared optimizer](#the-prepared-optimizer) · [Tables](#tables) ·
-  [Frameworks](#frameworks) · [Errors](#errors)
+  [Feeds of weights](#feeds-of-weights) · [Frameworks](#frameworks) · [Errors](#errors)
 """
 OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 
 # By module for a framework: its public names. These are extras, so the sources are read, and not imported.
 FRAMEWORKS = {
     "accelerate": ("connect",),
+    "engines.answers": ("TellsVersion",),
+    "engines.huggingface": ("FollowingModels", "GenerationServer"),
+    "engines.sglang": ("DiskFollower",),
+    "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer"),
@@ -58,7 +64,7 @@ ITEM = re.compile(r"((?:\*{0,2}\w+)(?:, \w+)*): +(\S.*)")
 def document() -> str:
     """Returns the whole page."""
     parts = [HEAD, *entry("##", "connect", connect, "ps_torch."), *session_entries(), *optimizer_entries()]
-    return "\n".join([*parts, *table_entries(), *framework_entries(), *error_table()]) + "\n"
+    return "\n".join([*parts, *table_entries(), *feed_entries(), *framework_entries(), *error_table()]) + "\n"
 
 
 def session_entries() -> Iterator[str]:
@@ -107,12 +113,24 @@ def table_entries() -> Iterator[str]:
     yield from entry("###", "ps_torch.freeze", freezing.freeze)
 
 
+def feed_entries() -> Iterator[str]:
+    """Yields what follows a job's weights."""
+    yield "## Feeds of weights\n"
+    yield "[feed.md](feed.md) says what they promise.\n"
+    yield from entry("###", "ps_torch.subscribe", subscribe)
+    for cls, called_so in ((WeightFeed, "weights"), (Edition, "edition"), (MadeOf, "")):
+        yield f"### {'ps_torch.' if cls is MadeOf else ''}{cls.__name__}\n"
+        yield text_of(inspect.getdoc(cls) or "", None) + "\n"
+        if called_so:
+            yield from member_entries(cls, called_so)
+
+
 def framework_entries() -> Iterator[str]:
     """Yields what the modules for frameworks offer."""
     yield "## Frameworks\n"
-    yield "Each module needs its extra; [frameworks.md](frameworks.md) and [ray.md](ray.md) show scripts.\n"
+    yield "Each needs its extra; [frameworks.md](frameworks.md), [feed.md](feed.md) and [ray.md](ray.md) show how.\n"
     for module, names in FRAMEWORKS.items():
-        place = Path(str(session.__file__)).with_name(module)
+        place = Path(str(session.__file__)).parent / module.replace(".", "/")
         sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
         nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
         defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.changes import apply_change
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import DATA_TYPES, BucketSpec, Layout, ParameterSpec, bucket_layout, space_of
 from ps_protocol.messages.editions import EditionBucket
@@ -52,7 +52,12 @@ class Contents:
     """
 
     def __init__(self, spec: JobSpec, parameters: Collection[str] | None, wire: str) -> None:
-        """Raises InvalidRequest for names that the job has not."""
+        """Raises InvalidRequest for names that the job has not, Unsupported for a job whose parameters are cut."""
+        if any(each.piece is not None for each in spec.parameters):
+            raise Unsupported(
+                f"the workers of job {spec.name!r} are groups that hold its parameters in pieces, which have no "
+                "editions yet: read a checkpoint of it, exported with `ps-server export`"
+            )
         self.spec, self.wire = spec, wire
         self.layout: Layout = bucket_layout(spec.parameters, spec.bucket_bytes)
         self.tensors: dict[str, int] = {
@@ -104,6 +109,7 @@ class EditionArrays:
     versions: by bucket
     timeline: which of several series of updates the version counts; another begins when the job is rolled back
     timelines: by bucket: where workers share no clock, each shard may have another one
+    checksums: of each bucket's elements, by bucket, as shards have told them
     """
 
     contents: Contents
@@ -112,10 +118,12 @@ class EditionArrays:
     versions: Mapping[int, int]
     timeline: int
     spaces: Mapping[str, npt.NDArray[np.uint8]]
+    checksums: Mapping[int, int]
     timelines: Mapping[int, int] = field(default_factory=dict)
 
-    def elements(self, bucket: BucketSpec) -> npt.NDArray[np.uint8]:
+    def elements(self, index: int) -> npt.NDArray[np.uint8]:
         """Returns the elements of a bucket, as bytes, without a copy."""
+        bucket = self.contents.buckets[index]
         itemsize = DATA_TYPES[self.contents.dtype(bucket)].itemsize
         return self.spaces[bucket.space][bucket.start * itemsize : (bucket.start + bucket.numel) * itemsize]
 
@@ -155,6 +163,7 @@ class Arriving:
     def __init__(self, contents: Contents, before: EditionArrays | None) -> None:
         self._contents, self._before = contents, before
         self._versions, self._timelines = dict[int, int](), dict[int, int]()
+        self._checksums = dict[int, int]()
         self._spaces: dict[str, npt.NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
         self.nbytes = self.whole = self.elements = 0
@@ -166,6 +175,8 @@ class Arriving:
             else:
                 self._spaces[space] = np.empty(contents.layout.space_sizes[space] * itemsize, np.uint8)
         has_frozen = before is not None
+        if before is not None:
+            self._checksums = {each: before.checksums[each] for each, of in contents.buckets.items() if of.frozen}
         self.missing = {each.index for each in contents.buckets.values() if not (each.frozen and has_frozen)}
 
     def take(self, sent: EditionBucket, timeline: int, what: str) -> None:
@@ -180,6 +191,7 @@ class Arriving:
         self._spaces[bucket.space][start : start + len(elements)] = elements
         with self._lock:
             self._versions[sent.bucket], self._timelines[sent.bucket] = sent.version, timeline
+            self._checksums[sent.bucket] = sent.checksum
             self.missing.discard(sent.bucket)
             self.nbytes += len(sent.payload)
             self.elements += len(elements)
@@ -195,7 +207,7 @@ class Arriving:
         if before is None or before.versions.get(sent.bucket) != sent.base:
             raise Damaged(f"{what}: bucket {sent.bucket} came as a change of version {sent.base}, which is not here")
         try:
-            return apply_change(sent.payload, before.elements(bucket).data, size // bucket.numel)
+            return apply_change(sent.payload, before.elements(bucket.index).data, size // bucket.numel)
         except InvalidRequest as error:
             raise Damaged(f"{what}: bucket {sent.bucket}: {error}") from None
 
@@ -206,6 +218,14 @@ class Arriving:
         for space in self._spaces.values():
             space.flags.writeable = False
         trained = [version for index, version in self._versions.items() if not self._contents.buckets[index].frozen]
+        version = min(trained, default=0)
         return EditionArrays(
-            self._contents, run, min(trained, default=0), self._versions, timeline, self._spaces, self._timelines
+            self._contents,
+            run,
+            version,
+            self._versions,
+            timeline,
+            self._spaces,
+            self._checksums,
+            self._timelines,
         )

@@ -66,23 +66,29 @@ class ShardReader:
         self._is_cancelled = self._is_closed = False
         self._lock = threading.Lock()
 
-    def describe(self, job: str, run: str, with_spec: bool) -> WeightsHere:
-        """Asks what the shard has of the weights of a run of a job; empty: of any. Raises PSError."""
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
+        """Asks what the shard has of a job's weights. Raises PSError."""
         if self._is_closed:
             raise self._cancelled()
         try:
-            data = self._describe(write_weights_asked(WeightsAsked(job, run, with_spec)), timeout=CALL_SECONDS)
+            data = self._describe(write_weights_asked(asked), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise self.peer.error(error) from None
         except ValueError:  # what gRPC raises where a channel is closed
             raise self._cancelled() from None
         return read_weights_here(data)
 
-    def pull(self, call: EditionCall, take: Callable[[EditionBucket, int], None], alive: Callable[[int], None]) -> None:
+    def pull(
+        self,
+        call: EditionCall,
+        take: Callable[[EditionBucket, int], None],
+        alive: Callable[[int, float | None], None],
+    ) -> None:
         """Receives buckets of an edition. Raises PSError, also when it is cancelled.
 
         take:  is handed each bucket, and the timeline of its version
-        alive: is told the lowest version of the shard's buckets whenever a message comes
+        alive: is told the lowest version of the shard's buckets whenever a message comes, and the age of a relay's
+               edition
         """
         with self._lock:
             if self._is_cancelled:
@@ -92,7 +98,7 @@ class ShardReader:
         try:
             for data in self._call:
                 part = read_edition_part(*split_message(data))
-                alive(part.now)
+                alive(part.now, part.age)
                 if part.begin is not None:
                     left, timeline = part.begin.buckets, part.begin.timeline
                 elif part.bucket is not None:

@@ -10,6 +10,10 @@ A reader asks for the next edition when it has the one before. So it gets the ne
 waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
 where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
 versions it wants otherwise: shards keep them for a while for those who follow the job.
+
+A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
+Where several addresses are given, the next is tried when one does not answer. Relays are not equally far: what one has
+that is behind the reader's edition, or is of a run or a series of updates before it, is waited past.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from ps_protocol.errors import (
     Unreachable,
     Unsupported,
 )
-from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsHere
+from ps_protocol.messages.editions import EditionBucket, EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import PLAINTEXT, Access
 from ps_runtime.daemon_pool import Closed, DaemonPool
@@ -161,7 +165,8 @@ def _end_open() -> None:
 class Subscription:
     """Follows a job's weights. Its methods are thread-safe.
 
-    server: HOST:PORT of the coordinator
+    server: HOST:PORT of the coordinator or a relay; of several, with a comma between them, the next is tried when one
+            does not answer
     job:    the job's name
     every:  updates between two editions, at least
     wire:   the type in which float32 weights travel, and lie in an edition
@@ -169,6 +174,7 @@ class Subscription:
     period: seconds between two editions, at least
     access: needs the role of a reader
     changes: ask for what changed, where that is less; None: where the network is slow
+    told:   is called by its thread whenever there is an edition, a trouble or the end
 
     Raises InvalidRequest for settings that cannot be.
     """
@@ -184,6 +190,7 @@ class Subscription:
         period: float = 0.0,
         access: Access = PLAINTEXT,
         changes: bool | None = None,
+        told: Callable[[], None] | None = None,
     ) -> None:
         if every < 1:
             raise InvalidRequest(f"every must be a number of updates from 1, got {every}")
@@ -191,7 +198,8 @@ class Subscription:
             raise InvalidRequest(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         if not 0 <= period <= 3600:
             raise InvalidRequest(f"period must be 0 to 3600 seconds, got {period}")
-        self._server, self._job, self._access = server, job, access
+        self._servers, self._job, self._access = server.split(","), job, access
+        self._told_of = told
         self._every, self._wire, self._period = every, wire, period
         self._wanted = None if parameters is None else frozenset(parameters)
         self._process = os.getpid()
@@ -206,9 +214,11 @@ class Subscription:
         self._is_damaged = False  # the last edition was: all is asked for whole
         self.received = Received()
         self._due = 0.0  # when the next edition may come, if a period is set
+        self._lag: float | None = None  # seconds since a relay knew last that its edition is the newest; None: no relay
         self._told = 0  # the highest version that any shard has told of on these
         self._asked_for, self._refused = -1, -1  # the version asked for last, and the last that a shard was past
         self._updated = time.monotonic()  # when `_told` rose last
+        self._described_at = 0.0  # when shards were asked last how far they are
         self._equal: float | None = None  # when the edition was last known to be the newest there is
         self._ended = False
         self._restores = 0
@@ -243,6 +253,11 @@ class Subscription:
     def behind(self) -> int:
         """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
+
+    @property
+    def latest(self) -> int:
+        """The highest version that shards have told of."""
+        return self._told
 
     @property
     def age(self) -> float:
@@ -335,15 +350,20 @@ class Subscription:
             self._closing.wait(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         self._drop_shards()
+        self._tell()
+
+    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        if self._told_of is not None:
+            self._told_of()
 
     def _follow(self) -> None:
         """Receives editions until there is a trouble, and records it."""
         try:
             while not self._closing.is_set():
                 if self._shards is None:
-                    self._shards = _EachShard(self._server, self._access)
+                    self._shards = _EachShard(self._servers[0], self._access)
                     if self._closing.is_set():  # `close` may have looked for shards before
                         self._shards.end()
                 try:
@@ -365,15 +385,15 @@ class Subscription:
                 return
             self._drop_shards()
             self._ended = isinstance(error, NotFound) and self._edition is not None and not self._is_there()
-            with self._changed:
-                self._trouble = error
-                self._changed.notify_all()
+            self._trouble = error
+            self._tell()
+            self._servers.append(self._servers.pop(0))
             self._troubles.met(self._job, "job %s: its weights cannot be followed: %s", self._job, error)
 
     def _is_there(self) -> bool:
         """Whether the coordinator has the job; True if it does not answer."""
         try:
-            return self._job in cluster(self._server, self._access).jobs
+            return self._job in cluster(self._servers[0], self._access).jobs
         except PSError:
             return True
 
@@ -387,11 +407,13 @@ class Subscription:
 
         Raises PSError: OutOfOrder if a shard was past the version; _StandsStill if the job does not come to it.
         """
-        edition = self._edition
+        edition, self._described_at = self._edition, time.monotonic()
         here = self._described(shards)
         highest, timeline = max(each.highest for each in here), max(each.timeline for each in here)
         is_same = edition is not None and (edition.run, edition.timeline) == (here[0].run, timeline)
         own = edition.version if edition is not None and is_same else None
+        self._check_order(here[0], timeline)
+        self._lag = here[0].age
         if self._series != (here[0].run, timeline):
             self._series, self._told, self._refused = (here[0].run, timeline), 0, -1  # the version may have fallen
         self._heard_of(highest)
@@ -427,6 +449,13 @@ class Subscription:
         buckets = self._contents.layout.buckets if self._contents is not None else ()
         return any(not buckets[index].frozen for index in here.buckets)
 
+    def _check_order(self, first: WeightsHere, timeline: int) -> None:
+        """Raises TryLater where what is offered is of before the edition, as another relay may have it."""
+        edition = self._edition
+        if first.is_relayed and edition is not None and (first.run, timeline) < (edition.run, edition.timeline):
+            what = "an earlier run" if first.run < edition.run else "the weights from before a rollback"
+            raise TryLater(f"job {self._job!r}: {self._servers[0]} has {what}, and no newer ones yet")
+
     def _described(self, shards: _EachShard) -> list[WeightsHere]:
         """Asks all shards what they have. Raises TryLater where that does not belong together."""
         run = self._series[0]
@@ -446,7 +475,7 @@ class Subscription:
             raise TryLater(f"job {self._job!r}: not all shards have gone back to the same checkpoint yet")
         spec = first.spec
         if spec is None and (self._contents is None or run != first.run):
-            spec = shards.readers[0].describe(self._job, first.run, with_spec=True).spec
+            spec = self._describe(shards.readers[0], first.run, with_spec=True).spec
         if spec is not None:
             self._contents = Contents(spec, self._wanted, self._wire)
         return here
@@ -454,7 +483,10 @@ class Subscription:
     def _asked(self, shards: _EachShard, run: str) -> list[WeightsHere]:
         """Asks all shards what they have of a run; empty: of any."""
         is_first = self._contents is None
-        return shards.all(lambda reader: reader.describe(self._job, run, with_spec=is_first and reader.index == 0))
+        return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
+
+    def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
+        return reader.describe(WeightsAsked(self._job, run, with_spec, self._wire))
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
@@ -463,6 +495,8 @@ class Subscription:
             return None  # what is wanted never changes
         if own is not None and time.monotonic() < self._due:
             return None
+        if here[0].is_relayed:
+            return max(here[0].lowest, self._least(own))
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
@@ -501,7 +535,7 @@ class Subscription:
             shard = here[reader.index]
             wanted = tuple(sorted(arriving.missing & set(shard.buckets)))
             if wanted:
-                least = version if shard.has_one_version else shard.lowest
+                least = version if shard.has_one_version or shard.is_relayed else shard.lowest
                 bases = {} if base is None else base.bases(wanted, shard.timeline)
                 call = EditionCall(self._job, shard.run, shard.timeline, least, self._wire, wanted, bases)
                 reader.pull(call, take, partial(alive, reader.index))
@@ -512,11 +546,13 @@ class Subscription:
             came.append((time.monotonic(), len(bucket.payload)))
             arriving.take(bucket, timeline, f"edition {version}")
 
-        def alive(index: int, told: int) -> None:
+        def alive(index: int, told: int, age: float | None) -> None:
             self._heard_of(told)
-            heard[index] = time.monotonic()
+            self._lag = age
+            heard[index] = time.monotonic() - (age or 0.0)
             if self._told < least:
-                self._equal = min(list(heard.values()))
+                equal = min(list(heard.values()))
+                self._equal = equal if self._equal is None else max(self._equal, equal)
             elif self._told < version and self._is_idle():
                 raise _StandsStill
 
@@ -550,6 +586,10 @@ class Subscription:
         with self._changed:
             self._restores += is_restored
             self._edition, self._trouble = edition, None
-            if edition.version >= self._told:
-                self._equal = time.monotonic()
-            self._changed.notify_all()
+            if self._lag is not None or edition.version >= self._told:
+                self._equal = time.monotonic() - (self._lag or 0.0)
+            elif self._equal is None or is_restored:
+                self._equal = self._described_at
+            else:  # it was asked for with what shards had then, or more
+                self._equal = max(self._equal, self._described_at)
+        self._tell()

@@ -51,7 +51,7 @@ class Cancellable(Protocol):
     """What ends where its caller sends or reads too slowly."""
 
     def cancel(self) -> None:
-        """Ends it, from any thread."""
+        """Cancels the call, from any thread."""
 
 
 class ServerCall(Cancellable, Protocol):
@@ -105,12 +105,12 @@ class Tickets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._good: dict[tuple[str, str, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
+        self._good: dict[tuple[str, str, int, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
 
     def issue(self, opener: Opener) -> bytes:
         """Returns a ticket for a worker. Its last few are good: a call may have been made twice, side by side."""
         ticket, worker = secrets.token_bytes(TICKET_BYTES), opener.worker
-        name = worker.job, worker.run, worker.rank
+        name = worker.job, worker.run, worker.rank, worker.member
         with self._lock:
             before = self._good.pop(name, [])[1 - _TICKETS_OF_A_WORKER :]
             self._good[name] = [*before, (_digest(ticket), self._clock() + TICKET_SECONDS, opener)]
@@ -229,7 +229,7 @@ class FrameCall(ServerCall):
         return "" if self._code is None else self._code.name
 
     def peer(self) -> str:
-        """Returns where the call comes from: this connection."""
+        """Returns the address of the connection's other end."""
         return f"{self._connection.opener.host}:data-{self._connection.number}"
 
     def invocation_metadata(self) -> Metadata:
@@ -253,7 +253,7 @@ class FrameCall(ServerCall):
         self._connection.cancel()
 
     def fail(self, error: PSError) -> None:
-        """Has the call end with an error."""
+        """Sets the error with which the call ends."""
         self._code, self._status = error.code, status_of(error).SerializeToString()
 
     # -- the request -------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class FrameCall(ServerCall):
             yield self._frame(Kind.ANSWER, message), loan
 
     def over(self) -> None:
-        """Tells all that have to know that the call is over; once."""
+        """Calls back all who asked for the end of the call, once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
         self._connection.forget(self._header.call)

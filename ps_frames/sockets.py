@@ -87,7 +87,7 @@ def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
 
 
 class _Socket(FrameSocket):
-    """What both kinds of connection have."""
+    """A socket of frames, with TLS or without: the part that both have in common."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Takes the connection over."""

@@ -45,7 +45,7 @@ def stop_on_signals(then: Callable[[int, FrameType | None], object] | signal.Han
 
 @dataclass(frozen=True)
 class Program:
-    """What a child runs, in this interpreter.
+    """The module and arguments that a child process runs.
 
     arguments: what follows the interpreter
     out, err:  take what the child writes; None: it goes where this process' own goes

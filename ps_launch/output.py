@@ -62,7 +62,7 @@ class OutputLines:
         return lines
 
     def end(self) -> list[bytes]:
-        """Returns what is left when the stream ends."""
+        """Returns the last, unfinished line when the stream ends."""
         rest = _MOVES.sub(b"", self._rest.removesuffix(b"\r"))
         last = rest or self._state
         self._rest = self._state = b""
@@ -129,7 +129,7 @@ class Dropped:
     """Drops what it is told."""
 
     def take(self, data: bytes, lines: list[bytes]) -> None:
-        """Drops it."""
+        """Drops the bytes."""
 
 
 def rank_prefix(rank: int, target: int) -> bytes:

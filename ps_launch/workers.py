@@ -197,7 +197,7 @@ class _Workers:
         self._console.say(text + (f"; see {log.name}" if log is not None else ""))
 
     def kill(self) -> None:
-        """Ends all that still run at once."""
+        """Kills all workers that still run."""
         self._children.kill()
 
     def _start_servers(self, servers: OwnServers) -> bool:

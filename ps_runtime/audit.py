@@ -124,7 +124,7 @@ class _File(WatchedFileHandler):
         self._is_failing = self._failed
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says once that it cannot be written."""
+        """Logs once that the audit log cannot be written."""
         self._failed = True
         if not self._is_failing:
             self._is_failing = True

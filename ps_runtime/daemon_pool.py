@@ -7,6 +7,7 @@ waits for their end: see ps_runtime.background.join_within.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -26,7 +27,10 @@ class Closed(Exception):
 
 
 class DaemonPool:
-    """Runs calls in the order of their submission on daemon threads: on fewer than `count` where no more can be had.
+    """Runs calls in the order of their submission on at most `count` daemon threads.
+
+    The first thread is there from the beginning. Another one is started where a call finds none that is free: a worker
+    of sixteen shards has one pull under way for most of its life. Where none can be started, the call waits its turn.
 
     Raises TryLater if not even the first can be had
     threads: its threads, which end soon after `close`
@@ -36,22 +40,27 @@ class DaemonPool:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
+        self._count, self._name = count, name
+        self._free = 0  # threads without a call, less calls without a thread
         self.threads: list[threading.Thread] = []
-        for _ in range(count):
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
-            try:
-                start(thread)
-            except TryLater:
-                if not self.threads:
-                    raise
-                break
-            self.threads.append(thread)
+        if count:
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        start(thread)
+        self.threads.append(thread)
+        self._free += 1
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs a call in its turn; returns the future of its result, which fails at once when the pool is closed."""
         future: Future[T] = Future()
         with self._lock:
             if not self._closed:
+                self._free -= 1
+                if self._free < 0 and len(self.threads) < self._count:
+                    with contextlib.suppress(TryLater):
+                        self._add_thread()
                 self._calls.put((future, call))
                 return future
         future.set_exception(Closed("the session is closed: the call does not run"))
@@ -71,10 +80,15 @@ class DaemonPool:
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             future, call = item
+            result, error = None, None
             try:
                 result = call()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
+            except BaseException as raised:
+                error = raised
+            with self._lock:  # before its caller goes on, whose next call is to find this thread free
+                self._free += 1
+            if error is None:
                 future.set_result(result)
-            del item, future, call  # nothing of a call outlives it here
+            else:
+                future.set_exception(error)
+            del item, future, call, result, error  # nothing of a call outlives it here

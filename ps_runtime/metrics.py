@@ -60,7 +60,7 @@ class Gauges(Collector, Generic[S]):
             yield family
 
     def describe(self) -> Iterable[Metric]:
-        """Returns nothing, so that registering does not read them."""
+        """Returns nothing, so that registering reads no gauge."""
         return []
 
 

@@ -24,7 +24,7 @@ def counts() -> Mapping[str, int]:
 
 @dataclass
 class _Trouble:
-    """One that is not over: what was logged of it, and how often it was met."""
+    """A trouble that is not over: what was logged of it, and how often it was met."""
 
     text: str
     arguments: tuple[object, ...]

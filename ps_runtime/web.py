@@ -52,7 +52,7 @@ SERVER_SOFTWARE = "ps-torch"  # in the Server header
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
+class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
     """Handles each connection in a thread, up to a limit; further connections are closed at once. `secure` adds TLS.
 
     A connection has a total time: a timeout for each read alone would start again with every byte of a slow client.
@@ -62,6 +62,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     block_on_close = False  # a connection that lies idle does not hold up the end of the process
     request_queue_size = 128
     arrivals = Arrivals(HostLimits(MOST_OF_A_HOST))  # each server has its own
+    most = MAX_CONNECTIONS
     secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
 
     def server_bind(self) -> None:
@@ -72,6 +73,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         # A second handle on each socket (TLS takes the first away), its host, and when its time is over.
         self._open: dict[socket.socket, tuple[str, float]] = {}
         self._serving: set[threading.Thread] = set()
+        self._here = threading.local()  # the handle of the connection that a thread serves
         self._lock = threading.Lock()
         self._is_stopping = False
         self.timeout = 0  # of `handle_request`, which is called where there is one
@@ -107,7 +109,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         host = str(client_address[0])
         with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS or not self.arrivals.comes(host):
+            if len(self._open) >= self.most or not self.arrivals.comes(host):
                 self.shutdown_request(request)
                 return
             try:
@@ -126,6 +128,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         plain, handle = request
         with self._lock:
             self._serving.add(threading.current_thread())
+        self._here.handle = handle
         try:
             plain.settimeout(SILENT_SECONDS)
             super().process_request_thread(self.secure(plain), client_address)
@@ -133,6 +136,12 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
             self.shutdown_request(plain)  # its handshake failed, or took too long
         finally:
             self._over(handle)
+
+    def give_time(self, seconds: float) -> None:
+        """Has the connection that this thread serves last so long from now on."""
+        with self._lock:
+            host, _ = self._open[self._here.handle]
+            self._open[self._here.handle] = host, time.monotonic() + seconds
 
     def _over(self, handle: socket.socket) -> None:
         with self._lock:
@@ -151,7 +160,7 @@ class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
         join_within(threads, _HANG_UP_SECONDS)
 
     def service_actions(self) -> None:
-        """Hangs up on connections whose time is over."""
+        """Closes connections whose time is over."""
         now = time.monotonic()
         with self._lock:
             late = [handle for handle, (_, until) in self._open.items() if until <= now]
@@ -268,14 +277,14 @@ def refusal(environ: dict[str, Any], is_of_loopback: bool) -> tuple[str, bytes] 
 
     is_of_loopback: the page is for this machine alone, so that a browser must have asked for a name of its loopback
     """
-    if is_of_loopback and not _names_loopback(environ.get("HTTP_HOST", "")):
+    if is_of_loopback and not names_loopback(environ.get("HTTP_HOST", "")):
         return "403 Forbidden", b"this page is for this machine alone: ask for it at 127.0.0.1 or localhost\n"
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return "405 Method Not Allowed", b"this page is only to be read\n"
     return None
 
 
-def _names_loopback(host: str) -> bool:
+def names_loopback(host: str) -> bool:
     """Whether a Host header names this machine's loopback."""
     name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
     if name.lower().rstrip(".") == "localhost":
@@ -300,13 +309,29 @@ def serve(
     the files may change while it is served. limits: of connections by host, up to MOST_OF_A_HOST.
     what, flag: of the error where the port cannot be bound, an InvalidRequest
     """
+
+    def make() -> ConnectionServer:
+        return make_server(host, port, app, ConnectionServer, handler_class=_Silent)
+
+    return run_server(make, (host, port), what, flag, tls, HostLimits(min(limits.most, MOST_OF_A_HOST), limits.new))
+
+
+def run_server(
+    make: Callable[[], ConnectionServer],
+    where: tuple[str, int],
+    what: str,
+    flag: str,
+    tls: Tls | None,
+    limits: HostLimits,
+) -> tuple[int, Callable[[], None]]:
+    """Runs a server in a thread; see `serve`. make: binds its port. where: the host and the port, for the error"""
     try:
-        server = make_server(host, port, app, _ThreadingServer, handler_class=_Silent)
+        server = make()
     except OSError as error:
         raise InvalidRequest(
-            f"cannot serve {what} on {host}:{port} ({error.strerror}); choose another {flag}"
+            f"cannot serve {what} on {where[0]}:{where[1]} ({error.strerror}); choose another {flag}"
         ) from None
-    server.arrivals = Arrivals(HostLimits(min(limits.most, MOST_OF_A_HOST), limits.new))
+    server.arrivals = Arrivals(limits)
     if tls is not None:
         watched = ReloadingFiles(tls.paths(), lambda: server_context(tls, "metrics"))
         server.secure = lambda plain: watched.get().wrap_socket(plain, server_side=True)

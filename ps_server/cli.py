@@ -62,9 +62,11 @@ from ps_server.config import (
 from ps_server.core.limits import LEAST_THREADS, LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 from ps_server.ops.plan_tables import table_question
+from ps_server.relay_config import RELAY, relay_config_of
 from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
+    from ps_server.rpc.own_ports import OwnPorts
     from ps_server.server import Server
 
 OF_SERVERS = ("torch", "numpy", "safetensors")  # what servers and exports need, and those do not that look in
@@ -102,6 +104,7 @@ def parser() -> CommandLine:
     _add_export(add)
     _add_plan(add)
     _add_parts(add)
+    _add_relay(add)
     config = add("config", "print the settings of a command, and where each is from", words="[COMMAND [options]]")
     config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="and its options [default up]")
     _add_certificates(add)
@@ -133,6 +136,13 @@ def _add_parts(add: Callable[..., CommandLine]) -> None:
     shard.add_argument("--restart-count", type=index, default=0, help=argparse.SUPPRESS)
     for command in (coordinator, shard):
         _add_serving(command)
+
+
+def _add_relay(add: Callable[..., CommandLine]) -> None:
+    """Adds the command that hands on weights to readers."""
+    text = "hand on the weights of jobs to many readers, or elsewhere"
+    relay = add("relay", text, *RELAY, words="--upstream HOST:PORT [options]")
+    relay.add_settings(*LIMITS, group=relay.add_hidden_group("limits", "--help-limits"))
 
 
 def _add_certificates(add: Callable[..., CommandLine]) -> None:
@@ -279,6 +289,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _up(arguments)
     if arguments.command in ("coordinator", "shard"):
         return _serve(arguments)
+    if arguments.command == "relay":
+        return _relay(arguments)
     if arguments.command == "export":
         check_directory(arguments.checkpoint_dir)
         from ps_server.storage.export import export
@@ -474,7 +486,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not stop.is_set():
         role = "coordinator" if alone else f"shard {shard}"
         _announce(role, server, config, supervised)
-    _await_end(stop, server)
+    _await_end(stop, server.ports)
     # Told once, it finishes what it has; told again, it ends at once.
     on_signals(lambda number, _: os._exit(128 + number))
     if coordinates or not supervised or arguments.drains:  # or its parent has stopped the coordinator, which sees to it
@@ -486,10 +498,34 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _await_end(stop: threading.Event, server: Server) -> None:
+def _relay(arguments: argparse.Namespace) -> int:
+    """Runs a relay until it is told to stop."""
+    stop = threading.Event()
+    on_signals(lambda *_: stop.set())
+    speaker = Speaker("relay")
+    logs.start(speaker, arguments.log_level, arguments.log_format)
+    audit.start(speaker, arguments.audit_log)
+    failpoints.arm(None)
+    share_memory_pool()
+    from ps_server.relay_server import RelayServer
+
+    server = RelayServer(relay_config_of(arguments))
+    scheme = "https" if arguments.tls_cert else "http"
+    print(f"ps-server: relay of {arguments.upstream} ready at {server.address}", flush=True)
+    print(f"ps-server: metrics at {scheme}://{server.metrics_address}/metrics", flush=True)
+    if server.http_address:
+        print(f"ps-server: downloads at {scheme}://{server.http_address}/jobs/", flush=True)
+    _await_end(stop, server.ports)
+    on_signals(lambda number, _: os._exit(128 + number))
+    server.stop()
+    audit.flush(all_of_them=True)
+    return 0
+
+
+def _await_end(stop: threading.Event, ports: OwnPorts) -> None:
     """Waits until this process is told to stop. Ends it with an error when it does not serve any more."""
     while not stop.wait(LOOK_SECONDS):
-        lost = server.ports.lost()
+        lost = ports.lost()
         if lost:
             logging.getLogger("ps_server").error("%s: this process ends", lost)
             audit.flush(all_of_them=True)

@@ -6,11 +6,8 @@ coordinator. `drain` has last checkpoints made before a wanted stop; `stop` ends
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import resource
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,47 +20,47 @@ import torch
 from grpc_health.v1.health import HealthServicer
 
 from ps_frames.listener import Where
-from ps_protocol.errors import InvalidRequest, TryLater
+from ps_protocol.errors import TryLater
 from ps_protocol.messages.envelope import Origin
 from ps_protocol.optimizers import ELEMENTWISE
 from ps_runtime.arrivals import HostLimits
 from ps_runtime.background import guarded
 from ps_runtime.channel import server_options
-from ps_runtime.credentials import Access, Tls, server_credentials
+from ps_runtime.credentials import Access
 from ps_runtime.memory import free_bytes
 from ps_runtime.memory_place import memory_place
 from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
 from ps_runtime.retry import Peer
-from ps_runtime.thread_limit import thread_limit
 from ps_runtime.web import MAX_CONNECTIONS
 from ps_server.config import ServerConfig
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
-from ps_server.core.limits import LEAST_THREADS, Limits
+from ps_server.core.limits import Limits
 from ps_server.core.thread_shares import (
     POOLS_OF_A_COORDINATOR,
     POOLS_OF_A_SHARD,
     POOLS_OF_EACH,
     ThreadShares,
-    thread_shares,
 )
 from ps_server.ops.gauges import (
     coordinator_gauges,
     loops_gauge,
     restart_gauges,
-    security_gauges,
     service_discovery,
     shard_gauges,
 )
 from ps_server.ops.glibc import give_memory_back
 from ps_server.ops.health_port import HealthPort
 from ps_server.ops.page import coordinators_page
+from ps_server.ops.security_gauges import security_gauges
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
-from ps_server.rpc.cluster_service import ClusterService, add_health
+from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
+from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc
+from ps_server.rpc.health import HEALTH_THREADS, add_health
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
 from ps_server.rpc.own_ports import OwnPorts
@@ -83,10 +80,8 @@ from ps_server.view.watch import Watch
 
 log = logging.getLogger("ps_server")
 
-HEALTH_THREADS = 8  # apart from all others: a probe waits for nothing, not even for its own request
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
-_OTHER_THREADS = 128  # that no pool of calls has, beside sites and connections: gRPC's own, timers, disks, checkpoints
 STOP_GRACE_SECONDS = 2.0
 
 
@@ -126,7 +121,7 @@ class Server:
         self._config = config
         self.process = secrets.randbits(63)  # another number: another process, which has forgotten what this one had
         exposed = config.is_exposed()
-        _allow_many_files(config.limits.connections)
+        allow_many_files(config.limits.connections)
         authenticator = Authenticator(config.tokens)
         token = authenticator.cluster_token if authenticator.is_required else None
         self._access = Access(config.tls, token, config.insecure)
@@ -142,8 +137,8 @@ class Server:
             interceptors=[self._calls],
             options=server_options() + grpc_options(config.limits),
         )
-        port = _bind(self._grpc, config.host, config.port, config.tls)
-        self.address = config.advertise or f"{_reachable(config.host)}:{port}"
+        port = bind(self._grpc, config.host, config.port, config.tls)
+        self.address = config.advertise or f"{reachable(config.host)}:{port}"
         self._stops: list[Callable[[], None]] = [limits.stop]
         self._last_stops: list[Callable[[], None]] = [control_pool.shutdown]  # of what calls may be in until they end
         encrypted, asks = config.tls is not None, authenticator.is_required
@@ -165,7 +160,7 @@ class Server:
         health_pool = Pool(HEALTH_THREADS, "health")
         health = add_health(self._grpc, health_pool, names)
         self._stops.append(health_pool.shutdown)
-        self._serving += [limits.thread, *_start(self._grpc)]
+        self._serving += [limits.thread, *start_grpc(self._grpc)]
         self.ports = self._own_ports(port)
         self._registration = self._register(config.index, port) if config.index is not None else None
         self.health = Health(health, self._open_health_port(config))
@@ -176,7 +171,7 @@ class Server:
 
     def _register(self, index: int, port: int) -> ShardRegistration:
         config = self._config
-        address = config.coordinator or f"{_reachable(config.host)}:{port}"
+        address = config.coordinator or f"{reachable(config.host)}:{port}"
         return ShardRegistration(
             Peer("coordinator", address, self._access),
             *(index, self.address, self.metrics_address, self.process),
@@ -274,7 +269,7 @@ class Server:
         hosts = HostLimits(config.limits.connections_of_a_host, config.limits.new_connections)
         port, stop = serve_metrics(*where, self._registry, pages, config.tls, site, hosts)
         self._stops.append(stop)
-        host = self.address.rpartition(":")[0] if config.advertise else _reachable(config.metrics_host)
+        host = self.address.rpartition(":")[0] if config.advertise else reachable(config.metrics_host)
         return f"{host}:{port}"
 
     def _open_health_port(self, config: ServerConfig) -> HealthPort | None:
@@ -360,58 +355,13 @@ class Server:
         return CheckpointStore(directory, own_disk=disk), release
 
 
-_starting = threading.Lock()  # so that threads which come meanwhile are of one server
-
-
-def _start(server: grpc.Server) -> list[threading.Thread]:
-    """Starts a server of gRPC; returns the thread that hands out its calls.
-
-    grpcio has no other way to learn that it has ended, as it does with any exception there: then nothing is answered.
-    Raises TryLater where it cannot be had.
-    """
-    with _starting:
-        before = set(threading.enumerate())
-        try:
-            server.start()
-        except RuntimeError as error:
-            raise TryLater(f"gRPC's thread cannot be had in this process: {error}") from None
-        return [thread for thread in threading.enumerate() if thread not in before and "_serve" in thread.name]
-
-
-def _bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:
-    where = f"{host}:{port}"
-    try:
-        bound = (
-            server.add_insecure_port(where) if tls is None else server.add_secure_port(where, server_credentials(tls))
-        )
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise InvalidRequest(
-            f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's"
-        )
-    return int(bound)
-
-
 def _shares_of_threads(config: ServerConfig) -> ThreadShares:
     """Divides the threads that this process may have, and says so in the log."""
-    found = thread_limit()
-    most, why = config.limits.threads, "--max-threads"
-    if most is None and found is not None:
-        most, why = found.threads, found.name
     is_shard, is_coordinator = config.index is not None, config.shard_count is not None
     pools = POOLS_OF_EACH + is_shard * POOLS_OF_A_SHARD + is_coordinator * POOLS_OF_A_COORDINATOR
     sites = 1 + (config.health_port is not None)
-    reserved = _OTHER_THREADS + config.apply_threads + (config.shard_count or 0) + sites * MAX_CONNECTIONS
-    shares = thread_shares(most, reserved, pools, config.limits.connections)
-    if most is None:
-        return shares
-    text = "threads: at most %d of this process (%s), %d in each of %d pools for calls, %d for data connections"
-    level = logging.INFO if most >= LEAST_THREADS else logging.WARNING
-    log.log(level, text, most, why, shares.pool, pools, shares.connections)
-    if most < LEAST_THREADS:
-        log.warning("threads: give this process at least %d; past its limit it goes on, but more slowly", LEAST_THREADS)
-    return shares
+    others = config.apply_threads + (config.shard_count or 0) + sites * MAX_CONNECTIONS
+    return shares_of_threads(config.limits, pools, others)
 
 
 def _with_memory(limits: Limits, is_shard: bool) -> Limits:
@@ -426,18 +376,3 @@ def _with_memory(limits: Limits, is_shard: bool) -> Limits:
     if values is None:
         values = max(4 * limits.round_bytes, states // 4)  # a whole round, and past ones, are half of one's share
     return replace(limits, all_state_bytes=states, all_round_bytes=values)
-
-
-def _allow_many_files(wanted: int) -> None:
-    """Raises the limit of open files, as far as it may: each connection is one, and shells often allow few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted += 1024  # for everything else
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _reachable(host: str) -> str:
-    """Returns an address that others can use: binds to every address are reached by this machine's name."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host

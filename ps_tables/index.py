@@ -75,7 +75,7 @@ class _Slots:
         return rows
 
     def _are_others(self, rows: RowNumbers, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Returns which rows are there, and not those of these ids."""
+        """Returns which of these rows are rows of other ids than these. A negative number is no row."""
         others: npt.NDArray[np.bool_] = (rows >= 0) & (self._ids.take(rows, mode="clip") != ids)
         return others
 
@@ -94,7 +94,7 @@ class _Slots:
             slots, values = slots[~has_won], values[~has_won]
 
     def remove(self, ids: Ids, rows: RowNumbers) -> None:
-        """Takes their rows from distinct ids, where they are here."""
+        """Removes the entries of distinct ids, where there are any."""
         slots, values = self._begin_with(ids, rows)
         self.forget(slots[self._probe(slots, values, _ALL) == values])
 
@@ -174,7 +174,7 @@ class Index:
         return rows
 
     def insert(self, ids: Ids, rows: RowNumbers) -> None:
-        """Gives distinct ids that have none a row each: [n], [n]."""
+        """Inserts distinct ids that have no row, with a row each: [n], [n]."""
         self._count += len(ids)
         self._make_room(len(ids))
         self._slots.insert(ids, rows)

@@ -184,7 +184,7 @@ class _RowWiseAdagrad(RowOptimizer):
         values: HyperParameters,
         version: int,
     ) -> None:
-        """Steps rows as steps.py has it."""
+        """Steps rows by the arithmetic of steps.py."""
         lr, eps = (_number(values, "RowWiseAdagrad", key) for key in ("lr", "eps"))
         row_wise_adagrad(weights, self.state["sum"], rows, sums.detach().numpy(), count, lr, eps)
 

@@ -56,7 +56,7 @@ class Places(ABC):
 
     @abstractmethod
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
-        """Has many rows come into being. Raises LimitExceeded for too many.
+        """Makes many rows. Raises LimitExceeded if there is no room for all.
 
         last: the version that trained each
         more: how many come in calls after this one, which were not trained longer ago
@@ -118,7 +118,7 @@ class InMemory(Places):
         """Moves no row."""
 
     def fill(self, numbers: RowNumbers, last: Versions, write: Fill, more: int = 0) -> None:
-        """Has all rows written at once."""
+        """Writes all rows at once."""
         write(slice(None), self.of_new(numbers))
 
     def read(self, numbers: RowNumbers, out: Mapping[str, torch.Tensor]) -> None:

@@ -315,7 +315,7 @@ class Table:
         return unknown[self._candidates.admit(update.ids[unknown], update.counts[unknown], version)]
 
     def _forget(self, ids: Ids, version: int) -> int:
-        """Notes that ids are rows no more; returns how many they are."""
+        """Removes the rows of ids; returns how many there were."""
         self._removed.add(version, ids, len(self._rows))
         return len(ids)
 
@@ -333,7 +333,7 @@ class Table:
 
 
 def _of_rows(numbers: RowNumbers, gradients: torch.Tensor) -> tuple[RowNumbers, torch.Tensor]:
-    """Returns what of an update is about rows: as it is where all is."""
+    """Returns the part of an update that is about rows; the update itself if all of it is."""
     stepped = np.flatnonzero(numbers >= 0)
     if len(stepped) == len(numbers):
         return numbers, gradients

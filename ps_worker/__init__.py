@@ -12,9 +12,11 @@ connecting.py   `connect`, and the sessions that this process has open
 session.py      What `connect` returns: one worker's part in one job
 by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
+group.py        A worker that is a group of processes: how its members agree
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 subscription.py `subscribe`: a job's weights in a process that does not train
+edition.py      Its weights at one version: as tensors, as files, as a model with other names has them
 config.py       A worker's settings: arguments first, then PS_* variables, then a launcher's, then defaults
 strategies/     How a worker trains: alone, with DDP, or on parameter servers
 model/          A model as flat buffers, its job, and its step
@@ -28,6 +30,7 @@ launched.py     A worker's output for the person at the launcher: log lines with
 accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
+engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
 own_servers.py  The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
 cli.py          The command `ps-worker`
@@ -56,6 +59,7 @@ from ps_runtime.version import version
 
 if TYPE_CHECKING:
     from ps_worker.connecting import connect
+    from ps_worker.edition import MadeOf
     from ps_worker.row_feed import RowFeed
     from ps_worker.session import Session
     from ps_worker.subscription import WeightFeed, subscribe
@@ -75,6 +79,7 @@ __all__ = [
     "JobInUse",
     "JobMismatch",
     "LimitExceeded",
+    "MadeOf",
     "NonFiniteGradient",
     "NotFound",
     "NotShared",
@@ -121,6 +126,10 @@ def __getattr__(name: str) -> Any:
         from ps_worker import row_feed
 
         return row_feed.RowFeed
+    if name == "MadeOf":
+        from ps_worker import edition
+
+        return edition.MadeOf
     if name in ("WeightFeed", "subscribe"):
         from ps_worker import subscription
 

@@ -246,15 +246,21 @@ def reading_from(
     tls_ca: str | None,
     token_file: str | None,
     insecure: bool | None,
+    relays: bool = False,
 ) -> tuple[str, Access]:
     """Returns the coordinator's address and what to show it, for a process that reads and does not train.
+
+    relays: several addresses may be given, with commas between them
 
     Raises InvalidRequest where there is no address, or where settings contradict each other.
     """
     names = ("tls_cert", "tls_key", "tls_ca", "token_file", "insecure")
     given = (tls_cert, tls_key, tls_ca, token_file, insecure)
     shown = access(*(check(name, value) for name, value in zip(names, given, strict=True)))
-    address = check("server", server)
+    if relays and server is not None and "," in server:
+        address = ",".join(check("server", each) for each in server.split(","))
+    else:
+        address = check("server", server)
     if address is None:
         raise InvalidRequest("a feed needs a server: the argument server='HOST:PORT', or PS_SERVER")
     return address, shown

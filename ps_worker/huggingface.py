@@ -178,7 +178,7 @@ class PsTrainer(OnServers, Trainer):
 
 
 class _Progress(TrainerCallback):
-    """Says how many steps there will be, for those who watch."""
+    """Reports how many steps there will be to the session's progress."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -13,11 +13,11 @@ class Prepared:
         self._pairs: list[tuple[Any, Any]] = []
 
     def add(self, things: Iterable[Any], prepared: Iterable[Any]) -> None:
-        """Notes what became of these things."""
+        """Notes what `prepare` has returned for these arguments."""
         self._pairs += zip(things, prepared, strict=True)
 
     def knows(self, thing: Any) -> bool:
-        """Whether this was handed over, or returned."""
+        """Whether `prepare` was given this object, or has returned it."""
         return any(thing is own or thing is made for own, made in self._pairs)
 
     def of(self, things: Iterable[Any]) -> Mapping[int, Any]:

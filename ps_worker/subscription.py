@@ -2,90 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
+import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-import safetensors.torch
 import torch
 from torch import nn
 
-from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
-from ps_protocol.errors import InvalidRequest, PSError, Unreachable
-from ps_protocol.tensors import element_name, parts_of, tensor_from, whole_of
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker.config import check, reading_from
+from ps_worker.edition import Edition, MadeOf
 
 M = TypeVar("M", bound=nn.Module)
-Names = Mapping[str, str] | Callable[[str], str]
+LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
 
-
-class Edition:
-    """An unchanging copy of a job's weights.
-
-    Attributes:
-        run: The run of the job, as `ps-server status` shows it.
-        version: The number of updates that all tensors contain. In sync and local modes every tensor contains exactly
-            these; in the other modes it is the lowest number.
-    """
-
-    def __init__(self, arrays: EditionArrays, job: str) -> None:
-        self.arrays, self._job = arrays, job
-        self.run, self.version = arrays.run, arrays.version
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
-        them."""
-        return {name: self.tensor(name) for name in self.arrays.names() if self._is_saved(name)}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor, without a copy: do not write to it. Raises KeyError for a name that it has not."""
-        values, dtype, element = self.arrays.tensor(name)
-        tensor = tensor_from(values.reshape(-1).view("uint8").data, dtype).view(values.shape)
-        return whole_of(tensor, element) if element else tensor
-
-    def names(self) -> list[str]:
-        """Returns the names of all tensors, also of those that are in no state_dict."""
-        return list(self.arrays.names())
-
-    def save(self, path: str | Path) -> None:
-        """Writes a safetensors file with the version, the run and the job in its metadata.
-
-        The file appears whole, or not at all. Raises OSError.
-        """
-        target = Path(path)
-        beside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
-        tensors = self.state_dict()
-        metadata = {"format": "pt", "job": self._job, "run": self.run, "version": str(self.version)}
-        unknown = {name: each for name, each in tensors.items() if element_name(each.dtype)}
-        if unknown:
-            metadata["element_types"] = json.dumps({name: element_name(each.dtype) for name, each in unknown.items()})
-        try:
-            safetensors.torch.save_file(
-                {**tensors, **{name: parts_of(each) for name, each in unknown.items()}}, beside, metadata
-            )
-            os.replace(beside, target)
-        finally:
-            beside.unlink(missing_ok=True)
-
-    def _is_saved(self, name: str) -> bool:
-        contents = self.arrays.contents
-        return contents.spec.parameters[contents.tensors[name]].is_saved
+Names = Mapping[str, str | MadeOf] | Callable[[str], str | MadeOf]
 
 
 class _Slot(NamedTuple):
-    """A tensor of a model, and the job's name of it."""
+    """A tensor of a model, and what of the job it is made of."""
 
-    target: torch.Tensor
     name: str
+    target: torch.Tensor
+    source: MadeOf
 
 
 class _Loaded:
@@ -99,7 +45,7 @@ class _Loaded:
 
     def made(self, edition: Edition) -> list[torch.Tensor]:
         """Returns the tensors of an edition as the model has them: views of it where type and device are the same."""
-        return [edition.tensor(slot.name).to(slot.target.device, slot.target.dtype) for slot in self.slots]
+        return [slot.source.tensor(edition).to(slot.target.device, slot.target.dtype) for slot in self.slots]
 
     def put(self, edition: Edition, tensors: list[torch.Tensor]) -> None:
         """Has the model use them. The caller holds `changed`, and nobody reads."""
@@ -177,6 +123,30 @@ class WeightFeed:
         newer one. The iteration ends with the job, or when the feed is closed."""
         return (Edition(arrays, self._job) for arrays in self._subscription)
 
+    async def __aenter__(self) -> WeightFeed:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def __aiter__(self) -> AsyncIterator[Edition]:
+        """Iterates over editions, as `__iter__` does, in a coroutine. No thread waits meanwhile."""
+        seen = None
+        while True:
+            is_last = self.ended or self._subscription.closed
+            if self._subscription.edition is not seen:
+                edition = self.wait_for(timeout=0)
+                seen = edition.arrays
+                yield edition
+            elif is_last:
+                return
+            else:
+                with suppress(NotFound, Unreachable):
+                    self.wait_for(self.version + 1, timeout=0)  # raises what waiting cannot cure
+                await asyncio.sleep(LOOK_SECONDS)
+
     def load(self, model: M, timeout: float = 60.0) -> M:
         """Waits for an edition, puts its weights into a model, and returns the model.
 
@@ -217,6 +187,7 @@ class WeightFeed:
 
         Raises:
             InvalidRequest: The model was not loaded.
+            NotFound: The job has ended, and its newest edition is not new enough.
             Unreachable: The time is over, or the feed is closed; the message has the reason.
 
         Example:
@@ -234,10 +205,38 @@ class WeightFeed:
                 loaded.readers -= 1
                 loaded.changed.notify_all()
 
-    def save(self, path: str | Path, timeout: float = 60.0) -> int:
-        """Writes the newest edition as a safetensors file, and returns its version; see Edition.save."""
+    @asynccontextmanager
+    async def reading_async(
+        self, model: nn.Module, max_behind: int | None = None, timeout: float = 60.0
+    ) -> AsyncIterator[int]:
+        """Does what `reading` does in a coroutine. Others run while it waits.
+
+        A coroutine that is cancelled while it waits leaves a thread of asyncio's default executor that waits until the
+        weights are there, the time is over, or the feed is closed.
+
+        Example:
+            async with ps_torch.subscribe("trainer:50051") as feed:
+                model = await asyncio.to_thread(feed.load, Model())
+                async with feed.reading_async(model, max_behind=4) as version:
+                    answer = await asyncio.to_thread(model, question)
+        """
+        block = self.reading(model, max_behind, timeout)
+        entering = asyncio.ensure_future(asyncio.to_thread(block.__enter__))
+        try:
+            version = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            # The thread goes on, and would count as a reader for ever.
+            entering.add_done_callback(lambda done: _leave(block, done))
+            raise
+        try:
+            yield version
+        finally:
+            block.__exit__(None, None, None)
+
+    def save(self, path: str | Path, max_shard_bytes: int | None = None, timeout: float = 60.0) -> int:
+        """Writes the newest edition as safetensors, and returns its version; see Edition.save."""
         edition = self.wait_for(timeout=timeout)
-        edition.save(path)
+        edition.save(path, max_shard_bytes)
         return edition.version
 
     def state_dict(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
@@ -265,6 +264,11 @@ class WeightFeed:
                 if max_behind is None or lag <= max_behind:
                     loaded.readers += 1
                     return current
+                if self.ended:
+                    raise NotFound(
+                        f"job {self._job!r} has ended: version {current.version} is the newest there is, and {lag} "
+                        "updates older than its last"
+                    )
                 left = 0.0 if self._subscription.closed else deadline - time.monotonic()
                 if left <= 0:
                     why = self.trouble or f"{lag} updates behind, more than {max_behind}"
@@ -281,8 +285,7 @@ class WeightFeed:
 
     def _slots(self, model: nn.Module, edition: Edition) -> list[_Slot]:
         """Returns where each tensor of the model comes from. Raises InvalidRequest if the two do not fit."""
-        known = {name: edition.tensor(name).shape for name in edition.names()}
-        saved = list(edition.state_dict())
+        known = set(edition.names())
         targets: dict[str, torch.Tensor] = dict(model.named_parameters())  # each once, tied ones too
         persistent = model.state_dict(keep_vars=True)
         targets |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -291,15 +294,11 @@ class WeightFeed:
             raise InvalidRequest(
                 f"{nowhere} is on the meta device, where it has no memory: call to_empty(device=...) first"
             )
-        slots = [_Slot(target, self._name(name)) for name, target in targets.items()]
-        missing = [slot.name for slot in slots if slot.name not in known]
-        unlike = [
-            f"{slot.name} {list(slot.target.shape)} for {list(known[slot.name])}"
-            for slot in slots
-            if slot.name in known and slot.target.shape != known[slot.name]
-        ]
-        wanted = {slot.name for slot in slots}
-        more = [name for name in saved if name not in wanted]
+        slots = [_Slot(name, target, self._source(name)) for name, target in targets.items()]
+        wanted = {name for slot in slots for name in slot.source.names}
+        missing = [name for slot in slots for name in slot.source.names if name not in known]
+        more = [name for name in edition.state_dict() if name not in wanted]
+        unlike = [] if missing else [why for slot in slots if (why := _differs(slot, edition))]
         for problem, names in (
             ("the job has no", missing),
             ("the model has no", more),
@@ -312,11 +311,28 @@ class WeightFeed:
                 )
         return slots
 
-    def _name(self, name: str) -> str:
-        """Returns the job's name of a tensor of the model."""
+    def _source(self, name: str) -> MadeOf:
+        """Returns what a tensor of the model is made of."""
         if self._names is None:
-            return name
-        return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
+            found: str | MadeOf = name
+        else:
+            found = self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
+        return MadeOf(found) if isinstance(found, str) else found
+
+
+def _leave(block: AbstractContextManager[int], entering: asyncio.Future[int]) -> None:
+    """Leaves a block of which the coroutine is gone that entered it."""
+    if not entering.cancelled() and entering.exception() is None:
+        block.__exit__(None, None, None)
+
+
+def _differs(slot: _Slot, edition: Edition) -> str:
+    """Returns why a tensor of the job, or what is made of several, is not one for the model; empty: it is one."""
+    try:
+        shape = slot.source.tensor(edition).shape
+    except Exception as error:  # the function is a user's
+        return f"{slot.name}, which cannot be made of {', '.join(slot.source.names)} ({error})"
+    return "" if shape == slot.target.shape else f"{slot.name} {list(slot.target.shape)} for {list(shape)}"
 
 
 def subscribe(
@@ -341,7 +357,8 @@ def subscribe(
     background, as fast as it can.
 
     Args:
-        server: HOST:PORT of the coordinator (PS_SERVER).
+        server: HOST:PORT of the coordinator or a relay (PS_SERVER). Several relays have commas between them: where one
+            does not answer, the feed goes on from the next.
         job: The job's name (PS_JOB); "default" by default.
         every: The smallest number of updates between two editions. In sync and local modes editions have versions that
             it divides.
@@ -352,7 +369,8 @@ def subscribe(
             have the same bits either way. None: where editions arrive at less than 200 MB a second.
         parameters: The names of the tensors to transfer. None: all.
         names: The job's name of a tensor by the model's name, as a mapping or a function. Names that a mapping lacks
-            are the same in both.
+            are the same in both. In place of a name it may have a `MadeOf`, for tensors that are fused, split or
+            transposed.
         tls_cert, tls_key, tls_ca, token_file, insecure: As for `connect`.
 
     Raises:
@@ -364,7 +382,7 @@ def subscribe(
         with feed.reading(model, max_behind=4) as version:
             answer = model(question)
     """
-    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure)
+    address, access = reading_from(server, tls_cert, tls_key, tls_ca, token_file, insecure, relays=True)
     name = check("job", job)
     wanted = None if parameters is None else tuple(parameters)
     subscription = Subscription(

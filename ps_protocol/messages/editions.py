@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ps_protocol.convert import job_spec, job_spec_message, wire_format, wire_format_number
+from ps_protocol.convert import duration, job_spec, job_spec_message, seconds, wire_format, wire_format_number
 from ps_protocol.framing import Buffer, Parts, message_parts
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.envelope import Origin, parse
@@ -14,11 +14,17 @@ from ps_protocol.v1 import feed_pb2
 
 
 class WeightsAsked(NamedTuple):
-    """Whose weights a reader asks about. run: empty: any; with_spec: whether the job is wanted, too"""
+    """Whose weights a reader asks about.
+
+    run:       empty: any
+    with_spec: whether the job is wanted, too
+    wire:      the type in which float32 elements are to travel later: relays fetch these
+    """
 
     job: str
     run: str = ""
     with_spec: bool = False
+    wire: str = "float32"
 
 
 class WeightsHere(NamedTuple):
@@ -32,6 +38,7 @@ class WeightsHere(NamedTuple):
     editions: versions of editions that are here, or that somebody waits for
     spec:     None: it was not asked for
     ended:    the job has ended: these are its last weights
+    age:      of a relay: the seconds since it knew last that `lowest`, the version of its edition, is the newest
     """
 
     run: str
@@ -44,6 +51,12 @@ class WeightsHere(NamedTuple):
     editions: tuple[int, ...]
     spec: JobSpec | None = None
     ended: bool = False
+    age: float | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a relay answers: it sends an edition that has at least the version that it is asked for."""
+        return self.age is not None
 
     def may_have(self, version: int) -> bool:
         """Whether the shard has an edition of a version, or may still take one."""
@@ -99,22 +112,26 @@ class EditionPart(NamedTuple):
     """A part of an edition: its beginning, a bucket, or neither, as a sign of life.
 
     now: the lowest version of the job's buckets on the shard
+    age: of what a relay has: see WeightsHere
     """
 
     now: int
     begin: EditionBegin | None = None
     bucket: EditionBucket | None = None
+    age: float | None = None
 
 
 def write_weights_asked(asked: WeightsAsked) -> bytes:
     """Writes a DescribeWeightsRequest."""
-    return feed_pb2.DescribeWeightsRequest(job=asked.job, run=asked.run, with_spec=asked.with_spec).SerializeToString()
+    return feed_pb2.DescribeWeightsRequest(
+        job=asked.job, run=asked.run, with_spec=asked.with_spec, wire_format=wire_format_number(asked.wire)
+    ).SerializeToString()
 
 
 def read_weights_asked(data: bytes) -> WeightsAsked:
     """Reads a DescribeWeightsRequest."""
     message = parse(feed_pb2.DescribeWeightsRequest, data)
-    return WeightsAsked(message.job, message.run, message.with_spec)
+    return WeightsAsked(message.job, message.run, message.with_spec, _cast(message.wire_format))
 
 
 def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
@@ -129,6 +146,8 @@ def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:
         edition_versions=here.editions,
         spec=None if here.spec is None else job_spec_message(here.spec),
         ended=here.ended,
+        relayed=here.is_relayed,
+        age_duration=None if here.age is None else duration(here.age),
     ).SerializeToString()
 
 
@@ -146,6 +165,7 @@ def read_weights_here(data: bytes) -> WeightsHere:
         tuple(answer.edition_versions),
         job_spec(answer.spec) if answer.HasField("spec") else None,
         answer.ended,
+        seconds(answer.age_duration) if answer.relayed else None,
     )
 
 
@@ -165,14 +185,19 @@ def write_edition_call(call: EditionCall) -> bytes:
 def read_edition_call(data: bytes) -> EditionCall:
     """Reads a PullEditionRequest."""
     message = parse(feed_pb2.PullEditionRequest, data)
-    wire = wire_format(message.wire_format, "wire format of an edition") or "float32"
+    wire = _cast(message.wire_format)
     what = message.job, message.run, message.timeline, message.version
     return EditionCall(*what, wire, tuple(message.buckets), dict(message.base_versions))
 
 
+def _cast(number: int) -> str:
+    return wire_format(number, "wire format of an edition") or "float32"
+
+
 def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
     """Writes a PullEditionResponse."""
-    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now)), None
+    age = None if part.age is None else duration(part.age)
+    response, payload = feed_pb2.PullEditionResponse(header=origin.header(part.now), age_duration=age), None
     if part.begin is not None:
         begin = part.begin
         sent = feed_pb2.EditionBegin(version=begin.version, timeline=begin.timeline, bucket_count=begin.buckets)
@@ -190,12 +215,12 @@ def write_edition_part(origin: Origin, part: EditionPart) -> Parts:
 def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
     """Reads a PullEditionResponse."""
     message = parse(feed_pb2.PullEditionResponse, fields)
-    now = message.header.version
+    now, age = message.header.version, seconds(message.age_duration) if message.HasField("age_duration") else None
     if message.HasField("begin"):
         begin = message.begin
-        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count))
+        return EditionPart(now, EditionBegin(begin.version, begin.timeline, begin.bucket_count), age=age)
     if not message.HasField("bucket"):
-        return EditionPart(now)
+        return EditionPart(now, age=age)
     sent = message.bucket
     bucket = EditionBucket(
         sent.bucket,
@@ -205,4 +230,4 @@ def read_edition_part(fields: bytes, payload: Buffer | None) -> EditionPart:
         b"" if payload is None else payload,
         sent.base_version if sent.HasField("base_version") else None,
     )
-    return EditionPart(now, bucket=bucket)
+    return EditionPart(now, bucket=bucket, age=age)

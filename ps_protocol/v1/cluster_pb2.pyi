@@ -15,18 +15,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CoordinatorStatus(_message.Message):
-    __slots__ = ("address", "metrics_address", "pid", "shard_count", "software_version")
+    __slots__ = ("address", "metrics_address", "pid", "shard_count", "software_version", "upstream")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
     address: str
     metrics_address: str
     pid: int
     shard_count: int
     software_version: str
-    def __init__(self, address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., shard_count: _Optional[int] = ..., software_version: _Optional[str] = ...) -> None: ...
+    upstream: str
+    def __init__(self, address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., shard_count: _Optional[int] = ..., software_version: _Optional[str] = ..., upstream: _Optional[str] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("index", "address", "metrics_address", "pid", "reachable", "jobs", "restart_count", "figures")

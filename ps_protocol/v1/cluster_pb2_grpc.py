@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Knows shards, and tells operators what runs. The coordinator serves it.
+    """Knows shards, and tells operators what runs. The coordinator serves it. A relay serves GetStatus alone, in which it is
+    both the coordinator and the one shard.
     """
 
     def __init__(self, channel):
@@ -58,7 +59,8 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """Knows shards, and tells operators what runs. The coordinator serves it.
+    """Knows shards, and tells operators what runs. The coordinator serves it. A relay serves GetStatus alone, in which it is
+    both the coordinator and the one shard.
     """
 
     def RegisterShard(self, request, context):
@@ -132,7 +134,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Knows shards, and tells operators what runs. The coordinator serves it.
+    """Knows shards, and tells operators what runs. The coordinator serves it. A relay serves GetStatus alone, in which it is
+    both the coordinator and the one shard.
     """
 
     @staticmethod

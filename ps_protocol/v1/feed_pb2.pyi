@@ -12,17 +12,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescribeWeightsRequest(_message.Message):
-    __slots__ = ("job", "run", "with_spec")
+    __slots__ = ("job", "run", "with_spec", "wire_format")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     WITH_SPEC_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     with_spec: bool
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ...) -> None: ...
+    wire_format: _types_pb2.WireFormat
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
 
 class DescribeWeightsResponse(_message.Message):
-    __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended")
+    __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +34,8 @@ class DescribeWeightsResponse(_message.Message):
     EDITION_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
+    AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     highest_version: int
     timeline: int
@@ -41,7 +45,9 @@ class DescribeWeightsResponse(_message.Message):
     edition_versions: _containers.RepeatedScalarFieldContainer[int]
     spec: _job_pb2.JobSpec
     ended: bool
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
+    relayed: bool
+    age_duration: _duration_pb2.Duration
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., highest_version: _Optional[int] = ..., timeline: _Optional[int] = ..., shard_count: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., has_one_version: _Optional[bool] = ..., edition_versions: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[_job_pb2.JobSpec, _Mapping]] = ..., ended: _Optional[bool] = ..., relayed: _Optional[bool] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PullEditionRequest(_message.Message):
     __slots__ = ("job", "run", "timeline", "version", "wire_format", "buckets", "base_versions")
@@ -69,16 +75,18 @@ class PullEditionRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., timeline: _Optional[int] = ..., version: _Optional[int] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., buckets: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullEditionResponse(_message.Message):
-    __slots__ = ("header", "begin", "bucket", "payload")
+    __slots__ = ("header", "begin", "bucket", "age_duration", "payload")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.ResponseHeader
     begin: EditionBegin
     bucket: EditionBucket
+    age_duration: _duration_pb2.Duration
     payload: bytes
-    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., begin: _Optional[_Union[EditionBegin, _Mapping]] = ..., bucket: _Optional[_Union[EditionBucket, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.ResponseHeader, _Mapping]] = ..., begin: _Optional[_Union[EditionBegin, _Mapping]] = ..., bucket: _Optional[_Union[EditionBucket, _Mapping]] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class EditionBegin(_message.Message):
     __slots__ = ("version", "timeline", "bucket_count")

@@ -112,6 +112,9 @@ class FeedServiceServicer:
 
         The last two editions are kept for a while, for readers that ask for the same.
 
+        A relay (DescribeWeightsResponse.relayed) sends the newest edition that it has, once that has at least `version`
+        updates.
+
         FAILED_PRECONDITION, reason OUT_OF_ORDER: a bucket has more updates already, or the job was rolled back since (`timeline`).
         INVALID_ARGUMENT: no such bucket is here, or the wire format is none that casts. UNAVAILABLE, reason TRY_LATER: as
         DescribeWeights; or readers that are slow hold two other editions. RESOURCE_EXHAUSTED: too many feeds of the job are

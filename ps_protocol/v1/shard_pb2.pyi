@@ -56,7 +56,7 @@ class WaitStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., clock: _Optional[int] = ..., bucket_count: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShardJobStatus(_message.Message):
-    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures", "departed_clocks", "sharing_ranks", "connected_ranks", "tables", "agreement")
+    __slots__ = ("job", "bucket_count", "parameter_bytes", "optimizer_bytes", "staged_bytes", "versions", "waits", "run", "figures", "departed_clocks", "sharing_ranks", "connected_ranks", "tables", "agreement", "feed")
     class DepartedClocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class ShardJobStatus(_message.Message):
     CONNECTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
     job: str
     bucket_count: int
     parameter_bytes: int
@@ -92,7 +93,26 @@ class ShardJobStatus(_message.Message):
     connected_ranks: _containers.RepeatedScalarFieldContainer[int]
     tables: _containers.RepeatedCompositeFieldContainer[_figures_pb2.TableFigures]
     agreement: RoundAgreement
-    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[_figures_pb2.TableFigures, _Mapping]]] = ..., agreement: _Optional[_Union[RoundAgreement, _Mapping]] = ...) -> None: ...
+    feed: FeedStatus
+    def __init__(self, job: _Optional[str] = ..., bucket_count: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., optimizer_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., versions: _Optional[_Union[VersionRange, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[WaitStatus, _Mapping]]] = ..., run: _Optional[str] = ..., figures: _Optional[_Union[_figures_pb2.ShardJobFigures, _Mapping]] = ..., departed_clocks: _Optional[_Mapping[int, int]] = ..., sharing_ranks: _Optional[_Iterable[int]] = ..., connected_ranks: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[_figures_pb2.TableFigures, _Mapping]]] = ..., agreement: _Optional[_Union[RoundAgreement, _Mapping]] = ..., feed: _Optional[_Union[FeedStatus, _Mapping]] = ...) -> None: ...
+
+class FeedStatus(_message.Message):
+    __slots__ = ("reader_count", "edition_version", "age_duration", "behind", "size_bytes", "sent_bytes", "trouble")
+    READER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EDITION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    reader_count: int
+    edition_version: int
+    age_duration: _duration_pb2.Duration
+    behind: int
+    size_bytes: int
+    sent_bytes: int
+    trouble: str
+    def __init__(self, reader_count: _Optional[int] = ..., edition_version: _Optional[int] = ..., age_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., behind: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class RoundAgreement(_message.Message):
     __slots__ = ("mean_square", "square_mean")

@@ -26,7 +26,7 @@ class Leased(Protocol):
 
 
 class Charge:
-    """Of one coordinator. Thread-safe, and waits for nothing."""
+    """Whether one coordinator is in charge. Thread-safe; no method waits."""
 
     def __init__(self) -> None:
         self._leased: Leased | None = None

@@ -74,7 +74,7 @@ class Requests:
 
     @property
     def open(self) -> bool:
-        """Whether a caller waits for one."""
+        """Whether a caller waits for a checkpoint."""
         return self.asked > self.answered
 
     def ask(self, until: float, standing: bool, last: bool) -> int:
@@ -125,7 +125,7 @@ class CheckpointProgress:
         self.incomplete += bool(manifest.without)
 
     def resumed(self, manifest: Manifest) -> None:
-        """Notes a checkpoint that is there."""
+        """Notes the checkpoint with which the job was resumed."""
         self.last = manifest
         self.whole = self.whole if manifest.without else manifest.name
         self.reached = max(self.reached, manifest.clock)
@@ -320,7 +320,7 @@ class CheckpointAttempt:
                 yield from self._job.requests.pause(self._now, self._timing.checkpoint_begin)
 
     def _look(self) -> None:
-        """Asks the shards how far the job is."""
+        """Asks the shards which clocks the job has reached."""
         reached, progress = self._job.look(), self._job.progress
         with self._committing:
             self._check_void()  # otherwise that was before a rollback

@@ -64,7 +64,7 @@ class Registry(Protocol):
     """What a job tells its coordinator."""
 
     def save(self) -> None:
-        """Keeps all jobs on disk, as they are now; soon, where the disk does not take it."""
+        """Writes all jobs to the state file. Where the disk refuses that, it is tried again soon."""
 
     def save_ahead(self) -> None:
         """Keeps all jobs on disk before something is done. Raises TryLater where the disk does not take it."""

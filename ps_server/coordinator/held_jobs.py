@@ -30,7 +30,7 @@ Run = tuple[str, str]  # the name of a job, and its run
 
 @dataclass(frozen=True)
 class _Look:
-    """What one look at a shard found."""
+    """The jobs that one query of a shard found there."""
 
     orphans: set[Run] = field(default_factory=set)
     dropped: set[Run] = field(default_factory=set)

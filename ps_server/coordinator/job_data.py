@@ -121,7 +121,7 @@ class JobData:
                 leases.stale = True
 
     def progress(self) -> dict[int, LoaderProgress]:
-        """Returns how far each loader's data is."""
+        """Returns, for each loader, how many samples of its pass are committed."""
         with self._lock:
             return {number: leases.progress for number, leases in sorted(self._loaders.items())}
 

@@ -46,7 +46,7 @@ class Listener(Protocol):
         """Ends it without a result: the worker is to ask again."""
 
     def fail(self, error: PSError) -> None:
-        """Ends it with an error."""
+        """Ends the stream of a worker that waits for a round, with an error."""
 
 
 @dataclass(eq=False)

@@ -99,7 +99,7 @@ class JobScript:
         return saved or told, is_coming
 
     def forget(self) -> None:
-        """Notes that the job was rolled back: what was told since is void."""
+        """Forgets what scripts have reported since the checkpoint to which the job was rolled back."""
         with self._lock:
             self._told = None
 

@@ -26,7 +26,7 @@ log = logging.getLogger("ps_server")
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A worker that may join, and what it has asked for."""
+    """A worker whose join is under way: its reservation and its request."""
 
     reservation: Reservation
     request: JoinRequest

@@ -41,7 +41,7 @@ class Lifecycle:
 
     @property
     def is_running(self) -> bool:
-        """Whether the job is in the middle of nothing."""
+        """Whether the job trains: it is not being made, rolled back or ended."""
         return self._phase is Phase.RUNNING and self._ended is None
 
     @property
@@ -65,7 +65,7 @@ class Lifecycle:
         self._phase = phase
 
     def done(self) -> None:
-        """Notes that a phase is over."""
+        """Notes that the job's current phase is over."""
         with self._lock:
             self._phase = Phase.RUNNING
 

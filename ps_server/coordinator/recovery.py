@@ -57,7 +57,7 @@ class Rollback:
         self._shards: dict[int, RestoreProgress] = {}
 
     def note(self, shard: int, progress: RestoreProgress) -> bool:
-        """Notes how far a shard is. Returns whether it got on."""
+        """Notes how far a shard's restore is. Returns whether it has advanced."""
         before, self._shards[shard] = self._shards.get(shard), progress
         return progress != before
 

@@ -43,12 +43,12 @@ class Removals:
             self._pending |= self.everywhere(workers)
 
     def clear(self) -> None:
-        """Notes that no shard counts any of them."""
+        """Forgets all removals: no shard counts any of these workers."""
         with self._lock:
             self._pending.clear()
 
     def pending(self) -> set[Removal]:
-        """Returns what the shards have not heard yet."""
+        """Returns the removals of which not all shards have heard."""
         with self._lock:
             return set(self._pending)
 

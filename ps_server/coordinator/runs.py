@@ -35,7 +35,7 @@ class Runs:
             self._last = max(self._last, run)
 
     def making(self, name: str, run: str) -> None:
-        """Has a job count as one that there is, until it is `made`."""
+        """Counts a job that is being made as one that exists, until `made`."""
         with self._lock:
             self._being_made[name] = run
 

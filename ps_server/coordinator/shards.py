@@ -84,7 +84,7 @@ Connect = Callable[[int, str], ShardApi]
 
 @dataclass(frozen=True)
 class RegisteredShard:
-    """A shard that has called in.
+    """A shard that has registered.
 
     process:       a number that no other process of a shard has
     seen:          when it called in last

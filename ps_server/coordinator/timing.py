@@ -11,7 +11,7 @@ from ps_server.core.membership import DEFAULT_ABSENCE_SECONDS
 
 
 class Clock:
-    """The time of this machine."""
+    """The machine's clocks. Tests hand in their own."""
 
     def now(self) -> float:
         """Returns seconds that never go backwards, from an arbitrary zero."""

@@ -53,7 +53,7 @@ class Watchers:
         return stop
 
     def tell(self) -> None:
-        """Tells the roster as it is now, or soon."""
+        """Sends the current roster to all watchers, now or with the next round."""
         with self._lock:
             _, _, started = self._roster()
             wait = self._not_before - self._clock.now()

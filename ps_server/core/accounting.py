@@ -19,7 +19,7 @@ SPANS_KEPT = 32  # one that is forgotten counts as lost once more: too many, rat
 
 @dataclass
 class StepAccounting:
-    """The account of one job.
+    """The lost and repeated steps of one job.
 
     goes_back_together: all shards go back: see Consistency
     lost_steps, redone_steps: of all workers, since the job began

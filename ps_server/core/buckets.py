@@ -43,7 +43,7 @@ class PendingGradient(Pending):
     assignment: Assignment | None = None
 
     def assigned(self, more: Assignment) -> Assignment:
-        """Returns what is assigned, with more."""
+        """Returns these assignments with another one added."""
         return more if self.assignment is None else self.assignment.union(more)
 
 
@@ -66,7 +66,7 @@ class Bucket(Unit[Gradient, DenseBucket, PendingGradient]):
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer steps it."""
+        """Whether an optimizer steps this bucket."""
         return not self.spec.frozen
 
     def _begin(self, command: UnitCommand) -> Staged:

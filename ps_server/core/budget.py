@@ -134,7 +134,7 @@ class StagingBudget:
             self.release(bucket, rank)
 
     def is_first(self, rank: int) -> bool:
-        """Whether no other rank has reserved anything before this one."""
+        """Whether this rank reserved first, or nobody has."""
         first = next(iter(self._reserved), None)
         return first is None or first[1] == rank
 
@@ -220,7 +220,7 @@ class StagingRoom:
         return self.staged.bytes, self.drafts.bytes, self.assigned.bytes
 
     def release_pending(self, unit: int, rank: int) -> None:
-        """Gives back what a rank has reserved for a unit, but for its contribution."""
+        """Releases what a rank has reserved for a unit, except for its contribution."""
         self.drafts.release(unit, rank)
         self.assigned.release(unit, rank)
 
@@ -263,7 +263,7 @@ class JobRoom:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all kinds of bytes."""
         return self.weights + self.optimizer + self.staged + self.objects
 
 

@@ -149,7 +149,7 @@ class UpdateRule(Generic[T]):
         return added | {add.rank: add.clock for add in self.waiting.values()}
 
     def has(self, owed: Mapping[int, int]) -> bool:
-        """Whether all that was `owed` at some time is in the weights."""
+        """Whether the weights have all contributions that were `owed` at some time."""
         return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
 
     def frontier(self) -> int:
@@ -215,7 +215,7 @@ class UpdateRule(Generic[T]):
         return not any(self._is_next(rank) or (rank not in taken and self._is_needed(rank)) for rank in others)
 
     def done(self, work: Add[T] | Step) -> None:
-        """Records that what `next` said has been done."""
+        """Records that the operation that `next` returned has been carried out."""
         if isinstance(work, Add):
             del self.waiting[work.rank]
             self.added.append(Add(work.rank, work.clock, None, work.ranges))
@@ -259,7 +259,7 @@ class UpdateRule(Generic[T]):
         return self.version >= clock
 
     def releases(self, work: Add[T] | Step) -> bool:
-        """Whether pulls may be answered now that this has been done."""
+        """Whether this operation may admit pulls that wait."""
         return isinstance(work, Step)
 
     def sent(self, rank: int, clock: int) -> None:
@@ -308,7 +308,7 @@ class UpdateRule(Generic[T]):
         return {rank: self.applied.get(rank, 0) for rank in self.roster}
 
     def versions(self) -> tuple[int, int]:
-        """Returns how far it is, at the least and at the most."""
+        """Returns the lowest and the highest version of the bucket."""
         return self.version, self.version
 
     def extent(self) -> VersionRange:
@@ -363,7 +363,7 @@ class UpdateRule(Generic[T]):
 
 @dataclass
 class QuorumRule(UpdateRule[T]):
-    """The state of one bucket.
+    """The update rule of one bucket in sync with a quorum.
 
     weights_of: by rank, the version of the weights that its next gradient is taken at, at least
     cleared:    by rank, the highest clock at which it may pull
@@ -450,7 +450,7 @@ class QuorumRule(UpdateRule[T]):
         self.closing = bool(self.added or self.waiting)
 
     def done(self, work: Add[T] | Step) -> None:
-        """Records that what `next` said has been done."""
+        """Records that the operation that `next` returned has been carried out."""
         if isinstance(work, Add):
             lag = self.version - self.weights_of.get(work.rank, self.version)
             self.lags.append(lag)

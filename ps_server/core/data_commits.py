@@ -45,11 +45,11 @@ class Intervals:
         return list(zip(self._starts, self._stops, strict=True))
 
     def first(self) -> Span | None:
-        """Returns the lowest interval; None where there is none."""
+        """Returns the lowest interval; None if the set is empty."""
         return (self._starts[0], self._stops[0]) if self._starts else None
 
     def add(self, start: int, stop: int) -> None:
-        """Puts in [start, stop), whether some of it was there or not."""
+        """Adds [start, stop), of which a part may be there already."""
         if start >= stop:
             return
         low, high = bisect_left(self._stops, start), bisect_right(self._starts, stop)
@@ -58,19 +58,19 @@ class Intervals:
         self._replace(low, high, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Takes out [start, stop), whether all of it was there or not."""
+        """Removes [start, stop), of which a part may be missing."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         if start < stop and low < high:
             ends = (self._starts[low], start), (stop, self._stops[high - 1])
             self._replace(low, high, [end for end in ends if end[0] < end[1]])
 
     def count(self, start: int, stop: int) -> int:
-        """Returns how many numbers of [start, stop) are in here."""
+        """Returns how many numbers of [start, stop) are in this set."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return sum(max(0, min(stop, self._stops[i]) - max(start, self._starts[i])) for i in range(low, high))
 
     def common(self, other: Intervals) -> Intervals:
-        """Returns what is in both."""
+        """Returns the numbers that are in both."""
         both = Intervals()
         for start, stop in self.spans():
             low, high = bisect_right(other._stops, start), bisect_left(other._starts, stop)
@@ -79,7 +79,7 @@ class Intervals:
         return both
 
     def without(self, other: Intervals) -> Intervals:
-        """Returns what is in here and not in the other."""
+        """Returns the numbers that are in this one and not in the other."""
         rest = Intervals(self.spans())
         for start, stop in other.spans():
             rest.remove(start, stop)
@@ -146,7 +146,7 @@ class DataCommits:
 
     @property
     def has_say(self) -> bool:
-        """Whether a bucket that trains is here."""
+        """Whether this shard has a trained bucket, and so a say in which samples count."""
         return bool(self._buckets)
 
     def use(self, bucket: int, ranges: Sequence[DataRange]) -> Use:

@@ -161,7 +161,7 @@ class DataLeases:
         return set(self._doubtful)
 
     def settle(self, shards: Sequence[Committed], gone: Iterable[WorkerId] = ()) -> None:
-        """Takes over what the shards have committed.
+        """Takes over which samples the shards have committed.
 
         gone: those of `doubtful` of which nothing can come any more; what they had and did not commit is free again
         """
@@ -188,7 +188,7 @@ class DataLeases:
 
     @property
     def progress(self) -> LoaderProgress:
-        """How far the pass is."""
+        """How many samples of the pass are committed, leased and left."""
         batches = [*self._leased.values(), *self._doubtful.values()]
         leased = sum(stop - start for spans in batches for start, stop in spans)
         done = self._committed.total + self._pushed.without(self._committed).total

@@ -6,9 +6,11 @@ Past one, a call ends with RESOURCE_EXHAUSTED or INVALID_ARGUMENT and names it; 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ps_protocol.errors import LimitExceeded
 from ps_protocol.job import MAX_MESSAGE_BYTES, MAX_NAME_LENGTH, MAX_PARAMETERS
 
 LEAST_THREADS = 512  # that --max-threads takes
@@ -25,6 +27,19 @@ def _limit(default: float | None, text: str, largest: int = _LARGEST, least: int
 def share(limit: float) -> float:
     """Returns how much of what there is for all one principal may have, at most: half, so that others find some."""
     return limit if math.isinf(limit) else max(1, limit // 2)
+
+
+def check_feeds(job: str, callers: Sequence[str], caller: str, limit: float) -> None:
+    """Raises LimitExceeded where a caller may not begin another feed of a job.
+
+    callers: of the feeds that there are; an empty name is nobody's in particular
+    limit:   feeds of the job; of one caller half as many
+    """
+    if len(callers) >= limit:
+        raise LimitExceeded(f"job {job!r} has {len(callers)} feeds here: that is the limit max-feeds")
+    own = callers.count(caller)
+    if caller and own >= share(limit):
+        raise LimitExceeded(f"{caller} has {own} feeds of job {job!r} here: its share is half of max-feeds")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ class GoodValues:
         self._last: dict[object, HyperParameters] = {}
 
     def has(self, key: object, values: HyperParameters) -> bool:
-        """Whether these were found good last."""
+        """Whether these are the hyper-parameters that passed the last check."""
         return self._last.get(key) == values
 
     def note(self, key: object, values: HyperParameters) -> None:
-        """Notes that these are good."""
+        """Notes that these hyper-parameters have passed the check."""
         self._last[key] = values
 
 

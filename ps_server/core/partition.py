@@ -123,6 +123,10 @@ class JobPartition:
         if self._closed is not None:
             raise anew(self._closed)
         rank, live = worker.rank, self.roster.get(worker.rank)
+        if worker.member >= self.spec.group_size:
+            raise InvalidRequest(
+                f"expected a member below {self.spec.group_size} of worker {rank}, got {worker.member}"
+            )
         if live is None or live.incarnation != worker.incarnation:
             check_incarnation(rank, worker.incarnation, live.incarnation if live else None)
         else:
@@ -306,9 +310,9 @@ class Reached:
         return {rank: min((clocks[rank] for clocks in each), default=0) for rank in self._roster}
 
     def departed_clocks(self) -> dict[int, int]:
-        """Returns the same by rank of a worker that is not live any more."""
+        """Returns the clocks of workers that are not live any more, by rank."""
         return {rank: clock for rank, clock in self.extent().clocks.items() if rank not in self._roster}
 
     def extent(self) -> VersionRange:
-        """Returns how far they are, with the clocks of the dead."""
+        """Returns the versions of all units, and the clocks of workers that are gone."""
         return union(rule.extent() for rule in self._rules)

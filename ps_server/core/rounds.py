@@ -35,7 +35,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Given:
-    """What one worker gave to the open round."""
+    """The value that one worker gave to the open round."""
 
     incarnation: int
     clock: int

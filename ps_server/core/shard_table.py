@@ -40,7 +40,7 @@ class Gathered(Generic[M]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are here."""
+        """Whether all rows of the push have come."""
         return sum(part.count for part in self.parts.values()) >= self.total
 
     def in_order(self) -> list[M]:
@@ -120,7 +120,7 @@ class ComingRows:
             )
 
     def drop(self, rows: TableRows) -> None:
-        """Forgets what has come: its worker is gone, or there is no room for it."""
+        """Drops the rows that have come: their worker is gone, or there is no room for them."""
         if self.came:
             rows.begin(rows.spec.initializer.seed, 0)
         self.incarnation, self.beginning, self.came = 0, None, 0

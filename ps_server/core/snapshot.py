@@ -85,7 +85,7 @@ class TableSnapshot:
 
     @property
     def changes_only(self) -> bool:
-        """Whether it has only what changed."""
+        """Whether the snapshot has only the rows that changed."""
         return "since" in self.tensors
 
 
@@ -156,7 +156,7 @@ class RestoreProgress:
 
 
 def union(ranges: Iterable[VersionRange]) -> VersionRange:
-    """Returns the range of all together."""
+    """Returns the smallest range that has all of these."""
     total, *others = [*ranges] or [VersionRange()]
     for other in others:
         total = total.union(other)

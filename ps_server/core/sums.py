@@ -78,7 +78,7 @@ class Sum:
             self._add(self.total, values)
 
     def complete(self) -> None:
-        """Adds what is still to be added."""
+        """Adds the contributions that are still to be added."""
         if self.total is not None and self.last is not None:
             values, self.last = self.last, None
             self._add(self.total, values)

@@ -39,7 +39,7 @@ class Contribution(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no gradient for this unit."""
+        """Whether the contribution has no gradient for this unit."""
 
     def owned(self) -> Any:
         """Returns the same contribution in memory of this process."""
@@ -62,7 +62,7 @@ class Trained(Protocol[Added]):
 
     @property
     def wants_last(self) -> bool:
-        """Whether `add` wants to know which contribution is the last."""
+        """Whether `add` has to know which contribution is the last of its update."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Unit(ABC, Generic[C, W, P]):
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer steps it."""
+        """Whether an optimizer steps this unit."""
         return True
 
     def committed(self) -> Committed:

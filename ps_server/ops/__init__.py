@@ -12,5 +12,6 @@ plan_tables.py  The memory of tables of rows
 page.py         The page on which a browser shows a cluster; and `ps-server page`
 race.py         The race of a job's workers, for a terminal
 screen.py       `ps-server status --watch`: what limits each job, the race and the processes, drawn again and again
+security_gauges.py What a server process is open to, as gauges
 status.py       `ps-server status`, `end` and `checkpoint`: what operators ask of a running cluster
 """

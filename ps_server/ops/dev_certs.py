@@ -50,7 +50,7 @@ class Holder:
     hosts: tuple[str, ...] = ()
 
     def role_line(self) -> str:
-        """Returns what it may do, as a line of `roles`."""
+        """Returns the roles of a certificate as a line of the `roles` file."""
         return f"cn:{self.name} {'cluster' if self.file == SERVER else self.file}"
 
 

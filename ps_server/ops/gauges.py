@@ -17,7 +17,6 @@ from ps_server.core.statistics import (
     ShardJobStatistics,
     ShardStatistics,
 )
-from ps_server.rpc.call_limits import CallLimits
 from ps_server.shard.shard import Shard
 
 # Of each job: name, help, and how its number is read from the statistics.
@@ -178,28 +177,6 @@ def _samples(statistics: CoordinatorStatistics) -> Iterable[Sample]:
 def _passes(statistics: CoordinatorStatistics) -> Iterable[Sample]:
     for name, job in statistics.jobs.items():
         yield from (((name, str(loader)), progress.pass_number) for loader, progress in job.loaders.items())
-
-
-def security_gauges(call_limits: CallLimits, exposed: bool, encrypted: bool, asks: bool) -> Gauges[dict[str, int]]:
-    """Returns gauges of what this process is open to, and what its callers have in flight."""
-
-    def flag(value: bool) -> Callable[[dict[str, int]], Iterable[Sample]]:
-        return lambda _: [((), float(value))]
-
-    def count(name: str) -> Callable[[dict[str, int]], Iterable[Sample]]:
-        return lambda statistics: [((), statistics[name])]
-
-    return Gauges(
-        call_limits.statistics,
-        [
-            ("ps_insecure", "1: plaintext is served beyond this machine, as --insecure says.", (), flag(exposed)),
-            ("ps_tls", "1: connections are encrypted.", (), flag(encrypted)),
-            ("ps_identity_required", "1: callers must show a token or a certificate.", (), flag(asks)),
-            ("ps_calls_in_flight", "Calls in flight.", (), count("calls")),
-            ("ps_callers", "Callers with calls in flight.", (), count("callers")),
-            ("ps_slow_peer_waits", "Waits for a peer to send or to read.", (), count("waits")),
-        ],
-    )
 
 
 def restart_gauges(count: int) -> Gauges[int]:

@@ -19,13 +19,21 @@ class HealthPort:
 
     is_known:  returns whether the coordinator knows this server
     trouble:   returns why it does not serve; empty: it does
+    unknown:   what probes are told where `is_known` does not hold
     port:      where it is served; 0 lets the system choose. Raises InvalidRequest if it cannot be bound
     is_ending: set it when this server ends: from then on it is not ready
     """
 
-    def __init__(self, host: str, port: int, is_known: Callable[[], bool], trouble: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        is_known: Callable[[], bool],
+        trouble: Callable[[], str] = str,
+        unknown: str = "the coordinator does not know this shard yet",
+    ) -> None:
         self.is_ending = False
-        self._is_known, self._trouble = is_known, trouble
+        self._is_known, self._trouble, self._unknown = is_known, trouble, unknown
         self.port, self.stop = serve(host, port, self._app, "health", "--health-port")
 
     def _app(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -46,4 +54,4 @@ class HealthPort:
     def _why_not_ready(self) -> str | None:
         if self.is_ending:
             return "this server is ending"
-        return None if self._is_known() else "the coordinator does not know this shard yet"
+        return None if self._is_known() else self._unknown

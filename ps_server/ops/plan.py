@@ -36,7 +36,7 @@ WORTH_IT = 1.1
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, and on what.
+    """The model, the machines and the links that a plan is for.
 
     parameters:   elements that the optimizer steps, of float32; without those of tables
     tensors:      how many tensors they are in
@@ -96,12 +96,12 @@ class ShardMemory:
 
     @property
     def training(self) -> int:
-        """All of it without checkpoints."""
+        """The part of training, without checkpoints."""
         return self.weights + self.optimizer + self.staged + self.objects + self.under_way + self.tables
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Training and checkpoints together."""
         return self.training + self.snapshot
 
 

@@ -34,7 +34,7 @@ class Runner:
 
     @property
     def values(self) -> dict[str, float]:
-        """What its script has logged last."""
+        """The values that the worker's script has logged last."""
         return {value["name"]: value["last"] for value in (self.status["figures"] or {}).get("values", ())}
 
 

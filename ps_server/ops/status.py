@@ -227,7 +227,7 @@ def _unrelated(job: dict[str, Any]) -> str:
 
 
 def _held(status: dict[str, Any], job: str) -> list[dict[str, Any]]:
-    """Returns what each shard that answers has of a job."""
+    """Returns a job's status on each shard that answers."""
     return [held for shard in status["shards"] for held in shard["jobs"] if held["job"] == job]
 
 

@@ -3,10 +3,12 @@
 auth.py             Tells the principal of a call: by its bearer token, its certificate's name, or its host alone
 call_limits.py      Authenticates and limits every call, and cancels slow peers
 calls_in_flight.py  How many calls each principal has in flight from each host, and all together
-cluster_service.py  Serves what shards and operators ask of the coordinator, and health
+cluster_service.py  Serves what shards and operators ask of the coordinator
 coordinator_client.py How operators and shards call the coordinator
 data_service.py     Serves pushes and pulls
 feed_service.py     Serves readers that follow a job while it trains
+grpc_port.py        The gRPC port of a server process: how it is bound and started
+health.py           Serves the health of each server, and reflection
 health_client.py    Asks a server whether it serves, as probes do
 interceptor.py      Intercepts every gRPC method: errors become statuses, and calls are counted
 job_service.py      Serves what is asked of the coordinator about jobs as a whole: they are registered, saved and ended
@@ -14,6 +16,8 @@ own_ports.py        Whether this process serves: it asks its own ports
 permissions.py      What each role may call: one table of every method, and principals as values
 plain.py            Messages as plain data, and as JSON
 position.py         Where a reader of views is: what it has been told already
+relay_site.py       Serves editions of a relay as files over HTTP
+relay_service.py    Serves the readers of a relay
 receiving.py        Receives requests, a few of each kind at a time
 registration.py     How a shard makes itself known to the coordinator
 shard_client.py     How the coordinator calls the shards

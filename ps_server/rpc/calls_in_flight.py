@@ -36,7 +36,7 @@ class CallInFlight:
         self._calls.wait(self)
 
     def end(self) -> None:
-        """Counts it no more."""
+        """Stops counting the call."""
         self._calls.end(self)
 
 

@@ -1,4 +1,4 @@
-"""Serves what shards and operators ask of the coordinator, and the health of each server."""
+"""Serves what shards and operators ask of the coordinator."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc
@@ -18,7 +16,6 @@ from ps_server.coordinator.shards import RegisteredShard
 from ps_server.core.statistics import ShardStatistics
 from ps_server.rpc import view_messages
 from ps_server.rpc.call_limits import caller_name, in_pool, may_see, what_the_caller_sees
-from ps_server.rpc.permissions import REFLECTION_V1
 from ps_server.rpc.streams import GrpcCall, ResponseStream, Send
 from ps_server.rpc.views import Views, ViewStream
 
@@ -83,32 +80,3 @@ def _ask_statistics(shard: RegisteredShard) -> tuple[RegisteredShard, ShardStati
         return shard, shard.api.statistics()
     except PSError:
         return shard, None
-
-
-def add_health(server: grpc.Server, pool: ThreadPoolExecutor, services: list[str]) -> health.HealthServicer:
-    """Adds the standard health service, which answers while all other pools are busy; and reflection.
-
-    pool: threads for health alone
-    """
-    servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    for name in ("", *services):
-        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    _add_reflection_v1(names, server)
-    return servicer
-
-
-def _add_reflection_v1(names: tuple[str, ...], server: grpc.Server) -> None:
-    """Serves reflection by its newer name, which grpcio-reflection does not have yet.
-
-    It is not among the services that are listed: clients ask for the files of all those, and nobody here has its file.
-    """
-    answer = grpc.stream_stream_rpc_method_handler(
-        reflection.ReflectionServicer(names).ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": answer})
-    server.add_generic_rpc_handlers((handler,))

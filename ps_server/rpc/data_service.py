@@ -26,8 +26,8 @@ from ps_server.rpc.auth import host_of
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.streams import FrameStream, GrpcCall, PullStream, Send
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Outbox
 
 RECEIVE_BYTES = 64 * 2**20  # of memory for payloads that is kept for the next ones
 
@@ -203,8 +203,15 @@ def _check_caller(caller: Identity, by: ServerCall) -> None:
     one worker."""
     check_job(caller.job)
     of = by.worker
-    if of is not None and (caller.job, caller.rank, caller.incarnation) != (of.job, of.rank, of.incarnation):
+    if of is None:
+        return
+    named = caller.job, caller.rank, caller.incarnation, caller.member
+    if named != (of.job, of.rank, of.incarnation, of.member):
         raise Forbidden(
-            f"this data connection is that of worker {of.rank} of job {of.job!r} in its place; the request names "
-            f"worker {caller.rank} of job {caller.job!r}"
+            f"this data connection is that of {_spoken(of)} in its place; the request names {_spoken(caller)}"
         )
+
+
+def _spoken(worker: Identity) -> str:
+    member = f", member {worker.member}," if worker.member else ""
+    return f"worker {worker.rank}{member} of job {worker.job!r}"

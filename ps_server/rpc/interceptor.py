@@ -280,7 +280,7 @@ def _error_of(error: Exception, metrics: _MethodMetrics) -> PSError:
 
 
 def _refuse(call: ServerCall, error: Exception, metrics: _MethodMetrics, begun: float) -> None:
-    """Has a call end with an error.
+    """Ends a call with an error.
 
     Not in the frame that caught it: one that keeps the error, whose traceback names the frame, would keep the request
     too, megabytes of it, until the collector of cycles comes by.
@@ -361,7 +361,7 @@ class _Sending:
             self._send(message)
 
     def ended(self) -> None:
-        """Counts the call, which is over."""
+        """Counts a call that has ended."""
         self.metrics.ended("CANCELLED" if not self._finished else self.call.code or "OK", self._begun)
 
     def end(self, error: PSError) -> None:

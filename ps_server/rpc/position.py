@@ -17,5 +17,5 @@ class Position:
 
 
 def position(request: cluster_pb2.WatchStatusRequest) -> Position:
-    """Returns what the caller says that it has been told already."""
+    """Returns the position in the stream that the caller already has."""
     return Position(request.process, request.last_event, request.next_sample)

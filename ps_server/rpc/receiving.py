@@ -36,7 +36,7 @@ def kind_of(method: str) -> RequestKind:
 
 
 class Refused(Exception):
-    """There is no place for a request.
+    """A request was refused: too many wait for a place.
 
     error:        what its caller is told
     held_seconds: for which it is not told so, if its answer costs no thread

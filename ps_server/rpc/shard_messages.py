@@ -55,7 +55,7 @@ def added(worker: shard_pb2.AddedWorker) -> Counted | Fenced:
 
 
 def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
-    """Returns how far a shard is, as it answers."""
+    """Returns the frontier, and what a worker has pushed, as a shard's answer names them."""
     pushed = response.pushed_clock if response.HasField("pushed_clock") else None
     further = shard_pushed(response.pushes).further if response.HasField("pushes") else None
     return Counted(response.frontier, pushed, further)
@@ -195,7 +195,7 @@ def restore_progress(message: shard_pb2.RestoreJobResponse) -> RestoreProgress:
 
 
 def shard_job_status(name: str, job: ShardJobStatistics) -> shard_pb2.ShardJobStatus:
-    """Returns how a job is on a shard."""
+    """Returns the status of a job on a shard."""
     return shard_pb2.ShardJobStatus(
         job=name,
         bucket_count=job.bucket_count,

@@ -23,7 +23,7 @@ from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
 from ps_runtime.background import note_error
 from ps_runtime.grpc_status import STATUS_KEY, code_of, status_of
-from ps_server.shard.waiting import Answer, Lent, Outbox
+from ps_server.shard.outbox import Answer, Lent, Outbox
 
 Send = Callable[[Any], None]
 
@@ -44,7 +44,7 @@ class GrpcCall(ServerCall):
         return code.name if code else ""
 
     def peer(self) -> str:
-        """Returns where it comes from."""
+        """Returns the caller's address."""
         return str(self._context.peer())
 
     def invocation_metadata(self) -> Metadata:

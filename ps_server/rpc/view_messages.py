@@ -168,7 +168,7 @@ def shard_status(
 
 
 def job_status(job: JobStatistics) -> cluster_pb2.JobStatus:
-    """Returns how a job is."""
+    """Returns the status of a job."""
     status = cluster_pb2.JobStatus(
         name=job.name,
         run=job.run,

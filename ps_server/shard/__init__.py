@@ -9,6 +9,7 @@ hosted_job.py What a shard holds while it runs: the state of `core`, with locks,
 last_weights.py The last weights of a job that has ended, for readers that follow it
 metrics.py    What a shard tells Prometheus
 native_loops.py The library for tables in a server process: whether it is used
+outbox.py     Where the answers to one call go
 pulls.py      Pulls: sent as soon as they are admitted; the others wait without a thread
 pushes.py     Pushes: each is checked, then staged, then its bucket is scheduled
 row_feeds.py  Feeds of rows: each reader is sent what changed in a table, round after round, from its cursor on

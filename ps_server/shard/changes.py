@@ -26,10 +26,12 @@ WORKING_COPIES = 4  # of a bucket, that it takes to compute a change
 class BucketCopy(Protocol):
     """A copy of a bucket, of some version; see editions.CopiedBucket."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """The updates that it has."""
 
     @property
-    def payload(self) -> memoryview:
+    def payload(self) -> Buffer:
         """Its elements."""
 
 

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from ps_protocol.errors import OutOfOrder, PSError
 from ps_server.core.buckets import Bucket
+from ps_server.core.limits import check_feeds
 from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
-from ps_server.shard.hosted_job import Feed, HostedJob, check_feeds
+from ps_server.shard.hosted_job import Feed, HostedJob
 
 log = logging.getLogger("ps_server")
 

@@ -43,7 +43,7 @@ class Series:
         return known
 
     def forget(self, job: str) -> None:
-        """Drops all of a job."""
+        """Drops the series of a job."""
         with self._changing:
             for metric, labels in self._of_jobs.pop(job, {}):
                 metric.remove(job, *labels)

@@ -31,15 +31,9 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.budgets import PulledBuckets
 from ps_server.shard.hosted_job import HostedJob, HostedTable, HostedUnit
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import SMALL_BYTES, Lent, Outbox
 from ps_server.shard.segments import copy_out
-from ps_server.shard.waiting import (
-    READER,
-    SMALL_BYTES,
-    Lent,
-    Outbox,
-    Pull,
-    Waiter,
-)
+from ps_server.shard.waiting import READER, Pull, Waiter
 from ps_server.storage.tensor_file import file_chunks
 
 NOTICE_AFTER_SECONDS = 2.0
@@ -414,7 +408,7 @@ class Pulls:
             pull.outbox.fail(error)
 
     def notify(self, job: HostedJob, now: float) -> None:
-        """Tells pulls that wait long which workers they wait for."""
+        """Sends pulls that have waited for long the ranks that they wait for."""
         with job.lock:
             due = {
                 number: (waiter, unit.index)

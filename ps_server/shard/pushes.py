@@ -25,9 +25,9 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.apply import Updates
 from ps_server.shard.hosted_job import Attached, AttachedRows, HostedJob
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import Pulls
 from ps_server.shard.segments import attach
-from ps_server.shard.waiting import Outbox
 
 
 class Pushes:
@@ -76,7 +76,7 @@ class Pushes:
     def _stage_rows(
         self, job: HostedJob, push: RowsPush | TablePush, principal: str, fresh: list[int], is_live: bool = False
     ) -> Staged:
-        """Checks rows, and stages them.
+        """Checks pushed rows, then stages them.
 
         fresh:   takes their table if something may be applied now
         is_live: see _stage_all
@@ -146,6 +146,8 @@ class Pushes:
         in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
+        if job.state.spec.group_size > 1:
+            raise NotShared(f"the workers of job {job.name!r} are groups, which share no memory with shards yet")
         rank, incarnation = worker.rank, worker.incarnation
         with job.lock:
             job.state.check_worker(worker)

@@ -23,8 +23,8 @@ from ps_protocol.row_ids import ID_BYTES, Ids
 from ps_protocol.tensors import bytes_of
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
+from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_server.shard.waiting import Lent, Outbox
 from ps_tables.changes import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
@@ -48,7 +48,7 @@ class RowCursor(NamedTuple):
     version: int
 
     def to_bytes(self) -> bytes:
-        """Returns the cursor as readers keep it."""
+        """Returns the cursor as the bytes that readers keep."""
         fields = (value.to_bytes(size, "little") for value, size in zip(self, _SIZES, strict=True))
         return b"".join((bytes((_FORMAT,)), *fields))
 

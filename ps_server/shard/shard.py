@@ -41,12 +41,13 @@ from ps_server.shard.budgets import SharedBudget
 from ps_server.shard.hosted import HostedJobs, TablePlaces
 from ps_server.shard.hosted_job import HostedJob
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.pulls import NOTICE_AFTER_SECONDS, STAGED_AFTER_SECONDS, Pulls
 from ps_server.shard.pushes import Pushes
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.snapshots import Refusal, Saved, SnapshotTask, TableCopying
 from ps_server.shard.threads import OwnThreads, Threads
-from ps_server.shard.waiting import READER, Outbox
+from ps_server.shard.waiting import READER
 from ps_server.shard.weight_feeds import WeightFeeds
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.row_files import RowFiles
@@ -133,7 +134,7 @@ class Shard:
             self._pulls.fail(job, TryLater("the shard is stopping"))
 
     def statistics(self) -> ShardStatistics:
-        """Returns how the shard is."""
+        """Returns the shard's statistics."""
         now = self._clock()
         return ShardStatistics({name: job.statistics(now) for name, job in sorted(self.jobs().items())})
 

@@ -107,7 +107,7 @@ class TableCopying:
         return replace(self._snapshot, tensors=self._copy.tensors()), held_up
 
     def end(self) -> None:
-        """Gives it up."""
+        """Abandons the snapshot."""
         with self._lock:
             self._copy.end()
         self._gap.set()
@@ -154,7 +154,7 @@ class Refusal:
     last_incarnation: int | None
 
     def covers(self, clock: int) -> bool:
-        """Whether a new push of a clock is refused."""
+        """Whether the snapshot keeps out new pushes of a clock."""
         return self.now() < self.until and (self.clock is None or clock > self.clock)
 
 
@@ -258,7 +258,7 @@ class SnapshotTask:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Has what is all copied be written."""
+        """Hands a unit whose copy is complete to the writing thread."""
         try:
             self._threads.write(self._finish)
         except TryLater as error:

@@ -15,7 +15,7 @@ class CoordinatorTerms:
         self._lock = threading.Lock()
 
     def check(self, term: int, is_look: bool = False) -> None:
-        """Notes the term of a call. Raises Deposed if it is before the highest.
+        """Notes the term of a call. Raises Deposed if it is lower than the highest so far.
 
         term:    0: the caller has none, as a coordinator without a lease, or of an earlier version
         is_look: the call changes nothing, and may not come from a coordinator at all

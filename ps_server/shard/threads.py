@@ -70,7 +70,7 @@ class ApplyThreads:
         self._threads.shutdown(wait=True)
 
     def _enters(self, tasks: Iterable[Task]) -> bool:
-        """Queues tasks; whether one more is to run them."""
+        """Queues tasks. Returns whether another thread is to be started for them."""
         with self._changed:
             self._tasks.extend(tasks)
             enters = bool(self._tasks) and self._running < self._count

@@ -1,28 +1,24 @@
 """A pull while it is under way: what was asked for, where the answers go, and which of its buckets wait.
 
-The shard hands values to an `Outbox`; how they become messages is the business of the room that sends them.
+Its answers go to an `Outbox` (outbox.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import torch
 
-from ps_frames.loans import Loan
-from ps_protocol.errors import PSError
 from ps_protocol.identity import Identity
-from ps_protocol.messages.data import BucketTimes, Notice, PulledBucket, PulledState
-from ps_protocol.messages.editions import EditionPart
+from ps_protocol.messages.data import BucketTimes, PulledBucket
 from ps_protocol.messages.envelope import Awaited
-from ps_protocol.messages.rows import FeedPart, PulledRows, PulledTable, TablePull
+from ps_protocol.messages.rows import PulledRows, PulledTable, TablePull
 from ps_protocol.row_ids import Ids
 from ps_protocol.segment_layout import SegmentMap
 from ps_server.core.consistency import Admission
+from ps_server.shard.outbox import Answer, Outbox
 
 
 @dataclass
@@ -52,7 +48,7 @@ class PushTimes:
             self._pushes.pop(rank, None)
 
     def follows_any(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these workers records."""
+        """Whether any of these workers records a timeline."""
         return bool(self._pushes) and not self._pushes.keys().isdisjoint(ranks)
 
     def staged(self, rank: int, bucket: int, clock: int, now: float) -> None:
@@ -77,47 +73,6 @@ class PushTimes:
 
 
 READER = 0  # the incarnation of a caller that is no worker
-
-
-Answer = PulledBucket | PulledRows | PulledTable | PulledState | FeedPart | EditionPart | Notice
-
-
-class Lent(NamedTuple):
-    """An answer whose payload lies in memory of the shard. loan: of this memory; None: it changes no more"""
-
-    answer: Answer
-    loan: Loan | None
-
-
-SMALL_BYTES = 2**16
-
-
-class Outbox(Protocol):
-    """Where the answers to one pull go, one after the other. No method waits; all are thread-safe."""
-
-    def tell(self, answer: Answer) -> None:
-        """Sends an answer."""
-
-    def tell_last(self, answer: Answer) -> None:
-        """Sends an answer, and ends the stream after it."""
-        self.tell(answer)
-        self.finish()
-
-    def lend(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """Sends an answer that is made when its turn has come, and whose payload may be read until it is given back."""
-
-    def lend_small(self, lent: Callable[[], AbstractContextManager[Lent]]) -> None:
-        """As `lend`, of a payload of at most SMALL_BYTES: it may be copied, so that no other thread has to send it."""
-        self.lend(lent)
-
-    def finish(self) -> None:
-        """Ends the stream after what was put before."""
-
-    def fail(self, error: PSError) -> None:
-        """Ends the stream with an error, after what was put before."""
-
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Has another thread call back when the stream is over, however it ended; also if it already is."""
 
 
 @dataclass

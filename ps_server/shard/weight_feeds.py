@@ -29,7 +29,7 @@ from ps_server.failpoints import failpoint
 from ps_server.shard.editions import CopiedBucket, Over, Piece, TakenEdition, WantedEdition, piece_of
 from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import Feed, HostedJob
-from ps_server.shard.waiting import Lent, Outbox
+from ps_server.shard.outbox import Lent, Outbox
 
 SIGN_SECONDS = 0.25  # between two signs of life while an edition is not complete
 

@@ -208,7 +208,7 @@ class _ObjectReader(io.RawIOBase):
             return int(self._file.readinto(buffer))
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the object's stream."""
         self._file.close()
         super().close()
 

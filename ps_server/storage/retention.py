@@ -27,7 +27,7 @@ class KnownNeeds:
         return self._known[job, name]
 
     def forget(self, job: str, name: str) -> None:
-        """Forgets one that is removed."""
+        """Forgets a checkpoint that is removed."""
         self._known.pop((job, name), None)
 
 

@@ -48,7 +48,7 @@ class TensorEntry:
     nbytes: int
 
     def empty(self) -> torch.Tensor:
-        """Returns a new tensor for it, with anything in it."""
+        """Returns an uninitialised tensor of this entry's form."""
         return torch.empty(self.shape, dtype=self.dtype)
 
 

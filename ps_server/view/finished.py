@@ -16,7 +16,7 @@ KEPT = 4  # jobs; each has at most as many samples as the history: 220 kB
 
 @dataclass(frozen=True)
 class End:
-    """What is known of a job once it has ended.
+    """How and when a job has ended, and its last figures.
 
     checkpoints: None where none were made
     figures:     the last ones of the workers whose scripts came to their end, by rank

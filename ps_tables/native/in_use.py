@@ -14,6 +14,6 @@ def loops() -> Loops | None:
 
 
 def use(found: Loops | None) -> None:
-    """Has these loops used from now on; None: numpy and torch."""
+    """Selects the loops of this process from now on; None: numpy and torch."""
     global _loops
     _loops = found

@@ -23,7 +23,7 @@ _KEPT_SLOTS = 2**20  # of the memory of `distinct`, at most: 4 MiB for each thre
 
 
 class Foreign(Protocol):
-    """What is used of cffi's FFI."""
+    """The part of cffi's FFI that is used here."""
 
     def from_buffer(self, kind: str, buffer: Any, require_writable: bool = False) -> Any:
         """Returns a pointer to an array's memory. Raises ValueError where that does not lie in one piece, or is only to
@@ -64,7 +64,7 @@ class Loops:
         )
 
     def scatter(self, records: Records, places: Longs, values: Records) -> None:
-        """Sets records. Raises IndexError for a place that is none."""
+        """Writes records at these places. Raises IndexError for a place outside of the array."""
         _check_length(values, len(places))
         _check_record(values, records.itemsize)
         self._done(

@@ -301,7 +301,7 @@ class Asked(Answers, Protocol[T_co]):
 
     @property
     def is_done(self) -> bool:
-        """Whether all has come."""
+        """Whether the whole answer has come."""
 
     def request(self) -> bytes:
         """Returns the request."""
@@ -324,12 +324,12 @@ class _Pushed(OneAnswer, Asked[T]):
         return self._request
 
     def result(self) -> T:
-        """Returns what is to be known of it."""
+        """Returns the answer, or raises the error of the call."""
         return self._result()
 
 
 def _follow(first: Future[T], second: Future[T]) -> None:
-    """Has one future end as another does."""
+    """Ends one future as another one ends."""
 
     def ended(done: Future[T]) -> None:
         error = done.exception()

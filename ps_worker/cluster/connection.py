@@ -31,7 +31,7 @@ from ps_runtime.quantities import ranges
 from ps_runtime.signals import await_all, await_done
 from ps_tables.contributions import RowValues
 from ps_worker.cluster.calls import ShardCalls, open_data_connections
-from ps_worker.cluster.network import NetworkTransport, network_pushers
+from ps_worker.cluster.network import NetworkTransport, network_pushers, pullers
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.row_transport import RowTransport
 from ps_worker.cluster.shared_memory import SharedTransport, share_memory, share_rows
@@ -85,7 +85,8 @@ class Connection:
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
-            self._buckets[shard].append(bucket)
+            if model.layout.member in (None, bucket.member) or (bucket.frozen and not bucket.member):
+                self._buckets[shard].append(bucket)  # whole tensors of a group are with its first member
         self._under_way: list[Future[Any]] = []
         self._last = _LastStep()
         self._draft: Draft | None = None  # of the step that is being made
@@ -110,13 +111,15 @@ class Connection:
             self.cut()
             raise
         self._rows = RowTransport(self._calls, place.identity, model.spec, shared_rows)
-        self._pushers = network_pushers(len(self._calls))
+        self._pushers, self._pullers = network_pushers(len(self._calls)), pullers(len(self._calls))
         self._network = {
-            index: NetworkTransport(call, place.identity, model, self._pushers, timeline)
+            index: NetworkTransport(call, place.identity, model, self._pushers, self._pullers, timeline)
             for index, call in self._calls.items()
         }
         self._transports: Mapping[int, Transport] = {
-            index: SharedTransport(call, place.identity, model, timeline) if index in sharing else self._network[index]
+            index: SharedTransport(call, place.identity, model, self._pullers, timeline)
+            if index in sharing
+            else self._network[index]
             for index, call in self._calls.items()
         }
 
@@ -356,12 +359,13 @@ class Connection:
         self.cut()
         for transport in {*self._network.values(), *self._transports.values()}:
             transport.close()
-        self._pushers.close()
+        for pool in (self._pushers, self._pullers):
+            pool.close()
         self._rows.close()
         join_within(self._threads(), JOIN_SECONDS)
 
     def _threads(self) -> Iterator[threading.Thread]:
-        yield from (*self._pushers.threads, *self._rows.threads)
+        yield from (*self._pushers.threads, *self._pullers.threads, *self._rows.threads)
         for calls in self._calls.values():
             yield from calls.threads
         for transport in {*self._network.values(), *self._transports.values()}:
@@ -376,7 +380,7 @@ class Connection:
 
 
 def _skip(push: BucketPush) -> BucketPush:
-    """Returns a push that leaves its bucket as it is."""
+    """Returns an empty push in place of this one."""
     return replace(push, empty=True, absent=())
 
 

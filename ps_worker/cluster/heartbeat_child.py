@@ -168,7 +168,7 @@ class Lines:
         self._rest = b""
 
     def wait(self, seconds: float) -> list[bytes]:
-        """Returns those that have come, at the latest after so many seconds."""
+        """Returns the lines that have come, after so many seconds at the latest."""
         ready, _, _ = select.select([0], [], [], max(0.0, seconds))
         if not ready:
             return []

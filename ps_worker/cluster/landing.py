@@ -31,7 +31,7 @@ Read = Callable[[bytes, memoryview | None], Sequence[PulledBucket]]
 
 @dataclass(frozen=True)
 class PullPlan:
-    """What is done with a pull.
+    """How a pull is asked for, and what becomes of its buckets.
 
     request: makes the request for buckets of these indices
     read:    takes a message of the answer apart
@@ -68,7 +68,7 @@ class Landing:
         return self._plan.request(list(self._missing))
 
     def result(self) -> PullResult:
-        """Returns what came of it, when it is done."""
+        """Returns the result of a pull that is done."""
         if not self._has_waited:  # it is over with the first pull that does not wait
             self._waits.over("pull")
         return PullResult(self._sizes, self._longest, self._checkpoint)
@@ -145,7 +145,7 @@ class RowLanding:
         self.begin()
 
     def begin(self) -> None:
-        """Begins anew: nothing has come."""
+        """Begins again, as if nothing had come."""
         self._landed = np.zeros(self._rows, np.bool_)
         self._answered, self._waited, self._save_state = False, 0.0, False
         self._fields = b""

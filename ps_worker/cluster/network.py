@@ -36,6 +36,11 @@ def network_pushers(shards: int) -> DaemonPool:
     return DaemonPool(min(max(PUSHES_IN_FLIGHT, shards), PUSHES_TO_ONE_SHARD * shards), "push")
 
 
+def pullers(shards: int) -> DaemonPool:
+    """Returns the threads that pull from that many shards, where a pull needs one: two at a time from each."""
+    return DaemonPool(2 * shards, "pull")
+
+
 class Sending(threading.local):
     """Of each thread that sends: memory in which it puts one bucket after the other. To get fresh memory each time may
     take several times as long as to fill it (measured)."""
@@ -55,18 +60,25 @@ SENDING = Sending()
 
 
 class NetworkTransport:
-    """The way over the network to one shard."""
+    """The transport to one shard over the network."""
 
     def __init__(
-        self, calls: ShardCalls, worker: Identity, flat: FlatModel, pushers: DaemonPool, timeline: Timeline
+        self,
+        calls: ShardCalls,
+        worker: Identity,
+        flat: FlatModel,
+        pushers: DaemonPool,
+        pullers: DaemonPool,
+        timeline: Timeline,
     ) -> None:
+        """pushers, pullers: threads that belong to all shards"""
         self._timeline = timeline
         self._calls = calls
         self._worker = worker
         self._flat = flat
         self._pushers = pushers
         self._free = threading.Semaphore(PUSHES_TO_ONE_SHARD)
-        self._puller = DaemonPool(1, "pull")
+        self._pullers = pullers
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +221,7 @@ class NetworkTransport:
             return self._flat.landing_place(bucket, pulled, size)
 
         method = "Exchange" if commit else "Pull"
-        return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._puller)
+        return self._calls.pull(method, PullPlan(request, read, land, place), clock, buckets, self._pullers)
 
     def _weight_bytes(self, index: int, wire_format: str) -> int:
         return self._flat.weight_bytes(self._flat.layout.buckets[index], wire_format)
@@ -221,17 +233,16 @@ class NetworkTransport:
         def fetch() -> None:
             self._calls.stream("PullState", request, lambda *message: land(data.read_state(*message)))
 
-        return self._puller.submit(fetch)
+        return self._pullers.submit(fetch)
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """Its thread, which ends soon after `close`."""
-        return self._puller.threads
+        """Its own threads: none."""
+        return []
 
     def close(self) -> None:
-        """Ends the thread and the connection; the pool belongs to all shards."""
+        """Ends the connection."""
         self._calls.close()
-        self._puller.close()
 
 
 def _assigned(assignment: BucketAssignment) -> PushedBucket:

@@ -353,7 +353,7 @@ class RowTransport:
         return PullPlaces(place, count, rows), room.memory.rows(rows, count, asked.dim)
 
     def _place_on(self, shard: int, room: Room | None) -> Room | None:
-        """Returns room that a shard sees; None: it sees none."""
+        """Returns room in a segment that the shard has mapped; None if it has mapped none."""
         return room if self._is_shared(shard) else None
 
     def _is_shared(self, shard: int) -> bool:

@@ -73,7 +73,7 @@ class ScriptTelling:
             return self._captured()
 
     def _try(self) -> None:
-        """Answers the request that is open, if that can be done now."""
+        """Answers the coordinator's open request, if the script is where its state may be read."""
         stands = self._at_any_time or (self._depth > 0 and not self._moves)
         if self._request and (stands or self._capture is None):
             request, self._request = self._request, 0

@@ -61,6 +61,8 @@ NOTIFY_BYTES = 64 * 2**20
 def check_transport(spec: JobSpec, transport: str) -> None:
     """Raises Unsupported for shared memory in a job whose wire formats have blocks: what travels as them is another
     result than what keeps its type, and a result is not to depend on the way."""
+    if transport == "shm" and spec.group_size > 1:
+        raise Unsupported("groups of processes share no memory with shards yet: use --transport auto, tcp or grpc")
     wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
     if transport == "shm" and wires:
         raise Unsupported(
@@ -81,7 +83,7 @@ def share_memory(
 
     transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
     """
-    if transport in ("grpc", "tcp") or all(bucket.frozen for bucket in layout.buckets):
+    if transport in ("grpc", "tcp") or spec.group_size > 1 or all(bucket.frozen for bucket in layout.buckets):
         return None, set()
     if not {spec.gradient_wire, spec.weight_wire}.isdisjoint(BLOCK_WIRES):
         log.info("buckets travel in messages to shards on this host, too, so that results do not depend on the way")
@@ -124,12 +126,15 @@ def _over_the_network(transport: str, reason: NotShared) -> tuple[None, set[int]
 class SharedTransport:
     """The way through shared memory to one shard."""
 
-    def __init__(self, calls: ShardCalls, worker: Identity, flat: FlatModel, timeline: Timeline) -> None:
+    def __init__(
+        self, calls: ShardCalls, worker: Identity, flat: FlatModel, pullers: DaemonPool, timeline: Timeline
+    ) -> None:
+        """pullers: threads that belong to all shards"""
         self._timeline = timeline
         self._calls = calls
         self._worker = worker
         self._flat = flat
-        self._puller = DaemonPool(1, "pull")
+        self._pullers = pullers
         self._pusher = DaemonPool(0 if flat.in_segment else 1, "push")
         self._copier = DaemonPool(0 if flat.in_segment else 1, "copy")
         self._copies: dict[int, tuple[int, Draft, Future[None]]] = {}  # by bucket, at which clock it left as a draft
@@ -178,7 +183,7 @@ class SharedTransport:
                     future.set_exception(error)
 
         plan = PullPlan(request, read, self._landing(step))
-        pull = self._calls.pull("Exchange", plan, clock, buckets, self._puller)
+        pull = self._calls.pull("Exchange", plan, clock, buckets, self._pullers)
         pull.add_done_callback(ended)
         return ShardStep(staged, pull, False, ())
 
@@ -250,7 +255,7 @@ class SharedTransport:
             return data.write_pull(self._wanted(clock, missing, step, all_staged))
 
         plan = PullPlan(request, lambda fields, payload: data.read_notice(fields).buckets, self._landing(step))
-        return self._calls.pull("Pull", plan, clock, buckets, self._puller)
+        return self._calls.pull("Pull", plan, clock, buckets, self._pullers)
 
     def _wanted(self, clock: int, missing: Sequence[int], step: StepTimes, all_staged: bool = False) -> PullCall:
         notify_bytes = 0 if self._flat.lands_in_place else NOTIFY_BYTES
@@ -268,13 +273,13 @@ class SharedTransport:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """Its threads, which end soon after `close`."""
-        return [thread for pool in (self._puller, self._pusher, self._copier) for thread in pool.threads]
+        """Its own threads, which end soon after `close`."""
+        return [thread for pool in (self._pusher, self._copier) for thread in pool.threads]
 
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._calls.close()
-        for pool in (self._puller, self._pusher, self._copier):
+        for pool in (self._pusher, self._copier):
             pool.close()
 
 
@@ -344,7 +349,7 @@ class Room:
     _end: int = PAGE_BYTES
 
     def take(self, size: int) -> int:
-        """Returns the place of so many bytes of it."""
+        """Takes so many bytes of the segment; returns where they begin."""
         place, self._end = self._end, self._end + aligned(size)
         return place
 

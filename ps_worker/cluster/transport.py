@@ -28,7 +28,7 @@ class Draft:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it is known that they do not count."""
+        """Whether the drafts are known not to count."""
         return self._settled.is_set() and not self._counts
 
     def wait(self) -> bool:
@@ -39,7 +39,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class ShardStep:
-    """A step, as one shard gets it.
+    """The calls to one shard that make up its part of a step.
 
     pushes:  those that are on their way; each is done when the shard has staged it
     pull:    done when all buckets have landed

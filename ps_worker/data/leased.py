@@ -115,7 +115,7 @@ class StepData:
         self.failed()
 
     def keep(self) -> None:
-        """Moves the step's batches to the next step, as no shard has seen this one."""
+        """Moves the batches of a step that no shard has seen to the next step."""
         self._taken = [*(self._using or ()), *self._taken]
         self._using = None
 

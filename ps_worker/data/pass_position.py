@@ -27,7 +27,7 @@ class LoopsUnderWay:
 
     @property
     def is_going(self) -> bool:
-        """Whether a loop is in progress."""
+        """Whether a loop over the data is in progress."""
         return self._loop is not None
 
     def over(self, batches: Iterator[Any], ended: Callable[[], None], taken: int = 0) -> Iterator[Any]:

@@ -86,7 +86,7 @@ class LocalRound:
         self.made += 1
 
     def begin_anew(self) -> None:
-        """Takes back what was made of the weights in this round."""
+        """Sets the weights back to the base of this round."""
         self.made = 0
         self._base.go_back()
 
@@ -185,7 +185,7 @@ class LocalRound:
         return EndedStep(0, set(), self._now(), False, self._steps.tables.left_out())
 
     def left(self) -> None:
-        """Notes that the next fragment is on its way."""
+        """Notes that the next fragment has been pushed."""
         self.pushed += 1
 
     def leave_out(self, clock: int) -> list[BucketPush]:

@@ -30,7 +30,7 @@ class RemoteOptimizers(Protocol):
         """Returns the optimizer's state on the shards, at this worker's clock."""
 
     def load(self, index: int, states: ParameterStates) -> None:
-        """Has the next step begin with this state."""
+        """Sets the optimizer state with which the next step begins."""
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has the next step train more of the models' parameters."""

@@ -20,7 +20,7 @@ LONGEST_WATCH_STEPS = 4096
 
 
 class Overlap:
-    """The gradients of one optimizer in one step.
+    """Which gradients of one optimizer's step are there, and which buckets leave early.
 
     buckets:    those of its parameters. One that has others too never leaves early: its draft would have them
     wanted:     True lets buckets leave early in every step, False in none, None after some steps without a surprise

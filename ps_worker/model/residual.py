@@ -70,7 +70,7 @@ class Residuals:
         return payload
 
     def count(self, leaving: Leaving) -> None:
-        """Has what left of a bucket count: its step does."""
+        """Keeps the residuals of a bucket's last push: its step counts."""
         if leaving.error is not None:
             self._errors[leaving.bucket.index], leaving.error = leaving.error, None
             if leaving.norms is not None:
@@ -102,5 +102,5 @@ class Residuals:
         return all(error.dtype == torch.float32 and error.shape == (sizes.get(i),) for i, error in errors.items())
 
     def put(self, errors: Mapping[int, torch.Tensor]) -> None:
-        """Sets all residuals."""
+        """Replaces all residuals."""
         self._errors = {index: error.to(self._device, copy=True) for index, error in errors.items()}

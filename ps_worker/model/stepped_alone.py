@@ -83,7 +83,7 @@ class SteppedAlone:
         self.know(prepared, handed_over)
 
     def close(self) -> None:
-        """Looks no more, and lets go of all optimizers."""
+        """Removes the hook, and forgets all optimizers."""
         self.is_closed = True
         self._end()
         self._own, self._handed_over, self._replaced = [], [], []

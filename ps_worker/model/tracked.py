@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_worker.model.sharded import is_sharded, local
+
 # Called with the tensor that `.data` returns; with None when `.data` is set.
 Touched = Callable[[torch.Tensor | None], None]
 
@@ -84,7 +86,7 @@ class _Slice(torch.Tensor):
         return torch.Tensor.numpy(self, force=force)
 
     def _alone(self) -> torch.Tensor:
-        """Returns a plain copy: a parameter where one was made of it."""
+        """Returns a plain copy; of a parameter a parameter."""
         copied = self.as_subclass(torch.Tensor).detach().clone()
         return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
@@ -111,7 +113,7 @@ class WatchedGradient(_Watched, torch.Tensor):
 
 def values(tensor: Any) -> torch.Tensor:
     """Returns a tensor's `.data` and notifies nothing."""
-    data: torch.Tensor = _DATA.__get__(tensor)
+    data: torch.Tensor = local(tensor).detach() if is_sharded(tensor) else _DATA.__get__(tensor)
     return data
 
 
@@ -121,14 +123,19 @@ def set_values(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def watch(parameter: nn.Parameter, touched: Touched) -> None:
-    """Has `touched` called whenever a script reads or sets the parameter's `.data`."""
+    """Has `touched` called whenever a script reads or sets the parameter's `.data`.
+
+    Not of a DTensor, whose values are compared instead.
+    """
+    if is_sharded(parameter):
+        return
     if not isinstance(parameter, _WatchedParameter):
         parameter.__class__ = _watched_class(type(parameter))
     parameter.__dict__[_TOUCHED] = touched
 
 
 def unwatch(parameter: torch.Tensor) -> None:
-    """Makes a watched parameter what it was before."""
+    """Gives a watched parameter its own class again."""
     if isinstance(parameter, _WatchedParameter):
         parameter.__dict__.pop(_TOUCHED, None)
         parameter.__class__ = type(parameter).__bases__[1]
@@ -142,7 +149,7 @@ def watched_gradient(view: torch.Tensor, touched: Touched) -> torch.Tensor:
 
 
 def unwatch_gradient(gradient: torch.Tensor | None) -> None:
-    """Has a gradient call nothing any more, if it did."""
+    """Removes the hook of a gradient, if it has one."""
     if isinstance(gradient, WatchedGradient):
         gradient.__dict__.pop(_TOUCHED, None)
 

@@ -193,13 +193,13 @@ class OwnWeights(Protocol):
     """The weights of a worker, apart from the servers': see ps_worker/model/base.py."""
 
     def own(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of them, by parameter."""
+        """Returns a copy of the optimizers' state, by parameter."""
 
     def takes(self, own: dict[int, torch.Tensor]) -> bool:
         """Whether weights fit."""
 
     def put(self, own: dict[int, torch.Tensor]) -> None:
-        """Sets them."""
+        """Sets the optimizers' state."""
 
 
 class InnerWithWeights(InnerStates):

@@ -36,7 +36,7 @@ class SavedResiduals(Protocol):
         """Whether residuals fit."""
 
     def put(self, errors: Residual) -> None:
-        """Sets all residuals."""
+        """Replaces all residuals."""
 
 
 class ModelState:

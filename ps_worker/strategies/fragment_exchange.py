@@ -52,7 +52,7 @@ class SentFragment(SentStep):
         return super().counts(now) or None
 
     def lost(self, model: FlatModel) -> None:
-        """It may be staged or not: what the wire has cost is lost."""
+        """Gives up a fragment that may be staged or not: the residuals of its push are lost."""
         model.residuals.forget(self.buckets)
 
 
@@ -176,7 +176,7 @@ class FragmentExchange:
     # -- lost, and left ------------------------------------------------------------------------------------------------
 
     def forget_flight(self) -> None:
-        """Nothing is under way any more."""
+        """Forgets all fragments that are under way."""
         self.flight, self._loop.lag = None, 0
 
     def losing(self) -> None:

@@ -47,7 +47,7 @@ class LateScript:
         self.is_late = self._goes_back = True
 
     def follow(self) -> None:
-        """Continues with what the job's script has set, if this one has come as far."""
+        """Takes over what the job's script has set, once this script has got as far."""
         if not self.is_late or self._checkpoint.stage < self._until:
             return
         if self._checkpoint.job.are_some:

@@ -29,7 +29,7 @@ log = logging.getLogger("ps_worker")
 class Single:
     """One worker. wanted: the mode was asked for, so that what others would refuse is a warning."""
 
-    rank = 0
+    rank = exchange_rank = 0
     world_size = 1
     is_main = True
 
@@ -56,7 +56,7 @@ class Single:
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
-        """Returns all as they are."""
+        """Returns model, optimizers and loaders unchanged."""
         self._log_refused(refused_of(models, optimizers))
         tables = prepare_tables(models, optimizers)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))

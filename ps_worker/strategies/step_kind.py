@@ -69,7 +69,7 @@ class StepKind(Protocol):
         """A step that was pushed counts, and its weights have landed."""
 
     def losing(self) -> None:
-        """The place is lost, and the next one is not taken yet."""
+        """Is called when the worker has lost its place and has not yet joined again."""
 
     def moved(self, is_kept: bool) -> None:
         """Another place is taken. is_kept: the step at hand is pushed again from there"""

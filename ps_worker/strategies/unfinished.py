@@ -60,7 +60,7 @@ class Unfinished:
             self.begun = None
 
     def fate(self, now: JoinResult, rolled_back: bool, one_clock: bool, is_leased: bool, waits_for_data: bool) -> Fate:
-        """Returns what becomes of it.
+        """Returns whether the step counts, is pushed again, or is lost.
 
         now:            the place that follows the lost one
         rolled_back:    this worker went back with the job to before the step, or to even earlier

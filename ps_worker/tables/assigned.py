@@ -41,7 +41,7 @@ class Assigned:
         self.rows, self._sorted = rows, None
 
     def cover(self, ids: Ids, out: torch.Tensor) -> None:
-        """Puts rows over those that were read: [n] ids, [n, dim]."""
+        """Replaces rows that were read by those that are assigned: [n] ids, [n, dim]."""
         if self.rows is None or not len(self.rows):
             return
         if self._sorted is None:

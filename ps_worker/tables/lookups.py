@@ -66,7 +66,7 @@ class _Leaf:
         return RowGradients(self.ids, self.counts, gradients, self.ends)
 
     def leave(self) -> None:
-        """Takes it out of its group."""
+        """Removes the lookup from its group."""
         if self.group is not None:
             self.group[:] = [each for each in self.group if each is not self.rows]
 

@@ -138,7 +138,7 @@ class LocalRows:
 
     @property
     def are_some(self) -> bool:
-        """Whether there is any row, or was any given; reads none."""
+        """Whether the table has a row or was given one. Reads no row."""
         return bool(self._given) or bool(self._table)
 
     def pull(self, ids: Ids, out: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class LocalRows:
         """Does nothing, likewise."""
 
     def step(self, optimizer: str, values: HyperParameters, own: RowGradients | None) -> None:
-        """Makes an update; none where no rank has a gradient.
+        """Makes an update, unless no rank has a gradient.
 
         optimizer: a name of row_optimizers.ROW_OPTIMIZERS; where it is another one than before, rows begin
                    without a state
@@ -273,7 +273,7 @@ class LocalRows:
         self._given, self._assigned = [], Assigned()
 
     def forget(self) -> None:
-        """Has no row any more: others have them."""
+        """Drops all rows: the servers have them now."""
         self._table, self._loaded, self._kind = None, {}, ("SGD", ())
         self._given = []
 
@@ -297,7 +297,7 @@ class LocalRows:
 
 
 def _again(settings: TableSettings, dim: int, state: bytes) -> LocalRows:
-    """Returns a copy with rows of its own, of this process alone."""
+    """Returns a copy that shares no rows with the original and is this process's alone."""
     rows = LocalRows(settings, dim)
     rows.load(state)
     return rows

@@ -288,7 +288,7 @@ class ServerTables:
         self._rows = []
 
     def forget(self) -> None:
-        """Has the modules let go of the rows that they had: the shards have theirs."""
+        """Drops the modules' own rows: the shards have them now."""
         for rows in self._rows:
             rows.before.forget()
 
@@ -298,7 +298,7 @@ class ServerTables:
         return self._taken
 
     def sent(self) -> None:
-        """Notes that what was taken is on its way, or counts no more."""
+        """Notes that what `take` returned has been sent, or does not count."""
         self._taken = []
 
     def give_back(self) -> None:
@@ -360,7 +360,7 @@ class ServerTables:
             rows.forget_ahead()
 
     def looked_up(self) -> LookedUp:
-        """Returns what was looked up in all of them."""
+        """Returns what the step has looked up in all tables."""
         return looked_up(self._modules.values())
 
     def left_out(self) -> list[TableStep]:

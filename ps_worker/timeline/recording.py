@@ -29,7 +29,7 @@ MOST_BUCKETS = 100_000  # in one recording, over all steps: about 100 MB as a fi
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """What is to be recorded.
+    """The steps that a timeline is to record.
 
     path:  the file; each worker writes its own, with its rank in the name
     first: the first step, counted from the next one: 1

@@ -24,9 +24,9 @@ from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPar
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Answer, Lent
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, Lent
 from ps_server.shard.weight_feeds import SIGN_SECONDS
 from tests.tools.raw_worker import vector_job
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 import subprocess
 import sys
 import threading
@@ -266,6 +268,55 @@ def test_names_of_the_model_may_be_others(shared: Cluster, job: str, trainer: Tr
             assert torch.equal(model.inner.first.weight, trainer.past[0]["first.weight"])
 
 
+def test_a_tensor_of_the_model_may_be_made_of_others(shared: Cluster, job: str, trainer: Trainer) -> None:
+    class Fused(nn.Module):
+        """What an engine makes of the model: some joined, split, transposed, and one that is not tied."""
+
+        def __init__(self, width: int = 44) -> None:
+            super().__init__()
+            self.joined = nn.Parameter(torch.zeros(width, 20))
+            self.bias = nn.Parameter(torch.zeros(20))
+            self.last, self.tied = nn.Linear(20, 40, bias=False), nn.Linear(40, 20, bias=False)
+            self.rest = nn.ParameterDict({"bias": torch.zeros(20), "frozen": torch.zeros(4), "none": torch.empty(0, 3)})
+            self.register_buffer("scale", torch.zeros(3))
+
+    own = ps.MadeOf
+    names = {
+        "joined": own(["first.weight", "frozen.weight"]),
+        "bias": own("first.bias", lambda both: both.chunk(2)[0]),
+        "rest.bias": own("first.bias", lambda both: both.chunk(2)[1]),
+        "last.weight": own("last.weight", torch.t),
+        "tied.weight": "last.weight",
+        "rest.frozen": "frozen.bias",
+        "rest.none": "none",
+    }
+    with ps.subscribe(shared.address, job, names=names) as feed:
+        model = feed.load(Fused())
+        trainer.step()
+        feed.wait_for(1)
+        with feed.reading(model, max_behind=0):
+            new = trainer.past[1]
+            assert torch.equal(model.joined, torch.cat((new["first.weight"], new["frozen.weight"])))
+            assert torch.equal(torch.cat((model.bias, model.rest["bias"])), new["first.bias"])
+            assert torch.equal(model.last.weight, new["last.weight"].t())
+            assert torch.equal(model.tied.weight, new["last.weight"])
+            assert not torch.equal(new["last.weight"], trainer.past[0]["last.weight"])
+        with pytest.raises(InvalidRequest, match=r"the shapes differ of joined \[45, 20\] for \[44, 20\]"):
+            feed.load(Fused(45))
+    for of, message in (
+        (
+            ["first.weight", "frozen.weight", "frozen.bias"],
+            r"joined, which cannot be made of first.weight, frozen.weight",
+        ),
+        (["first.weight", "other"], "the job has no other"),
+    ):
+        with (
+            ps.subscribe(shared.address, job, names=names | {"joined": own(of)}) as feed,
+            pytest.raises(InvalidRequest, match=message),
+        ):
+            feed.load(Fused())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -301,6 +352,44 @@ def test_an_edition_is_saved_whole_with_what_it_is(shared: Cluster, job: str, tr
     assert (about["job"], about["version"], len(about["run"])) == (job, "2", 16)
 
 
+def test_an_edition_is_saved_in_parts_with_an_index(
+    shared: Cluster, job: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    def loaded() -> dict[str, torch.Tensor]:
+        """As transformers and others load it: by the index."""
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        files = {file: load_file(tmp_path / file) for file in index["weight_map"].values()}
+        assert index["metadata"]["total_size"] == sum(each.nbytes for part in files.values() for each in part.values())
+        assert all(
+            part.keys() == {n for n, f in index["weight_map"].items() if f == file} for file, part in files.items()
+        )
+        return {name: files[file][name] for name, file in index["weight_map"].items()}
+
+    def parts() -> set[str]:
+        return {path.name for path in tmp_path.glob("*.safetensors")}
+
+    (tmp_path / "config.json").write_text("{}")
+    with ps.subscribe(shared.address, job) as feed:
+        for step in range(4):
+            version = feed.save(tmp_path, max_shard_bytes=4000)
+            assert version == step
+            assert trainer.has(loaded(), step)
+            trainer.step()
+            feed.wait_for(step + 1)
+        sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+        assert max(sizes) < 5000
+        assert len(sizes) == 2 * 2, "two versions: the newest, and the one before for those who load it"
+        assert not [*tmp_path.glob("*.tmp")]
+        assert (tmp_path / "config.json").exists()
+        before = parts()
+        with pytest.raises(InvalidRequest, match="max_shard_bytes must be from 1, got 0"):
+            feed.save(tmp_path, max_shard_bytes=0)
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(InvalidRequest, match=r"has a model.safetensors, which would be loaded in place of"):
+            feed.save(tmp_path, max_shard_bytes=4000)
+        assert parts() - {"model.safetensors"} == before
+
+
 def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: str) -> None:
     with ps.subscribe(shared.address, job) as feed:
         until(lambda: isinstance(feed.trouble, NotFound), "the trouble")
@@ -313,6 +402,12 @@ def test_a_feed_may_come_before_the_job_and_ends_with_it(shared: Cluster, job: s
         until(lambda: feed.ended, "the end")
         with pytest.raises(NotFound, match=r"has ended at version 1"):
             feed.wait_for(2)
+        model = feed.load(Model())
+        feed._subscription._told = 5  # an update that was told of, and came into no edition
+        with pytest.raises(NotFound, match=r"has ended: version 1 is the newest there is, and 4 updates older than"):
+            feed.reading(model, max_behind=3).__enter__()
+        with feed.reading(model, max_behind=4) as version:
+            assert version == 1
         assert [each.version for each in feed] == [1], "the newest stays"
         assert trainer.has(edition.state_dict(), 1)
 
@@ -426,6 +521,79 @@ def test_a_feed_that_is_closed_says_so_where_newer_weights_are_asked_for(
             assert version == 1
     with feed.reading(model) as version:
         assert version == 1, "what was there stays"
+
+
+def test_coroutines_read_as_threads_do(shared: Cluster, job: str, trainer: Trainer) -> None:
+    async def follow() -> tuple[list[int], list[int]]:
+        seen: list[int] = []
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+
+            async def iterate() -> None:
+                async for edition in feed:
+                    assert trainer.has(edition.state_dict(), edition.version)
+                    seen.append(edition.version)
+
+            task = asyncio.create_task(iterate())
+            await asyncio.to_thread(trainer.steps, 3)
+            await asyncio.to_thread(feed.wait_for, 3)
+            async with feed.reading_async(model, max_behind=0) as version:
+                before = model.first.weight
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 4)
+                assert model.first.weight is before
+            versions = [version, await _read(feed, model)]
+            await asyncio.to_thread(until, lambda: seen[-1] == 4)
+        await task
+        return seen, versions
+
+    async def _read(feed: ps.WeightFeed, model: Model) -> int:
+        async with feed.reading_async(model, max_behind=0) as version:
+            assert torch.equal(model.first.weight, trainer.past[version]["first.weight"])
+            return version
+
+    async def told() -> None:
+        async with ps.subscribe(shared.address, job, parameters=["nonsense"]) as feed:
+            async for _ in feed:
+                pass
+
+    seen, versions = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 4
+    assert versions == [3, 4]
+    with pytest.raises(InvalidRequest, match="has no parameter nonsense"):
+        asyncio.run(asyncio.wait_for(told(), 60))
+
+
+def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_no_reader(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    async def follow() -> int:
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+            entered = asyncio.Event()
+
+            async def read() -> None:
+                async with feed.reading_async(model, max_behind=0):
+                    entered.set()
+
+            with feed.reading(model):  # which keeps `read` waiting, in its thread
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 1)
+                waiting = asyncio.create_task(read())
+                loaded = feed._models[model]
+                await asyncio.to_thread(until, lambda: loaded.changed._waiters)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            await asyncio.to_thread(trainer.step)
+            await asyncio.to_thread(feed.wait_for, 2)
+            await asyncio.to_thread(until, lambda: loaded.readers == 0)
+            assert not entered.is_set()
+            async with feed.reading_async(model, max_behind=0) as version:
+                return version
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60)) == 2
 
 
 def test_a_model_without_memory_is_refused(shared: Cluster, job: str, trainer: Trainer) -> None:

@@ -211,7 +211,7 @@ def test_end_ends_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPat
 COMMANDS = [
     *(
         ("ps-server", command, "--help")
-        for command in ("up", "coordinator", "shard", "status", "page", "health", "end")
+        for command in ("up", "coordinator", "shard", "status", "page", "health", "end", "relay")
     ),
     ("ps-server", "up", "--help-limits"),
     ("ps-worker", "run", "--help"),

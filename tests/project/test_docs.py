@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import ps_torch
 from ps_server.config import ADVERTISE, COORDINATOR, HEALTH_PORT, INDEX, MAX_SHARD_RESTARTS, SHARD_START_TIMEOUT, SHARDS
 from ps_server.config import SETTINGS as SERVER_SETTINGS
+from ps_server.relay_config import RELAY
 from ps_server.storage.export import export
 from ps_worker.cli import LAUNCH_SETTINGS
 from ps_worker.config import SETTINGS as WORKER_SETTINGS
@@ -63,7 +65,8 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
     shared: Cluster, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = {name: text for name, text in _examples().items() if name not in ("connect", "session.prepare")}
+    elsewhere = {"connect", "session.prepare", *FEED_EXAMPLES}
+    examples = {name: text for name, text in _examples().items() if name not in elsewhere}
     assert len(examples) > 8
     embedding = ps_torch.Embedding(8)
     with shared.connect("sync", job=job) as session:
@@ -74,6 +77,28 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
             exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
         assert session.clock == 1
     assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
+
+
+FEED_EXAMPLES = ("ps_torch.subscribe", "weights.reading", "weights.reading_async", "ps_torch.MadeOf")
+
+
+def test_the_examples_of_feeds_follow_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_JOB", job)
+    with shared.connect("sync", job=job) as session:
+        model = torch.nn.Linear(4, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ps_torch.subscribe(shared.address) as feed:
+            there = {"feed": feed, "model": feed.load(torch.nn.Linear(4, 1)), "question": torch.ones(2, 4)}
+            there |= {"ps_torch": ps_torch, "torch": torch, "asyncio": asyncio, "Model": lambda: torch.nn.Linear(4, 1)}
+            for name in FEED_EXAMPLES:
+                text = _examples()[name].replace("trainer:50051", shared.address)
+                left = dict(there)
+                waited = eval(compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), left)
+                if waited is not None:
+                    asyncio.run(waited)
+                assert name == "ps_torch.MadeOf" or torch.equal(left["answer"], model(torch.ones(2, 4)))
+                if left["feed"] is not feed:
+                    left["feed"].close()
 
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
@@ -87,7 +112,9 @@ def test_the_page_of_settings_has_each_as_it_is_declared() -> None:
         HEALTH_PORT,
         *SERVER_SETTINGS,
     )
-    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS)
+    known = {each.name for each in (*servers, *WORKER_SETTINGS)} - {"token_file"}
+    relays = [each for each in RELAY if each.name not in known]
+    declared = (*servers, *LAUNCH_SETTINGS, *OWN_SERVER_SETTINGS, *WORKER_SETTINGS, *relays)
     rows = [f"| `{each.key}` | {f'`{each.default}`' if each.default else ''} | {each.text} |" for each in declared]
     page = (DOCS / "configuration.md").read_text()
     shown = re.findall(r"^\| `[a-z-]+` \|.*", page.partition("## All settings of servers")[2], re.MULTILINE)
@@ -196,12 +223,3 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(rows) > 40
     assert [row for row in rows if not _is_said(row, texts)] == []
     assert not _is_said("the flux capacitor of shard 3 is empty", texts)
-
-
-def test_the_files_of_the_data_path_are_there() -> None:
-    """Those that a step passes, which the page names by their end after a first one with its folder."""
-    _, _, walk = (DOCS / "data-path.md").read_text().partition("### File by file")
-    named = set(re.findall(r"`([\w/]+\.py)`", walk.partition("\n## ")[0]))
-    assert len(named) > 50
-    there = [path.as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []

@@ -32,6 +32,14 @@ MAY_IMPORT = {
         "ps_runtime",
     },
     "ps_server.coordinator": {"ps_server.core", "ps_server.storage", "ps_server.failpoints", "ps_runtime"},
+    "ps_server.relay": {
+        "ps_server.core",
+        "ps_server.shard.outbox",
+        "ps_server.shard.changes",
+        "ps_server.failpoints",
+        "ps_feed",
+        "ps_runtime",
+    },
     "ps_server.view": {"ps_server.core", "ps_server.coordinator", "ps_runtime"},
     "ps_server.rpc": {
         "ps_server.core",
@@ -39,6 +47,7 @@ MAY_IMPORT = {
         "ps_server.shard",
         "ps_server.coordinator",
         "ps_server.view",
+        "ps_server.relay",
         "ps_server.failpoints",
         "ps_frames",
         "ps_runtime",
@@ -48,16 +57,19 @@ MAY_IMPORT = {
         "ps_server.storage",
         "ps_server.shard",
         "ps_server.coordinator",
+        "ps_server.relay",
         "ps_server.rpc",
         "ps_runtime",
         "ps_tables.sizes",
     },
     "ps_worker.values": set[str](),
+    "ps_worker.group": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
     "ps_worker.tables": {"ps_tables"},
     "ps_worker.model": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.tables",
@@ -66,6 +78,7 @@ MAY_IMPORT = {
     "ps_worker.data": {"ps_worker.values", "ps_worker.metrics"},
     "ps_worker.cluster": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",
@@ -83,6 +96,7 @@ MAY_IMPORT = {
     },
     "ps_worker.strategies": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",
@@ -99,7 +113,14 @@ MAY_IMPORT = {
 
 # By module of the world: the rooms and files that may import it.
 ONLY_IN = {
-    "grpc": {"ps_runtime", "ps_server.rpc", "ps_server.server", "ps_worker.cluster", "ps_feed.shard"},
+    "grpc": {
+        "ps_runtime",
+        "ps_server.rpc",
+        "ps_server.server",
+        "ps_server.relay_server",
+        "ps_worker.cluster",
+        "ps_feed.shard",
+    },
     "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {
         "ps_protocol.convert",

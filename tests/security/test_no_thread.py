@@ -29,10 +29,13 @@ from ps_launch.one_server import OneServer
 from ps_protocol.errors import NotShared, TryLater
 from ps_runtime.arrivals import Arrivals, HostLimits
 from ps_runtime.background import Background
+from ps_runtime.credentials import PLAINTEXT
 from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.retry import Peer
 from ps_runtime.web import serve
 from ps_server.core.limits import Limits
+from ps_server.relay.relayed import Relayed
+from ps_server.relay.upstream import Upstream
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits
 from ps_server.rpc.registration import ShardRegistration
@@ -207,18 +210,28 @@ def lifeline(_: Path) -> None:
     at_start(lambda: Lifeline(0, lambda: None))
 
 
+def upstream(_: Path) -> None:
+    at_start(lambda: Upstream("127.0.0.1:1", PLAINTEXT))
+
+
+def relayed(_: Path) -> None:
+    at_start(lambda: Relayed(SimpleNamespace()))  # type: ignore[arg-type]
+
+
 HERE: dict[str, Callable[[Path], None]] = {
     "ps_runtime/background.py Background.repeat": repeated,
     "ps_runtime/background.py Background.run": run_later,
     "ps_runtime/background.py Background.later": run_after_a_while,
     "ps_runtime/background.py Background.apart": run_apart,
-    "ps_runtime/web.py serve": sites,
+    "ps_runtime/web.py run_server": sites,
+    "ps_server/relay/upstream.py Upstream.__init__": upstream,
+    "ps_server/relay/relayed.py Relayed.__init__": relayed,
     "ps_server/rpc/registration.py ShardRegistration.__init__": registration,
     "ps_server/rpc/call_limits.py CallLimits.__init__": slow_peers,
     "ps_frames/listener.py Handshakes.__init__": handshakes,
     "ps_server/storage/lease.py Lease.__init__": lease,
     "ps_server/shard/threads.py OwnThreads.repeat": notices,
-    "ps_runtime/daemon_pool.py DaemonPool.__init__": pools_of_a_session,
+    "ps_runtime/daemon_pool.py DaemonPool._add_thread": pools_of_a_session,
     "ps_frames/client.py ClientConnection.__init__": data_connection,
     "ps_frames/client.py DataLink.current": data_link,
     "ps_worker/cluster/local_segment.py LocalSegment.__init__": segments,

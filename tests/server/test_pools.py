@@ -14,6 +14,7 @@ import torch
 
 from ps_protocol.errors import TryLater
 from ps_runtime.background import Background
+from ps_runtime.daemon_pool import DaemonPool
 from ps_runtime.pools import FairPool, Pool
 from ps_server.shard.threads import OwnThreads
 from tests.tools.cluster import Cluster
@@ -129,6 +130,35 @@ def test_tasks_of_one_source_that_take_long_or_are_many_keep_those_of_no_other_w
     end.set()
     assert [done.get(timeout=SECONDS) for _ in range(4)] == [f"slow {number}" for number in range(4)]
     pool.stop()
+
+
+def test_a_pool_of_daemon_threads_has_as_many_as_there_were_calls_at_a_time() -> None:
+    """A worker of many shards has a pool with a place for each, and mostly needs one."""
+    pool, end = DaemonPool(3, "pull"), threading.Event()
+    for number in range(20):
+        assert pool.submit(lambda number=number: number).result(SECONDS) == number  # type: ignore[misc]
+    assert len(pool.threads) == 1
+    waiting = [pool.submit(lambda: end.wait(SECONDS)) for _ in range(2)]
+    assert pool.submit(int).result(SECONDS) == 0, "a third thread carried it out"
+    queued = [pool.submit(lambda: end.wait(SECONDS)) for _ in range(4)]
+    assert len(pool.threads) == 3
+    end.set()
+    assert all(future.result(SECONDS) for future in (*waiting, *queued))
+    pool.close()
+    pool.join()
+    assert not any(thread.is_alive() for thread in pool.threads)
+
+
+def test_a_pool_of_daemon_threads_that_gets_no_more_does_its_work_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, end = DaemonPool(3, "pull"), threading.Event()
+    refused = refuse_threads(monkeypatch, {"pull"})
+    first, second = pool.submit(lambda: end.wait(SECONDS)), pool.submit(int)
+    assert refused.get(timeout=SECONDS) == "pull"
+    end.set()
+    assert first.result(SECONDS)
+    assert second.result(SECONDS) == 0
+    pool.close()
+    pool.join()
 
 
 def test_no_server_has_a_pool_of_another_kind() -> None:

@@ -14,8 +14,8 @@ from ps_protocol.layout import bucket_layout
 from ps_protocol.messages.data import Notice, PullCall, PushCall, PushedBucket, PushKind
 from ps_protocol.segment_layout import SegmentMap, segment_plan
 from ps_runtime.settings import DEFAULT_SHARED_DIRECTORY
+from ps_server.shard.outbox import Answer
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Answer
 from ps_worker.cluster.local_segment import LocalSegment
 from tests.tools.outbox import Answers
 from tests.tools.partitions import job_spec, lone_shard, payload, push

@@ -21,11 +21,11 @@ from ps_protocol.messages.rows import FeedPart, RowPushKind, RowsPush, RowsWatch
 from ps_protocol.modes import Consistency
 from ps_protocol.tables import Initializer, JobTable, TableSpec
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Lent
 from ps_server.shard.pulls import MESSAGE_BYTES
 from ps_server.shard.row_feeds import SIGN_OF_LIFE_SECONDS, RowCursor, row_cursor
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Lent
 
 DIM = 64
 SPEC = JobSpec(

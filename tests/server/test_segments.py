@@ -30,8 +30,9 @@ from ps_runtime import local_sockets
 from ps_runtime.memory import free_bytes
 from ps_server.shard import segments
 from ps_server.shard.hosted_job import HostedJob
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.segments import attach
-from ps_server.shard.waiting import Outbox, Pull
+from ps_server.shard.waiting import Pull
 from ps_worker.cluster import shared_memory
 from ps_worker.cluster.local_segment import LocalSegment
 from ps_worker.model.buffers import FlatBuffers

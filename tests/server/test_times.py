@@ -8,8 +8,8 @@ import pytest
 
 from ps_protocol.identity import Identity
 from ps_protocol.messages.data import BucketTimes, Notice, PullCall, PulledBucket
+from ps_server.shard.outbox import Outbox
 from ps_server.shard.shard import Shard
-from ps_server.shard.waiting import Outbox
 from tests.tools.partitions import lone_shard, push
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ps_protocol.errors import PSError, TryLater
 from ps_protocol.messages.data import PulledBucket
 from ps_protocol.messages.rows import PulledRows, PulledTable
-from ps_server.shard.waiting import Answer, Lent, Outbox
+from ps_server.shard.outbox import Answer, Lent, Outbox
 from tests.simulation.processes import Host
 from tests.simulation.world import Task, World
 

@@ -27,9 +27,9 @@ from ps_server.core.data_commits import Committed
 from ps_server.core.membership import JoinedMember
 from ps_server.core.snapshot import ShardSnapshot
 from ps_server.shard.metrics import ShardMetrics
+from ps_server.shard.outbox import Answer, Lent, Outbox
 from ps_server.shard.shard import Shard
 from ps_server.shard.threads import NoThreads
-from ps_server.shard.waiting import Answer, Lent, Outbox
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.disk import Disk
 from ps_server.storage.manifest import Manifest

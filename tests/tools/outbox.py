@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ps_protocol.errors import PSError
-from ps_server.shard.waiting import Answer, Lent, Outbox
+from ps_server.shard.outbox import Answer, Lent, Outbox
 
 
 class Answers(Outbox):

@@ -18,7 +18,7 @@ from ps_protocol.messages.data import BucketPush
 from ps_protocol.v1.data_pb2 import PushRequest
 from ps_runtime.daemon_pool import Closed
 from ps_worker.cluster.calls import DATA_SERVICE, ShardCalls
-from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers
+from ps_worker.cluster.network import PUSHES_IN_FLIGHT, PUSHES_TO_ONE_SHARD, NetworkTransport, network_pushers, pullers
 from ps_worker.cluster.shared_memory import SharedTransport
 from ps_worker.model.flat import FlatModel
 from ps_worker.timeline.recording import Timeline
@@ -57,13 +57,13 @@ class Peer:
 def peers(count: int) -> Iterator[list[tuple[Peer, NetworkTransport]]]:
     """Peers, each with one worker's way to it."""
     with ExitStack() as stack:
-        pool = stack.enter_context(closing(network_pushers(count)))
+        pools = [stack.enter_context(closing(pool)) for pool in (network_pushers(count), pullers(count))]
         made = []
         for index in range(count):
             peer = Peer()
             calls = ShardCalls(index, peer.address, 20.0)
             transport = NetworkTransport(
-                calls, WHO, cast(FlatModel, None), pool, Timeline()
+                calls, WHO, cast(FlatModel, None), *pools, Timeline()
             )  # empty pushes look at no gradient
             stack.enter_context(closing(transport))
             stack.callback(peer.stop)
@@ -123,10 +123,11 @@ class CopiedGradients:
 @pytest.fixture
 def shared() -> Iterator[tuple[Peer, CopiedGradients, SharedTransport]]:
     peer, flat = Peer(), CopiedGradients()
-    way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat), Timeline())
-    yield peer, flat, way
-    peer.stop()
-    way.close()
+    with closing(pullers(1)) as pool:
+        way = SharedTransport(ShardCalls(0, peer.address, 20.0), WHO, cast(FlatModel, flat), pool, Timeline())
+        yield peer, flat, way
+        peer.stop()
+        way.close()
 
 
 def full_push(index: int, clock: int = 1) -> BucketPush:

@@ -1,0 +1,301 @@
+"""One job in one wire format: what a relay has of it, and who reads that.
+
+The last `MOST` editions are kept, and the newest is sent to whoever asks for its version or a lower one. Where both are
+being read, a newer one waits until one of them is given back; readers that are so slow that they hold one up for
+`HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
+one that is being received; and what changed between some of these, which takes as much as one more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from ps_feed.edition import EditionArrays
+from ps_feed.subscription import Subscription
+from ps_protocol.errors import InvalidRequest, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
+from ps_protocol.messages.editions import EditionCall, WeightsHere
+from ps_runtime.background import guarded
+from ps_runtime.memory import free_bytes
+from ps_server.relay.kept import KeptEdition, Reader
+from ps_server.relay.sending import RelaySender
+from ps_server.shard.changes import BucketChanges
+from ps_server.shard.outbox import Outbox
+
+MOST = 2
+HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace
+
+
+class FollowedJob:
+    """Follows a job until `close`. Methods may be called from any thread.
+
+    subscribe: begins to follow it, given what to call when there is something new
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wire: str,
+        subscribe: Callable[[Callable[[], None]], Subscription],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.wire = name, wire
+        self.asked = clock()  # when somebody asked for it last
+        self.sent_bytes = self.sent_elements = 0  # of changes, what they stand for
+        self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
+        self._changes: dict[int, BucketChanges] = {}
+        self.ended_at: float | None = None  # when the job was known to have ended
+        self._subscribe, self._clock = subscribe, clock
+        self._kept: list[KeptEdition] = []  # the oldest first
+        self._pending: EditionArrays | None = None  # waits until there is room among those
+        self._waiting: set[RelaySender] = set()
+        self._lock = threading.Lock()
+        self._has_news = threading.Condition(self._lock)
+        self._subscription = subscribe(self._told)
+        self._told()  # what it told before it was known here
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> int:
+        """The highest version that is known of."""
+        return self._subscription.latest
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended: no edition comes after the newest."""
+        return self.ended_at is not None
+
+    @property
+    def trouble(self) -> PSError | None:
+        """What keeps editions from arriving; None: no error is known."""
+        return self._subscription.trouble
+
+    @property
+    def newest(self) -> KeptEdition | None:
+        """The newest edition; None: there was none yet."""
+        kept = self._kept
+        return kept[-1] if kept else None
+
+    def kept(self) -> list[KeptEdition]:
+        """Returns the editions that are kept, the oldest first."""
+        with self._lock:
+            return list(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all editions that are kept or wait."""
+        with self._lock:
+            kept = sum(each.nbytes for each in self._kept)
+            return kept + (sum(each.nbytes for each in self._pending.spaces.values()) if self._pending else 0)
+
+    def callers(self) -> list[str]:
+        """Returns the principal of each that reads it."""
+        with self._lock:
+            readers = {reader for kept in self._kept for reader in kept.readers}
+            return [each.caller for each in (*self._waiting, *readers)]
+
+    def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
+        """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.
+
+        run: empty: the one that goes on; one that has ended is there for those who name it
+        """
+        kept = self._there(run)
+        if self.ended and not run:
+            raise NotFound(f"job {self.name!r} has ended at version {kept.arrays.version}")
+        edition, contents = kept.arrays, kept.arrays.contents
+        is_last = self.ended and self._pending is None
+        return WeightsHere(
+            edition.run,
+            edition.version,
+            edition.version if is_last else max(edition.version, self.latest),
+            edition.timeline,
+            1,
+            tuple(sorted(contents.buckets)),
+            contents.spec.consistency.has_one_version,
+            tuple(each.arrays.version for each in list(self._kept)),
+            contents.spec if with_spec else None,
+            is_last,
+            kept.age(),
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Waits until there is an edition, for so long at most."""
+        with self._has_news:
+            self._has_news.wait_for(lambda: bool(self._kept) or self.ended, seconds)
+
+    # -- readers -------------------------------------------------------------------------------------------------------
+
+    def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
+        """Sends an edition of at least a version on the outbox, now or when it is there. Returns at once.
+
+        Raises what `describe` does, InvalidRequest or OutOfOrder.
+        """
+        kept = self._there(call.run)
+        unknown = [index for index in call.buckets if index not in kept.arrays.contents.buckets]
+        if unknown:
+            raise InvalidRequest(f"job {self.name!r} has no bucket {unknown[0]}")
+        if call.timeline != kept.arrays.timeline:
+            raise OutOfOrder(f"job {self.name!r} is on timeline {kept.arrays.timeline}, and not on {call.timeline}")
+        wanted = call.buckets or tuple(kept.arrays.contents.buckets)
+        sender = RelaySender(self, kept.series, call.version, wanted, call.bases, outbox, caller, self._clock())
+        with self._lock:
+            self._waiting.add(sender)
+        self._promote()
+        outbox.on_close(sender.forget)
+
+    def hold(self, reader: Reader, fits: Callable[[KeptEdition], bool]) -> KeptEdition | None:
+        """Returns the newest edition that fits, for a reader until `leave`; None: there is none."""
+        with self._lock:
+            kept = next((each for each in reversed(self._kept) if fits(each)), None)
+            if kept is not None:
+                kept.readers.add(reader)
+            return kept
+
+    def leave(self, reader: Reader) -> None:
+        """Forgets a reader: it has what it wanted, or is gone."""
+        with self._lock:
+            self._waiting = {each for each in self._waiting if each is not reader}
+            for kept in self._kept:
+                kept.readers.discard(reader)
+        self._promote()
+
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that readers were sent, and those of the elements that they stand for."""
+        with self._lock:
+            self.sent_bytes += size
+            self.sent_elements += whole
+
+    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
+        """Returns what changed in a bucket since a version on the same timeline; None: it is to be sent whole."""
+        contents = kept.arrays.contents
+        with self._lock:
+            if self._changes_of != kept.series:
+                self._changes_of, self._changes = kept.series, {}
+            changes = self._changes.get(index)
+            if changes is None:
+                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), _has_room)
+            copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
+        return changes.between(base, kept.bucket(index), copies)
+
+    # -- editions ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Sends signs of life, and takes editions away from readers that hold up others. For one thread."""
+        newest, subscription = self.newest, self._subscription
+        if newest is not None and subscription.edition is newest.arrays:
+            newest.equal = max(newest.equal, now - subscription.age)
+        self._promote()
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in waiting:
+            each.tick(now, 0.0 if newest is None else newest.age())
+
+    def follow_again(self) -> None:
+        """Follows another run of the job: the one before has ended."""
+        before, self._subscription = self._subscription, self._subscribe(self._told)
+        before.close(0)
+        self._told()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._subscription.close(0)
+        error = TryLater(f"job {self.name!r} is not followed here any more")
+        with self._lock:
+            readers: set[Reader] = {reader for kept in self._kept for reader in kept.readers} | self._waiting
+            self._kept, self._pending, self._waiting = [], None, set()
+        _end(dict.fromkeys(readers, error))
+
+    def _there(self, run: str) -> KeptEdition:
+        """Returns the newest edition. Raises TryLater where there is none of that run; NotFound if it is over."""
+        kept = self.newest
+        if kept is None:
+            if isinstance(self.trouble, NotFound):
+                raise anew(self.trouble)
+            why = f": {self.trouble}" if self.trouble else ""
+            raise TryLater(f"this relay has no whole edition of job {self.name!r} yet{why}")
+        if run and run != kept.arrays.run:
+            if run < kept.arrays.run:
+                raise RunEnded(f"run {run} of job {self.name!r} has ended")
+            raise TryLater(f"this relay has no edition of run {run} of job {self.name!r} yet")
+        return kept
+
+    def _told(self) -> None:
+        """Takes what is new of the subscription, whose thread calls this."""
+        subscription: Subscription | None = getattr(self, "_subscription", None)
+        if subscription is None:  # it is being made
+            return
+        edition = subscription.edition
+        with self._lock:
+            self.ended_at = self._clock() if subscription.ended else None
+            newest = self._pending or (self._kept[-1].arrays if self._kept else None)
+            if edition is not None and edition is not newest:
+                self._pending = edition
+        self._promote()
+
+    def _promote(self) -> None:
+        """Has the edition that waits be the newest, where there is room; and answers those who wait for it."""
+        lost: set[Reader] = set()
+        with self._lock:
+            if self._pending is not None and self._has_room(lost):
+                now = self._clock()
+                if self._kept:
+                    self._kept[-1].replaced = now
+                self._kept.append(KeptEdition(self._pending, now - self._subscription.age, self._clock))
+                self._pending = None
+            newest, served = self.newest, set[RelaySender]()
+            refused: dict[Reader, PSError] = {}
+            if newest is not None:
+                for sender in self._waiting:
+                    error = self._refusal(sender, newest)
+                    if error is not None:
+                        refused[sender] = error
+                    elif sender.version <= newest.arrays.version:
+                        served.add(sender)
+                newest.readers |= served
+            self._waiting -= served | refused.keys()
+            self._has_news.notify_all()
+        _end({each: TryLater("this edition was given up for a newer one: it was not read in time") for each in lost})
+        _end(refused)
+        if newest is not None:
+            for sender in served:
+                guarded("relay", partial(sender.send, newest))
+
+    def _refusal(self, sender: RelaySender, newest: KeptEdition) -> PSError | None:
+        """Returns why a reader that waits will never get what it wants; None: it may."""
+        (run, _), edition = sender.series, newest.arrays
+        if run != edition.run:
+            return RunEnded(f"run {run} of job {self.name!r} has ended")
+        if sender.series != newest.series:
+            return OutOfOrder(f"job {self.name!r} was rolled back: it is on timeline {edition.timeline}")
+        if self.ended and sender.version > edition.version:
+            return NotFound(f"job {self.name!r} has ended at version {edition.version}")
+        return None
+
+    def _has_room(self, lost: set[Reader]) -> bool:
+        """Whether another edition may be kept, once one that nobody reads has gone. The caller holds the lock.
+
+        lost: gets those whose edition was taken away
+        """
+        if len(self._kept) < MOST:
+            return True
+        gone = next((each for each in self._kept if not each.readers), None)
+        oldest = self._kept[0]
+        if gone is None and oldest.replaced is not None and self._clock() - oldest.replaced > HELD_SECONDS:
+            gone = oldest
+            lost |= oldest.readers
+        if gone is not None:
+            self._kept.remove(gone)
+        return gone is not None
+
+
+def _has_room(size: int) -> bool:
+    free = free_bytes()
+    return free is None or size < free
+
+
+def _end(readers: Mapping[Reader, PSError]) -> None:
+    for reader, error in readers.items():
+        guarded("relay", partial(reader.end, anew(error)))

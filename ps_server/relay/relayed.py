@@ -1,0 +1,160 @@
+"""The jobs of a relay: each is followed while somebody reads it, and for a while after that; some always."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+
+from ps_feed.subscription import WIRES, Subscription
+from ps_protocol.errors import InvalidRequest, NotFound, PSError
+from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
+from ps_runtime.background import guarded, start
+from ps_server.core.limits import check_feeds
+from ps_server.relay.followed import FollowedJob
+from ps_server.relay.upstream import Upstream
+from ps_server.shard.outbox import Outbox
+
+IDLE_SECONDS = 60.0  # for which a job is followed after somebody has asked for it
+TICK_SECONDS = 0.1
+
+
+class Relayed:
+    """All jobs of a relay. Methods may be called from any thread.
+
+    named:  jobs that are followed always, each in a wire format
+    every, period: updates, and seconds, between two editions, at least
+    limit:  feeds of one job; of one principal half as many
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        named: Collection[tuple[str, str]] = (),
+        every: int = 1,
+        period: float = 0.0,
+        limit: float = math.inf,
+    ) -> None:
+        self.upstream = upstream
+        self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
+        self._followed: dict[tuple[str, str], FollowedJob] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        for each in sorted(self._named):
+            self._followed[each] = self._follow(*each)
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        start(self._thread)
+
+    def jobs(self) -> list[str]:
+        """Returns the names of the jobs that can be followed here."""
+        with self._lock:
+            names = {each.name for each in self._followed.values() if not each.ended and each.newest is not None}
+        with contextlib.suppress(PSError):
+            names |= self.upstream.jobs() - self._ended()
+        return sorted(names)
+
+    def followed(self) -> list[FollowedJob]:
+        """Returns what is followed now, by name."""
+        with self._lock:
+            return [self._followed[each] for each in sorted(self._followed)]
+
+    def is_ready(self) -> bool:
+        """Whether there is an edition of each job that is followed always."""
+        with self._lock:
+            return all(self._followed[each].newest is not None for each in self._named)
+
+    def get(self, name: str, wire: str) -> FollowedJob:
+        """Returns a job, which is followed from now on.
+
+        Raises NotFound where the upstream has no such job, InvalidRequest for a wire format that is none of an edition,
+        TryLater or others where the upstream does not answer.
+        """
+        if wire not in WIRES:
+            raise InvalidRequest(f"an edition travels in {', '.join(WIRES)}, not in {wire}")
+        found = self._followed.get((name, wire))
+        if found is None or found.ended:
+            self._look_for(name, found)
+            with self._lock:
+                found = self._followed.get((name, wire))
+                if found is None:
+                    found = self._followed[name, wire] = self._follow(name, wire)
+        found.asked = time.monotonic()
+        return found
+
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
+        """Returns what there is of a job's weights. Raises what `get` and FollowedJob.describe do."""
+        return self.get(asked.job, asked.wire).describe(asked.with_spec, asked.run)
+
+    def pull(self, call: EditionCall, outbox: Outbox, caller: str) -> None:
+        """Sends an edition on the outbox, and ends it. Returns at once.
+
+        Raises what `get` and FollowedJob.pull do, or LimitExceeded.
+        """
+        job = self.get(call.job, call.wire)
+        self.check_feeds(call.job, caller)
+        job.pull(call, outbox, caller)
+
+    def check_feeds(self, name: str, caller: str) -> None:
+        """Raises LimitExceeded where a caller may not begin another feed of a job."""
+        callers = [each for job in self.followed() if job.name == name for each in job.callers()]
+        check_feeds(name, callers, caller, self._limit)
+
+    def stop(self) -> None:
+        """Ends it, and what is followed."""
+        self._stopping.set()
+        self._thread.join()
+        for each in self.followed():
+            each.close()
+        self.upstream.stop()
+
+    def _follow(self, name: str, wire: str) -> FollowedJob:
+        def subscribe(told: Callable[[], None]) -> Subscription:
+            return Subscription(
+                *(self.upstream.servers, name),
+                every=self._every,
+                wire=wire,
+                period=self._period,
+                access=self.upstream.access,
+                told=told,
+            )
+
+        return FollowedJob(name, wire, subscribe)
+
+    def _look_for(self, name: str, before: FollowedJob | None) -> None:
+        """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""
+        if before is None:
+            if name not in self.upstream.jobs():
+                raise NotFound(f"no job {name!r} at {self.upstream.servers}")
+        elif self._is_there_again(before):
+            before.follow_again()
+
+    def _is_there_again(self, job: FollowedJob) -> bool:
+        """Whether another run has the name of a job that has ended, as far as the upstream has told since."""
+        with contextlib.suppress(PSError):
+            return job.name in self.upstream.jobs() and self.upstream.looked > (job.ended_at or 0.0)
+        return False
+
+    def _ended(self) -> set[str]:
+        with self._lock:
+            return {each.name for each in self._followed.values() if each.ended}
+
+    def _run(self) -> None:
+        while not self._stopping.wait(TICK_SECONDS):
+            guarded("relay", self._tick)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for job in self.followed():
+            guarded("relay", partial(job.tick, now))
+            key = job.name, job.wire
+            if key in self._named:
+                if job.ended and self._is_there_again(job):
+                    job.follow_again()
+            elif now - job.asked > IDLE_SECONDS and not job.callers():
+                with self._lock:
+                    self._followed.pop(key, None)
+                job.close()

@@ -1,0 +1,117 @@
+"""One reader that gets one edition from a relay, bucket after bucket.
+
+A message is made when the one before has left, from the edition's own memory: a reader takes the memory of one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from ps_protocol.errors import PSError, anew
+from ps_protocol.messages.editions import EditionBegin, EditionPart
+from ps_server.failpoints import failpoint
+from ps_server.relay.kept import KeptEdition
+from ps_server.shard.outbox import Lent, Outbox
+
+SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
+
+
+class FollowedSource(Protocol):
+    """What a reader is told of the job while it is sent an edition, and where it leaves again."""
+
+    @property
+    def latest(self) -> int:
+        """The highest version that is known of."""
+
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+
+    def change(self, kept: KeptEdition, index: int, base: int) -> bytes | None:
+        """Returns what changed in a bucket since a version; None: it is to be sent whole."""
+
+    def leave(self, reader: RelaySender) -> None:
+        """Forgets a reader."""
+
+
+class RelaySender:
+    """One reader, until its stream is over.
+
+    series:  the run and the timeline that it reads
+    version: the lowest that will do
+    buckets: that are wanted, by index
+    bases:   versions that the reader has, by bucket
+    caller:  the principal that reads; empty: nobody in particular
+    """
+
+    def __init__(
+        self,
+        source: FollowedSource,
+        series: tuple[str, int],
+        version: int,
+        buckets: Sequence[int],
+        bases: Mapping[int, int],
+        outbox: Outbox,
+        caller: str,
+        now: float,
+    ) -> None:
+        self.series, self.version, self.caller = series, version, caller
+        self._source, self._outbox, self._bases = source, outbox, bases
+        self._left = sorted(buckets, reverse=True)
+        self._sign_due = now + SIGN_SECONDS
+        self._is_over = False  # an edition is being sent, or an error is told
+        self._lock = threading.Lock()
+
+    def send(self, kept: KeptEdition) -> None:
+        """Sends an edition."""
+        if self._begin():
+            self._outbox.lend(partial(self._head, kept))
+
+    def end(self, error: PSError) -> None:
+        """Ends the stream with an error, also amid an edition."""
+        with self._lock:
+            self._is_over = True
+        self._outbox.fail(anew(error))
+
+    def tick(self, now: float, age: float) -> None:
+        """Sends a sign of life where it is time to. For one thread. age: of the newest edition"""
+        if not self._is_over and now >= self._sign_due:
+            self._sign_due = now + SIGN_SECONDS
+            self._outbox.tell(EditionPart(self._source.latest, age=age))
+
+    def forget(self) -> None:
+        """Leaves: the stream is over."""
+        self._source.leave(self)
+
+    def _begin(self) -> bool:
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+        return not was_over
+
+    @contextlib.contextmanager
+    def _head(self, kept: KeptEdition) -> Iterator[Lent]:
+        edition = kept.arrays
+        begin = EditionBegin(edition.version, edition.timeline, len(self._left))
+        yield Lent(EditionPart(self._source.latest, begin, age=kept.age()), None)
+        self._lend_next(kept)
+
+    def _lend_next(self, kept: KeptEdition) -> None:
+        if self._left:
+            self._outbox.lend(partial(self._bucket, kept, self._left.pop()))
+        else:
+            self._outbox.finish()
+
+    @contextlib.contextmanager
+    def _bucket(self, kept: KeptEdition, index: int) -> Iterator[Lent]:
+        failpoint("edition-half-relayed")
+        sent, base = kept.bucket(index), self._bases.get(index)
+        size = len(sent.payload)
+        change = None if base is None else self._source.change(kept, index, base)
+        if change is not None:
+            sent = sent._replace(payload=change, base=base)
+        yield Lent(EditionPart(self._source.latest, bucket=sent, age=kept.age()), None)
+        self._source.sent(len(sent.payload), size)
+        self._lend_next(kept)

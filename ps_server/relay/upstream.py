@@ -1,0 +1,93 @@
+"""Where a relay gets its editions from: the servers of a cluster, or other relays. Knows which jobs are there."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ps_feed.shard import cluster
+from ps_protocol.errors import PSError, TryLater, anew
+from ps_runtime.background import guarded, start
+from ps_runtime.credentials import Access
+
+FRESH_SECONDS = 1.0  # between two looks at which jobs there are
+ASKED_SECONDS = 10.0  # for which it looks after somebody has asked
+FIRST_LOOK_SECONDS = 2.0  # for which who asks first waits
+
+
+class Upstream:
+    """Looks which jobs there are while somebody asks for jobs, in a thread of its own: an upstream that does not answer
+    holds up nobody. Methods may be called from any thread.
+
+    servers: HOST:PORT of each, with a comma between them
+    access:  needs the role of a reader
+    """
+
+    def __init__(self, servers: str, access: Access) -> None:
+        self.servers, self.access = servers, access
+        self._order = servers.split(",")
+        self._jobs: frozenset[str] | None = None  # None: not known yet
+        self._error: PSError | None = None
+        self._asked, self._seen = 0.0, 0.0  # when somebody asked last, and when the last look ended
+        self.looked = 0.0  # when the look began that the jobs are from
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="upstream", daemon=True)
+        start(self._thread)
+
+    @property
+    def trouble(self) -> PSError | None:
+        """Why it did not answer the last time; None: it did, or was not asked."""
+        return self._error
+
+    def jobs(self) -> frozenset[str]:
+        """Returns the jobs that there are, as of a second ago; as of before, where it does not answer.
+
+        Raises TryLater, or why it refuses to say, where that is not known yet.
+        """
+        with self._changed:
+            now = time.monotonic()
+            is_asleep, self._asked = now - self._asked > ASKED_SECONDS, now
+            if is_asleep:
+                self._changed.notify_all()
+            # What was seen before it slept may be long over.
+            self._changed.wait_for(lambda: self._seen > now - ASKED_SECONDS or self._stopping, FIRST_LOOK_SECONDS)
+            if self._jobs is None:
+                raise anew(self._error or TryLater(f"{self.servers} does not answer this relay yet"))
+            return self._jobs
+
+    def stop(self) -> None:
+        """Ends the thread, after the look that is under way."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(FIRST_LOOK_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or time.monotonic() - self._asked <= ASKED_SECONDS)
+            if not self._stopping:
+                guarded("upstream", self._look)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, FRESH_SECONDS)
+
+    def _look(self) -> None:
+        """Asks one, and others where it does not answer."""
+        error: PSError | None = None
+        began = time.monotonic()
+        for server in list(self._order):
+            try:
+                jobs = cluster(server, self.access).jobs
+            except PSError as failed:
+                error = error or failed
+                self._order.append(self._order.pop(0))
+                continue
+            with self._changed:
+                self._jobs, self.looked = jobs, began
+            error = None
+            break
+        with self._changed:
+            self._error = error
+            self._seen = time.monotonic()
+            self._changed.notify_all()

@@ -1,0 +1,132 @@
+"""One relay process: a gRPC port, a metrics port, downloads over HTTP, and behind them the jobs that it follows.
+
+Making a `RelayServer` starts it; `stop` ends every thread. Its edge is that of every server process: callers are
+known by tokens or certificates, have roles and limits, and are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+import grpc
+
+from ps_protocol.messages.envelope import Origin
+from ps_runtime import downloads, web
+from ps_runtime.arrivals import HostLimits
+from ps_runtime.channel import server_options
+from ps_runtime.credentials import Access
+from ps_runtime.downloads import serve_downloads
+from ps_runtime.metrics import process_registry, serve_metrics
+from ps_runtime.pools import Pool
+from ps_server.core.thread_shares import POOLS_OF_EACH
+from ps_server.ops.health_port import HealthPort
+from ps_server.ops.security_gauges import security_gauges
+from ps_server.relay.relayed import Relayed
+from ps_server.relay.upstream import Upstream
+from ps_server.relay_config import RelayConfig
+from ps_server.rpc.auth import Authenticator
+from ps_server.rpc.call_limits import CallLimits, grpc_options
+from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc
+from ps_server.rpc.health import HEALTH_THREADS, add_health
+from ps_server.rpc.interceptor import CallInterceptor
+from ps_server.rpc.own_ports import OwnPorts
+from ps_server.rpc.relay_service import RelayClusterService, RelayFeedService
+from ps_server.rpc.relay_site import RelaySite
+
+log = logging.getLogger("ps_server")
+
+STOP_GRACE_SECONDS = 2.0
+POOLS_OF_A_RELAY = 2
+
+
+class RelayServer:
+    """A running relay. `address`, `metrics_address` and `http_address` are how others reach it.
+
+    Raises InvalidRequest if a port cannot be bound, naming it.
+    """
+
+    def __init__(self, config: RelayConfig) -> None:
+        self._config, server = config, config.server
+        exposed = config.check_exposure()
+        allow_many_files(server.limits.connections)
+        authenticator = Authenticator(server.tokens)
+        token = authenticator.cluster_token if authenticator.is_required else None
+        sites = 1 + (server.health_port is not None)
+        threads = sites * web.MAX_CONNECTIONS + (config.http_port is not None) * downloads.MAX_CONNECTIONS
+        shares = shares_of_threads(server.limits, POOLS_OF_EACH + POOLS_OF_A_RELAY, threads)
+        self.limits = CallLimits(authenticator, server.limits, False, pool=shares.pool)
+        registry, pool = process_registry(), Pool(shares.pool, "control")
+        interceptors = [CallInterceptor(registry, self.limits, pool)]
+        options = server_options() + grpc_options(server.limits)
+        self._grpc = grpc.server(pool, interceptors=interceptors, options=options)
+        port = bind(self._grpc, server.host, server.port, server.tls)
+        self.address = server.advertise or f"{reachable(server.host)}:{port}"
+        upstream = Upstream(config.upstream, config.access(Access(server.tls, token, server.insecure)))
+        self.relayed = Relayed(
+            upstream,
+            named=config.jobs,
+            every=config.every,
+            period=config.period,
+            limit=server.limits.feeds,
+        )
+        feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
+        registry.register(security_gauges(self.limits, exposed, server.tls is not None, authenticator.is_required))
+        hosts = HostLimits(server.limits.connections_of_a_host, server.limits.new_connections)
+        where = server.metrics_host, server.metrics_port
+        metrics_port, stop_metrics = serve_metrics(*where, registry, tls=server.tls, limits=hosts)
+        self.metrics_address = f"{reachable(server.metrics_host)}:{metrics_port}"
+        cluster = RelayClusterService(self.relayed, self.address, self.metrics_address)
+        feeds.register(self._grpc)
+        cluster.register(self._grpc)
+        health_pool = Pool(HEALTH_THREADS, "health")
+        self._health = add_health(self._grpc, health_pool, [feeds.NAME, cluster.NAME])
+        self.http_address, stop_http = self._serve_downloads(hosts)
+        self._stops: list[Callable[[], None]] = [
+            self.relayed.stop,
+            self.limits.stop,
+            stop_metrics,
+            stop_http,
+            health_pool.shutdown,
+        ]
+        self._last_stops: list[Callable[[], None]] = [feeds.stop, pool.shutdown]
+        serving = [self.limits.thread, *start_grpc(self._grpc)]
+        name = self.address.rpartition(":")[0].strip("[]")
+        self.ports = OwnPorts(server.host, port, 0, server.tls, name, serving)
+        self.health_port = self._open_health_port()
+
+    def is_ready(self) -> bool:
+        """Whether it has an edition of each job that it is to follow always."""
+        return self.relayed.is_ready()
+
+    def stop(self) -> None:
+        """Stops admitting calls, and ends every thread."""
+        if self.health_port is not None:
+            self.health_port.is_ending = True
+        self._health.enter_graceful_shutdown()
+        stopped = self._grpc.stop(STOP_GRACE_SECONDS)
+        for stop in self._stops:
+            stop()
+        stopped.wait()
+        for stop in self._last_stops:
+            stop()
+
+    def _serve_downloads(self, hosts: HostLimits) -> tuple[str, Callable[[], None]]:
+        """Returns where downloads are served, and what stops that; an empty address: nowhere."""
+        config, server = self._config, self._config.server
+        if config.http_port is None:
+            return "", lambda: None
+        site, where = RelaySite(self.relayed, self.limits), (config.http_host, config.http_port)
+        stall = server.limits.stall_seconds
+        port, stop = serve_downloads(*where, site.answer, "--http-port", server.tls, hosts, stall)
+        return f"{reachable(config.http_host)}:{port}", stop
+
+    def _open_health_port(self) -> HealthPort | None:
+        server = self._config.server
+        if server.health_port is None:
+            return None
+        why = "this relay has not all of the jobs that it is to follow yet"
+        port = HealthPort(server.host, server.health_port, self.is_ready, self.ports.trouble, why)
+        self._stops.append(port.stop)
+        return port

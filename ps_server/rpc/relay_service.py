@@ -1,0 +1,134 @@
+"""Serves the readers of a relay: editions, and what they ask first. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+
+from ps_protocol.convert import consistency_message, duration
+from ps_protocol.errors import Unsupported
+from ps_protocol.job import JobSpec
+from ps_protocol.messages import editions
+from ps_protocol.messages.envelope import Origin
+from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, feed_pb2, shard_pb2
+from ps_runtime.pools import Pool
+from ps_runtime.version import version
+from ps_server.relay.followed import FollowedJob
+from ps_server.relay.relayed import Relayed
+from ps_server.rpc.call_limits import caller_name, check_job, in_pool, may_see
+from ps_server.rpc.streams import GrpcCall, PullStream, Send
+
+
+class RelayFeedService:
+    """Editions, with identity serializers: protobuf never sees a payload."""
+
+    NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
+
+    def __init__(self, relayed: Relayed, origin: Origin, threads: int) -> None:
+        """threads: of each of its pools"""
+        self._relayed, self._origin = relayed, origin
+        self._senders, self._pool = Pool(threads, "feed"), Pool(threads, "relay")
+        streams = {"WatchRows": self._watch_rows, "PullEdition": self._pull_edition}
+        self._handlers = {
+            name: grpc.unary_stream_rpc_method_handler(in_pool(behaviour, self._pool, non_blocking=True))
+            for name, behaviour in streams.items()
+        } | {"DescribeWeights": grpc.unary_unary_rpc_method_handler(in_pool(self._describe_weights, self._pool))}
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
+
+    def stop(self) -> None:
+        """Ends the threads after what they are doing."""
+        for pool in (self._pool, self._senders):
+            pool.shutdown(wait=True)
+
+    def _watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> NoReturn:
+        raise Unsupported("a relay has no rows of tables: follow them at the servers")
+
+    def _describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        asked = editions.read_weights_asked(request)
+        check_job(asked.job)
+        return editions.write_weights_here(self._origin, self._relayed.describe(asked))
+
+    def _pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+        call = editions.read_edition_call(request)
+        check_job(call.job)
+        write = partial(editions.write_edition_part, self._origin.of(call.run))
+        self._relayed.pull(call, PullStream(send, GrpcCall(context), self._senders, write), caller_name())
+
+
+class RelayClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]
+    """GetStatus, by which a reader finds the shards: this relay is the one.
+
+    address, metrics_address: of this relay
+    """
+
+    NAME = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name
+
+    def __init__(self, relayed: Relayed, address: str, metrics_address: str) -> None:
+        self._relayed = relayed
+        self._about = cluster_pb2.CoordinatorStatus(
+            address=address,
+            metrics_address=metrics_address,
+            pid=os.getpid(),
+            shard_count=1,
+            software_version=version(),
+            upstream=relayed.upstream.servers,
+        )
+        setattr(self, "WatchStatus", in_pool(self._watch_status, None, non_blocking=True))  # noqa: B010
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the methods to a server."""
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server)
+
+    def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        about, visible = self._about, [name for name in self._relayed.jobs() if may_see(name)]
+        followed = [job for job in self._relayed.followed() if may_see(job.name)]
+        specs = {job.name: job.newest.arrays.contents.spec for job in followed if job.newest is not None}
+        shard = cluster_pb2.ShardStatus(
+            index=0,
+            address=about.address,
+            metrics_address=about.metrics_address,
+            pid=about.pid,
+            reachable=True,
+            jobs=[_held(job) for job in followed if job.newest is not None],
+        )
+        jobs = [_job(name, specs.get(name)) for name in visible]
+        return cluster_pb2.GetStatusResponse(coordinator=about, shards=[shard], jobs=jobs)
+
+    def _watch_status(self, request: Any, context: grpc.ServicerContext, send: Send) -> NoReturn:
+        raise Unsupported("a relay is not watched: ask the cluster that it follows")
+
+
+def _job(name: str, spec: JobSpec | None) -> cluster_pb2.JobStatus:
+    message = cluster_pb2.JobStatus(name=name)
+    if spec is not None:
+        message.consistency.CopyFrom(consistency_message(spec.consistency))
+    return message
+
+
+def _held(job: FollowedJob) -> shard_pb2.ShardJobStatus:
+    """Returns what a relay has of a job, in one wire format."""
+    kept = job.newest
+    assert kept is not None
+    edition = kept.arrays
+    return shard_pb2.ShardJobStatus(
+        job=job.name,
+        run=edition.run,
+        bucket_count=len(edition.contents.buckets),
+        parameter_bytes=kept.nbytes,
+        versions=shard_pb2.VersionRange(min_version=edition.version, max_version=max(edition.version, job.latest)),
+        feed=shard_pb2.FeedStatus(
+            reader_count=len(job.callers()),
+            edition_version=edition.version,
+            age_duration=duration(kept.age()),
+            behind=max(0, job.latest - edition.version),
+            size_bytes=job.nbytes,
+            sent_bytes=job.sent_bytes,
+            trouble=str(job.trouble or ""),
+        ),
+    )

@@ -1,0 +1,163 @@
+"""An edition as tensors: a job's weights at one version; as files, and as the tensors of a model with other names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from ps_feed.edition import EditionArrays
+from ps_protocol.errors import InvalidRequest
+from ps_protocol.tensors import element_name, parts_of, tensor_from, whole_of
+
+# The names by which transformers, vLLM and SGLang know a checkpoint.
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Edition:
+    """An unchanging copy of a job's weights.
+
+    Attributes:
+        run: The run of the job, as `ps-server status` shows it.
+        version: The number of updates that all tensors contain. In sync and local modes every tensor contains exactly
+            these; in the other modes it is the lowest number.
+    """
+
+    def __init__(self, arrays: EditionArrays, job: str) -> None:
+        self.arrays, self._job = arrays, job
+        self.run, self.version = arrays.run, arrays.version
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the model's own names, on the CPU. They share the edition's memory: do not write to
+        them."""
+        return {name: self.tensor(name) for name in self.arrays.names() if self._is_saved(name)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor, without a copy: do not write to it. Raises KeyError for a name that it has not."""
+        values, dtype, element = self.arrays.tensor(name)
+        tensor = tensor_from(values.reshape(-1).view("uint8").data, dtype).view(values.shape)
+        return whole_of(tensor, element) if element else tensor
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors, also of those that are in no state_dict."""
+        return list(self.arrays.names())
+
+    def save(self, path: str | Path, max_shard_bytes: int | None = None) -> None:
+        """Writes safetensors with the version, the run and the job in their metadata.
+
+        Without `max_shard_bytes` it writes one file, which appears whole or not at all. Otherwise it writes a directory
+        as `transformers` does: several files and `model.safetensors.index.json`, which is replaced last and names the
+        version's own files. Those that the index before named stay until the next save, so that who has read it can go
+        on.
+
+        Args:
+            path: A file, or with `max_shard_bytes` a directory, which may have other files, such as config.json.
+            max_shard_bytes: The largest size of a file; one with a single larger tensor is larger.
+
+        Raises:
+            InvalidRequest: The directory has a model.safetensors, which would be loaded in place of these files.
+            OSError: As the file system raises it.
+        """
+        tensors = self.state_dict()
+        unknown = {name: each for name, each in tensors.items() if element_name(each.dtype)}
+        about = {"format": "pt", "job": self._job, "run": self.run, "version": str(self.version)}
+        if unknown:
+            about["element_types"] = json.dumps({name: element_name(each.dtype) for name, each in unknown.items()})
+        tensors |= {name: parts_of(each) for name, each in unknown.items()}
+        if max_shard_bytes is None:
+            _write(Path(path), tensors, about)
+        else:
+            _write_shards(Path(path), tensors, about, max_shard_bytes)
+
+    def _is_saved(self, name: str) -> bool:
+        contents = self.arrays.contents
+        return contents.spec.parameters[contents.tensors[name]].is_saved
+
+
+class MadeOf:
+    """A tensor of a model that is made of one or several tensors of the job.
+
+    Args:
+        names: The job's names.
+        make: Returns the model's tensor for the job's tensors, in the order of their names. It must not write to them.
+            None: they are joined along their first dimension.
+
+    Example:
+        names = {
+            "qkv.weight": ps_torch.MadeOf(["q.weight", "k.weight", "v.weight"]),           # fused
+            "up.weight": ps_torch.MadeOf("gate_up.weight", lambda both: both.chunk(2)[1]),  # split
+            "head.weight": ps_torch.MadeOf("embedding.weight", torch.t),                   # transposed
+        }
+    """
+
+    def __init__(self, names: str | Sequence[str], make: Callable[..., torch.Tensor] | None = None) -> None:
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self._make = make
+        if not self.names:
+            raise InvalidRequest("a tensor is made of at least one tensor of the job")
+
+    def tensor(self, edition: Edition) -> torch.Tensor:
+        """Returns the model's tensor. Raises KeyError for a name that the edition has not."""
+        parts = [edition.tensor(name) for name in self.names]
+        if self._make is not None:
+            return self._make(*parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _write(target: Path, tensors: dict[str, torch.Tensor], about: dict[str, str]) -> None:
+    """Writes one file. It appears whole, or not at all."""
+    beside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        safetensors.torch.save_file(tensors, beside, about)
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], about: dict[str, str], most: int) -> None:
+    """Writes files of up to so many bytes, then the index that names them."""
+    if most < 1:
+        raise InvalidRequest(f"max_shard_bytes must be from 1, got {most}")
+    if (folder / _WHOLE).exists():
+        raise InvalidRequest(f"{folder} has a {_WHOLE}, which would be loaded in place of what is written: remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _named_by(folder / _INDEX)
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if parts[-1] and sum(each.nbytes for each in parts[-1].values()) + tensor.nbytes > most:
+            parts.append({})
+        parts[-1][name] = tensor
+    # The run is in the name because another run of the job has other weights at the same version; what follows, because
+    # versions may come again after a rollback, and a file that somebody reads is not written again.
+    stem = f"model-{about['run'][:8]}-{about['version']}-{secrets.token_hex(2)}"
+    files = [f"{stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    total = sum(each.nbytes for each in tensors.values())
+    weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+    beside = folder / f"{_INDEX}.{secrets.token_hex(4)}.tmp"
+    try:
+        for file, part in zip(files, parts, strict=True):
+            _write(folder / file, part, about)
+        beside.write_text(json.dumps({"metadata": {**about, "total_size": total}, "weight_map": weight_map}, indent=2))
+        os.replace(beside, folder / _INDEX)
+    except BaseException:
+        for file in (*files, beside.name):
+            (folder / file).unlink(missing_ok=True)
+        raise
+    for old in folder.glob("model-*-of-*.safetensors"):
+        if old.name not in before and old.name not in files:
+            with contextlib.suppress(FileNotFoundError):  # another process tidies up as well
+                old.unlink()
+
+
+def _named_by(index: Path) -> set[str]:
+    """Returns the files that an index names; none if there is no index."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        return set()

@@ -1,0 +1,278 @@
+"""A relay serves editions over HTTP, as safetensors files: whole, a range, or that nothing has changed."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load
+
+from ps_runtime import downloads
+from ps_runtime.credentials import tls
+from ps_server.config import ServerConfig
+from ps_server.core.limits import DEFAULTS
+from ps_server.ops import dev_certs
+from ps_server.relay_server import RelayServer
+from tests.tools.cluster import Cluster, until
+from tests.tools.followed_trainer import FollowedTrainer, relay
+
+Answer = tuple[int, dict[str, str], bytes]
+SECRET = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
+    with shared.connect("sync", job=job) as session:
+        yield FollowedTrainer(session)
+
+
+@pytest.fixture
+def near(shared: Cluster) -> Iterator[RelayServer]:
+    with relay(shared.address, http_port=0) as running:
+        yield running
+
+
+def ask(near: RelayServer, path: str, method: str = "GET", **headers: str) -> Answer:
+    connection = http.client.HTTPConnection(near.http_address, timeout=30)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+def newest(near: RelayServer, job: str, version: int) -> Answer:
+    def asked() -> Answer | None:
+        answer = ask(near, f"/jobs/{job}/latest.safetensors")
+        return answer if answer[1].get("x-model-version") == str(version) else None
+
+    answer = until(asked, f"version {version}")
+    assert answer is not None
+    return answer
+
+
+def test_the_newest_edition_is_a_file_of_the_weights_to_the_bit(
+    near: RelayServer, job: str, trainer: FollowedTrainer
+) -> None:
+    last = trainer.steps(3)
+    status, headers, body = newest(near, job, last)
+    assert status == 200
+    assert trainer.has(load(body), last)
+    run = near.relayed.followed()[0].describe(False).run
+    assert headers["etag"] == f'"{run}-{last}"'
+    assert (headers["cache-control"], headers["x-model-run"], headers["x-model-behind"]) == ("no-cache", run, "0")
+    status, again, nothing = ask(near, f"/jobs/{job}/latest.safetensors", "HEAD")
+    assert (status, again["content-length"], again["etag"], nothing) == (200, str(len(body)), headers["etag"], b"")
+    narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")[2]
+    assert len(narrow) < len(body)
+
+
+def test_what_has_not_changed_is_not_sent_again(near: RelayServer, job: str, trainer: FollowedTrainer) -> None:
+    _, headers, body = newest(near, job, 0)
+    path, etag = f"/jobs/{job}/latest.safetensors", headers["etag"]
+    for condition in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        status, same, nothing = ask(near, path, if_none_match=condition)
+        assert (status, same["etag"], nothing) == (304, etag, b"")
+        assert "content-length" not in same
+    assert ask(near, path, if_none_match='"other"')[2] == body
+    last = trainer.steps(1)
+    newest(near, job, last)
+    status, later, _ = ask(near, path, if_none_match=etag)
+    assert (status, later["x-model-version"]) == (200, str(last))
+
+
+def test_an_edition_by_its_version_may_change_and_by_its_name_never(
+    near: RelayServer, job: str, trainer: FollowedTrainer
+) -> None:
+    first = newest(near, job, 0)
+    last = trainer.steps(1)
+    second = newest(near, job, last)
+    for _, headers, body in (first, second):
+        name, version = headers["etag"].strip('"'), headers["x-model-version"]
+        status, found, same = ask(near, f"/jobs/{job}/editions/{name}.safetensors")
+        assert (status, found["cache-control"], same) == (200, "max-age=31536000, immutable", body)
+        status, found, same = ask(near, f"/jobs/{job}/editions/{version}.safetensors")
+        assert (status, found["cache-control"], same) == (200, "no-cache", body)
+    status, _, text = ask(near, f"/jobs/{job}/editions/77.safetensors")
+    assert (status, text.decode()) == (404, f"job {job!r} has no edition 77 here: there are 0, {last}\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "start", "end"),
+    [
+        ("bytes=0-9", 206, 0, 10),
+        ("bytes=100-", 206, 100, None),
+        ("bytes=-7", 206, -7, None),
+        ("bytes=5-999999999", 206, 5, None),
+        ("bytes=9-5", 200, 0, None),
+        ("bytes=-", 200, 0, None),
+        ("bytes=0-1,4-5", 200, 0, None),
+        ("lines=0-1", 200, 0, None),
+        ("bytes=999999999-", 416, 0, 0),
+        ("bytes=-0", 416, 0, 0),
+    ],
+)
+def test_a_range_is_that_part_of_the_file(
+    near: RelayServer, job: str, trainer: FollowedTrainer, asked: str, status: int, start: int, end: int | None
+) -> None:
+    _, headers, body = newest(near, job, 0)
+    path = f"/jobs/{job}/latest.safetensors"
+    code, found, part = ask(near, path, range=asked)
+    assert code == status
+    if status == 416:
+        assert found["content-range"] == f"bytes */{len(body)}"
+        return
+    assert part == body[start:end]
+    if status == 206:
+        first = start % len(body)
+        assert found["content-range"] == f"bytes {first}-{first + len(part) - 1}/{len(body)}"
+        assert ask(near, path, range=asked, if_range=headers["etag"])[0] == 206
+        assert ask(near, path, range=asked, if_range='"other"')[2] == body
+
+
+def test_a_job_without_a_whole_edition_is_503_and_one_that_is_not_there_404(near: RelayServer, shared: Cluster) -> None:
+    status, headers, text = ask(near, "/jobs/nothing/latest.safetensors")
+    assert (status, text) == (404, f"no job 'nothing' at {shared.address}\n".encode())
+    assert headers["cache-control"] == "no-store"
+    with relay("127.0.0.1:1", http_port=0) as lost:
+        status, headers, _ = ask(lost, "/jobs/default/latest.safetensors")
+        assert (status, headers["retry-after"]) == (503, "1")
+
+
+def test_a_job_that_has_ended_stays_while_it_is_asked_for(near: RelayServer, shared: Cluster, job: str) -> None:
+    with shared.connect("sync", job=job) as session:
+        trainer = FollowedTrainer(session)
+        last = trainer.steps(2)
+        newest(near, job, last)
+    until(lambda: near.relayed.followed()[0].ended, "the end")
+    assert trainer.has(load(newest(near, job, last)[2]), last)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "said"),
+    [
+        ("/", "GET", 404, "here are /jobs/NAME/latest.safetensors"),
+        ("/jobs/x/../y/latest.safetensors", "GET", 404, "here are"),
+        ("/jobs/x/latest.safetensors?wire=int8", "GET", 400, "an edition travels in float32, bfloat16, float16"),
+        ("/jobs/x/latest.safetensors", "POST", 405, "only to be read"),
+        ("/jobs/x/latest.safetensors?" + "&".join("abcdefghi"), "GET", 400, ""),
+    ],
+)
+def test_what_is_no_download_is_refused(near: RelayServer, path: str, method: str, status: int, said: str) -> None:
+    code, _, text = ask(near, path, method)
+    assert code == status
+    assert said in text.decode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET /jobs/x/latest.safetensors\r\n\r\n",
+        b"GET /jobs/x/latest.safetensors HTTP/2.0\r\n\r\n",
+        b"GET http://127.0.0.1/ HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: other\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n folded\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\nhello",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: 1\r\n" % each for each in range(100)) + b"\r\n",
+        b"GET /" + b"a" * 40_000,
+        b"\xff\xfe\x00\x00\r\n\r\n",
+    ],
+)
+def test_bytes_that_are_no_request_get_one_answer_and_the_end(near: RelayServer, raw: bytes) -> None:
+    host, port = near.http_address.split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(raw)
+        answer = b""
+        while more := connection.recv(65536):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+def test_a_page_of_another_site_cannot_read_the_weights(near: RelayServer, job: str, trainer: FollowedTrainer) -> None:
+    status, _, text = ask(near, f"/jobs/{job}/latest.safetensors", host="evil.example")
+    assert (status, b"for this machine alone" in text) == (403, True)
+
+
+def test_one_connection_asks_again_and_again(near: RelayServer, job: str, trainer: FollowedTrainer) -> None:
+    etag = newest(near, job, 0)[1]["etag"]
+    connection = http.client.HTTPConnection(near.http_address, timeout=30)
+    connection.connect()
+    first = connection.sock
+    for _ in range(20):
+        connection.request("GET", f"/jobs/{job}/latest.safetensors", headers={"If-None-Match": etag})
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (304, b"")
+        assert connection.sock is first
+    connection.close()
+
+
+def test_a_client_that_takes_nothing_is_cut_off_and_one_that_asks_nothing(
+    shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerConfig(limits=replace(DEFAULTS, stall_seconds=1.0))
+    with shared.connect("sync", job=job) as session, relay(shared.address, server, http_port=0) as near:
+        FollowedTrainer(session, bucket_bytes=2**20, width=400_000)  # 64 MB: more than sockets hold
+        newest(near, job, 0)
+        followed = near.relayed.followed()[0]
+        monkeypatch.setattr(downloads, "IDLE_SECONDS", 0.3)
+        host, port = near.http_address.split(":")
+        with socket.create_connection((host, int(port)), 60) as idle:
+            assert idle.recv(1) == b"", "it asked for nothing"
+        with socket.create_connection((host, int(port)), 60) as stuck:
+            stuck.sendall(f"GET /jobs/{job}/latest.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            until(followed.callers, "that it counts as a reader")
+            until(lambda: not followed.callers(), "that it does not any more")
+
+
+def test_downloads_have_the_roles_of_feeds(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    lines = (f"reader:own own{SECRET}", f"reader:other other{SECRET}", f"worker worker{SECRET}", f"cluster c{SECRET}")
+    tokens.write_text("\n".join(lines))
+    (tmp_path / "worker").write_text(f"worker{SECRET}")
+    for each in tmp_path.iterdir():
+        each.chmod(0o600)
+    running = Cluster(shards=1, tokens=tokens)
+    try:
+        with (
+            running.connect("sync", job="own", token_file=str(tmp_path / "worker")) as session,
+            relay(running.address, ServerConfig(tokens=tokens), http_port=0) as near,
+        ):
+            FollowedTrainer(session)
+            path = "/jobs/own/latest.safetensors"
+            until(lambda: ask(near, path, authorization=f"Bearer own{SECRET}")[0] == 200, "the first edition")
+            status, headers, _ = ask(near, path)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+            assert ask(near, path, authorization=f"Bearer wrong{SECRET}")[0] == 401
+            assert ask(near, path, authorization="Basic b3duOm93bg==")[0] == 401
+            status, _, text = ask(near, path, authorization=f"Bearer other{SECRET}")
+            assert (status, "for job other only" in text.decode()) == (403, True)
+    finally:
+        running.stop()
+
+
+def test_downloads_have_the_certificates_of_servers(tmp_path: Path) -> None:
+    dev_certs.write(tmp_path, ["127.0.0.1", "localhost"])
+    server = tls(tmp_path / "server.pem", tmp_path / "server.key", tmp_path / "ca.pem")
+    with relay("127.0.0.1:1", ServerConfig(tls=server), http_port=0) as near:
+        host, port = near.http_address.split(":")
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            _get(http.client.HTTPSConnection(host, int(port), context=context, timeout=30))
+        context.load_cert_chain(tmp_path / "reader.pem", tmp_path / "reader.key")
+        assert _get(http.client.HTTPSConnection(host, int(port), context=context, timeout=30)) == 404
+
+
+def _get(connection: http.client.HTTPSConnection) -> int:
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -1,0 +1,74 @@
+"""A relay is a process that needs no torch; one that is killed costs its readers nothing but the way to another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ps_torch as ps
+from tests.tools.cluster import Cluster, until
+from tests.tools.followed_trainer import FollowedTrainer
+from tests.tools.launching import Command, Commands, resident
+
+# As a machine has it that only hands on: who imports torch meets what is not there.
+WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ModuleNotFoundError(f"{name} is not there", name=name)
+sys.meta_path.insert(0, NoTorch())
+from ps_server.cli import main
+main()
+"""
+MOST_BYTES = 80 * 2**20
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    started = Commands(tmp_path)
+    yield started
+    started.close()
+
+
+def start(commands: Commands, upstream: str, *more: str) -> tuple[Command, str]:
+    words = ("relay", "--upstream", upstream, "--port", "0", "--metrics-port", "0", *more)
+    command = commands.start("-c", WITHOUT_TORCH, *words)
+    [address] = command.says(r"ready at (\S+)")
+    return command, address
+
+
+def test_a_relay_that_is_killed_costs_its_readers_a_reconnect(shared: Cluster, job: str, commands: Commands) -> None:
+    first, second = start(commands, shared.address), start(commands, shared.address)
+    with shared.connect("sync", job=job) as session, ps.subscribe(f"{first[1]},{second[1]}", job) as feed:
+        trainer = FollowedTrainer(session)
+        last = trainer.steps(2)
+        feed.wait_for(last)
+        os.kill(first[0].process.pid, signal.SIGKILL)
+        first[0].process.wait()
+        last = trainer.steps(2)
+        edition = feed.wait_for(last)
+        assert trainer.has(edition.state_dict(), last)
+        assert (feed.restores, feed.trouble) == (0, None)
+        assert resident(second[0].process.pid) < MOST_BYTES
+    second[0].process.send_signal(signal.SIGTERM)
+    assert second[0].process.wait(30) == 0
+    assert "Traceback" not in second[0].err
+
+
+def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(commands: Commands) -> None:
+    for words, said in (
+        (["--upstream", "http://a:1"], "expected HOST:PORT, without http://, got 'http://a:1'"),
+        (["--upstream", "a:1", "--jobs", "x=int8"], "expected one of float32, bfloat16, float16 behind =, got 'int8'"),
+        (["--upstream", "a:1", "--period", "4000"], "expected 0 to 3600 seconds, got '4000'"),
+        ([], "the following arguments are required: --upstream"),
+        (["--upstream", "a:1", "--host", "0.0.0.0"], "--insecure"),
+    ):
+        command = commands.start("-c", WITHOUT_TORCH, "relay", "--port", "0", "--metrics-port", "0", *words)
+        until(lambda command=command: command.process.poll() is not None, "its end")  # type: ignore[misc]
+        assert said in command.err
+        assert len(command.err.strip().splitlines()) <= 2, command.err

@@ -1,0 +1,165 @@
+"""The example that serves a model while it trains, with real servers: what it answers, and of which version."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ps_torch as ps
+from ps_server.ops import status
+from tests.tools import launching
+from tests.tools.cluster import Cluster, until
+from tests.tools.launching import ROOT, Command, Commands, kill_family
+
+SCRIPT = ROOT / "examples" / "serve.py"
+SHAPE = {"layers": 1, "heads": 2, "width": 16, "block": 8}
+FLAGS = ["--heads=2", "--block=8", "--port=0"]
+TEXT = "import this; def text(self): return self.text"
+
+char_gpt = launching.load(ROOT / "examples" / "char_gpt.py")
+pytest.importorskip("fastapi", reason="needs the extra `examples`")
+
+
+def ask(address: str, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:
+    """The status, the version in the header, and what is answered."""
+    there = urlsplit(address)
+    connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=60)
+    try:
+        text = None if body is None else body if isinstance(body, str) else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, int(answer.headers["x-model-version"]), json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def served(commands: Commands, server: str, *flags: str) -> str:
+    """Starts the service; its address."""
+    service = commands.start(str(SCRIPT), f"--server={server}", *FLAGS, *flags)
+    [address] = service.says(r"serving version \d+ at (http://\S+)\n")
+    return address
+
+
+class Trainer:
+    """A worker that trains the model of char_gpt.py, and remembers its weights by clock."""
+
+    def __init__(self, session: ps.Session) -> None:
+        torch.manual_seed(0)
+        self.own, self._session = char_gpt.CharGPT(char_gpt.Shape(**SHAPE)), session
+        # Fast enough for each update to change what the model writes.
+        self._model, self._optimizer = session.prepare(self.own, torch.optim.SGD(self.own.parameters(), lr=1.0))
+        self._tokens = torch.tensor([list(TEXT.encode())])
+        self.past = {0: copy.deepcopy(self.own.state_dict())}
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        F.cross_entropy(self._model(self._tokens[:, :-1])[0], self._tokens[0, 1:]).backward()
+        self._optimizer.step()
+        self.past[self._session.clock] = copy.deepcopy(self.own.state_dict())
+
+    def writes(self, version: int, prompt: str, length: int) -> str:
+        model = char_gpt.CharGPT(char_gpt.Shape(**SHAPE))
+        model.load_state_dict(self.past[version])
+        return "".join(char_gpt.write_text(model, prompt, length))
+
+
+@pytest.mark.long
+def test_each_answer_is_of_the_one_version_that_it_says(shared: Cluster, job: str, commands: Commands) -> None:
+    with shared.connect("sync", job=job) as session:
+        trainer = Trainer(session)
+        address = served(commands, shared.address, f"--job={job}", "--wire=float32", "--models=3")
+        answers: list[tuple[int, dict[str, Any]]] = []
+
+        def request() -> None:
+            for _ in range(50):
+                code, version, answer = ask(address, "/generate", {"prompt": "def ", "length": 40})
+                assert code == 200
+                answers.append((version, answer))
+
+        threads = [threading.Thread(target=request) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            trainer.step()
+        assert len(answers) == 200
+        assert all(version == answer["version"] for version, answer in answers)
+        expected = {version: trainer.writes(version, "def ", 40) for version, _ in answers}
+        assert {answer["text"] == expected[version] for version, answer in answers} == {True}
+        assert len({*expected.values()}) > 10, "versions differ in what they write"
+        clock = session.clock
+        until(lambda: ask(address, "/generate", {"length": 1})[1] == clock, "the newest version, under no load")
+        check_refusals(address, clock)
+
+
+def check_refusals(address: str, version: int) -> None:
+    """What is no request gets an answer that says so, and a version, as all do."""
+    for path, body, code in (
+        ("/generate", "{", 422),
+        ("/generate", {"length": 0}, 422),
+        ("/generate", {"prompt": ""}, 422),
+        ("/score", {"text": "a"}, 422),
+        ("/other", None, 404),
+        ("/healthz", None, 200),
+    ):
+        assert ask(address, path, body)[:2] == (code, version), (path, body)
+
+
+def trained(commands: Commands, server: str) -> Command:
+    """Starts a process that trains the model for as long as it lives."""
+    shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+    where = {"PS_SERVER": server, "PS_MODE": "sync", "PS_RANK": "0", "PS_WORLD_SIZE": "1"}
+    script = str(ROOT / "examples" / "char_gpt.py")
+    return commands.start(script, *shape, "--steps=1000000", "--batch-size=8", "--lr=0.01", **where)
+
+
+@pytest.mark.long
+def test_the_model_is_served_while_it_trains_and_when_trainer_and_servers_are_gone(
+    commands: Commands, tmp_path: Path
+) -> None:
+    checkpoints = [f"--checkpoint-dir={tmp_path / 'checkpoints'}", "--checkpoint-every=1s"]
+    servers = commands.start("-m", "ps_server", "up", "--shards=2", "--port=0", "--metrics-port=0", *checkpoints)
+    [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
+    trainer = trained(commands, server)
+    address = served(commands, server, "--late=1")
+    first = ask(address, "/score", {"text": TEXT})[2]
+
+    def lower(than: float) -> dict[str, Any] | None:
+        code, _, answer = ask(address, "/score", {"text": TEXT})
+        assert code == 200
+        return answer if answer["loss"] < than else None
+
+    second = until(lambda: lower(first["loss"] - 0.5), "a served model that has learnt")
+    assert second["version"] > first["version"]
+
+    [pid] = [each["pid"] for each in status.fetch(server)["shards"] if each["index"] == 1]
+    psutil.Process(pid).suspend()  # cut off for as long as this test wants, in place of the second that a restart takes
+    until(lambda: ask(address, "/healthz")[0] == 503, "the service's saying that it is behind")
+    assert "nothing has come for 1 s" in ask(address, "/healthz")[2]["trouble"]
+    assert ask(address, "/generate", {})[0] == 200, "with the weights that it has"
+    stale = ask(address, "/healthz")[1]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: ask(address, "/healthz")[0] == 200, "the service's following the shard that came back")
+    until(lambda: ask(address, "/generate", {})[1] > stale, "newer weights than before")
+    assert ask(address, "/healthz")[2]["restores"] > 0, "it says that the version fell meanwhile"
+
+    kill_family(trainer.process.pid)
+    until(lambda: ask(address, "/healthz")[2]["unchanged_seconds"] > 2, "its saying that nothing changes")
+    code, version, health = ask(address, "/healthz")
+    assert (code, health["behind"]) == (200, 0), "it has the newest weights that there are"
+    assert ask(address, "/generate", {})[:2] == (200, version)
+
+    kill_family(servers.process.pid)
+    until(lambda: ask(address, "/healthz")[0] == 503, "its saying that it may be behind")
+    assert ask(address, "/generate", {})[:2] == (200, version)

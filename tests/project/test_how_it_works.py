@@ -1,0 +1,119 @@
+"""docs/how-it-works.md names the files that run in a step, a join, a checkpoint and after a lost shard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from ps_protocol.v1.jobs_pb2 import CheckpointJobRequest
+from ps_protocol.v1.jobs_pb2_grpc import JobServiceStub
+from tests.tools.cluster import Cluster, until
+from tests.tools.files_that_run import FilesThatRun
+from tests.tools.rollbacks import QUICK
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-it-works.md").read_text()
+LIVES = ("A step", "A join", "A checkpoint", "A lost shard")
+TRANSPORTS = ("shm", "tcp", "grpc")
+SECONDS = 60.0
+
+
+def named(section: str) -> set[str]:
+    """The files in the tables of a section. One without a folder lies in that of the one before it in its row."""
+    _, _, text = PAGE.partition(f"\n## {section}\n")
+    found = set()
+    for row in text.partition("\n## ")[0].splitlines():
+        folder = ""
+        for name in re.findall(r"`([\w/]+(?:\.py)?)`", row) if row.startswith("|") else []:
+            if not name.endswith(".py"):
+                folder = name if name.startswith("ps_") else folder
+                continue
+            if name.startswith("ps_"):
+                folder = name.rpartition("/")[0]
+            found.add(name if name.startswith("ps_") else f"{folder}/{name}")
+    return found
+
+
+class Life:
+    """A worker of a cluster of two shards that keep checkpoints."""
+
+    def __init__(self, directory: Path, transport: str) -> None:
+        self.cluster = Cluster(2, checkpoint_dir=directory, timing=QUICK)
+        self._transport = transport
+
+    def join(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.session = self.cluster.connect("sync", 0, 1, transport=self._transport)
+        self.model, self.optimizer = self.session.prepare(model, optimizer)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+
+    def step_until(self, condition: Callable[[], bool], what: str) -> None:
+        def steps() -> bool:
+            self.step()
+            return condition()
+
+        until(steps, what)
+
+    def checkpoint(self) -> None:
+        with grpc.insecure_channel(self.cluster.address) as channel:
+            asked = JobServiceStub(channel).CheckpointJob.future(CheckpointJobRequest(job="default"), timeout=SECONDS)
+            self.step_until(asked.done, "the checkpoint")
+            asked.result()
+
+    def lose_a_shard(self) -> None:
+        def incarnation() -> int:
+            return next((member.incarnation for member in self.cluster.coordinator.job("default").members.all()), 0)
+
+        before = incarnation()
+        self.cluster.start_again(1)
+        self.step_until(lambda: incarnation() > before, "the worker's next place")
+        self.step()
+
+
+def what_runs(life: str, directory: Path, transport: str) -> set[str]:
+    """The files that run meanwhile, in worker and servers."""
+    with FilesThatRun() as files:
+        run = Life(directory, transport)
+        try:
+            if life != "A join":
+                run.join()
+                for _ in range(3):
+                    run.step()
+            if life == "A lost shard":
+                run.checkpoint()
+            lives: dict[str, Callable[[], None]] = dict(
+                zip(LIVES, (run.step, run.join, run.checkpoint, run.lose_a_shard), strict=True)
+            )
+            with files.during():
+                lives[life]()
+            run.session.close()
+        finally:
+            run.cluster.stop()
+    return {name for name in files.found if "/v1/" not in name and not name.endswith("__init__.py")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("life", LIVES)
+def test_the_page_names_what_runs(life: str, tmp_path: Path) -> None:
+    """Every file that runs is on the page, and every file that a section names runs there, on some transport."""
+    runs = {transport: what_runs(life, tmp_path / transport, transport) for transport in TRANSPORTS}
+    somewhere = set.union(*runs.values())
+    everywhere = set.union(*(named(section) for section in (*LIVES, "Files on every way")))
+    assert somewhere - everywhere == set(), "the page does not name them"
+    assert named(life) - somewhere == set(), "the page names them here, and they do not run"
+
+
+def test_the_files_that_the_page_names_are_there() -> None:
+    found = set.union(*(named(section) for section in (*LIVES, "Files on every way")))
+    assert len(found) > 150
+    assert sorted(name for name in found if not (ROOT / name).is_file()) == []
