@@ -54,15 +54,16 @@ class SimulatedShardReader:
         self._call: Call | None = None
         self._is_cancelled = self._is_closed = False
 
-    def describe(self, job: str, run: str, with_spec: bool) -> WeightsHere:
+    def describe(self, asked: WeightsAsked) -> WeightsHere:
         """Asks the shard what it has."""
         if self._is_closed:
             raise TryLater("the call was cancelled")
-        asked = WeightsAsked(job, run, with_spec)
         here: WeightsHere = self._network.call(self._address, "describe_weights", asked, seconds=CALL_SECONDS)
         return here
 
-    def pull(self, call: EditionCall, take: Callable[[EditionBucket, int], None], alive: Callable[[int], None]) -> None:
+    def pull(
+        self, call: EditionCall, take: Callable[[EditionBucket, int], None], alive: Callable[[int, float | None], None]
+    ) -> None:
         """Receives buckets, as the real one does."""
         if self._is_cancelled:
             raise TryLater("the call was cancelled")
@@ -77,7 +78,7 @@ class SimulatedShardReader:
         with contextlib.closing(stream) as parts:  # type: ignore[type-var]
             for part in parts:
                 assert isinstance(part, EditionPart)
-                alive(part.now)
+                alive(part.now, part.age)
                 if part.begin is not None:
                     left, timeline = part.begin.buckets, part.begin.timeline
                 elif part.bucket is not None:
@@ -264,9 +265,9 @@ class Readers:
         """Each bucket is what shards had at its version; in sync all are of one version."""
         if self.cluster.job.rules().averaged and len(set(edition.versions.values())) != 1:
             self.broken("mixed edition", f"{reader.host.name} has the versions {dict(edition.versions)}")
-        for index, bucket in edition.contents.buckets.items():
+        for index in edition.contents.buckets:
             key = edition.run, edition.timelines[index], index, edition.versions[index]
-            found = zlib.crc32(edition.elements(bucket).data)
+            found = zlib.crc32(edition.elements(index).data)
             if self.known.setdefault(key, found) != found:  # no step makes the first version, or a restored one
                 self.broken("other bytes", f"{reader.host.name} has other bytes of {key} than the shard")
 
