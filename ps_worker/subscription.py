@@ -64,6 +64,7 @@ class WeightFeed:
     def __init__(self, subscription: Subscription, job: str, names: Names | None) -> None:
         self._subscription, self._job, self._names = subscription, job, names
         self._models: weakref.WeakKeyDictionary[nn.Module, _Loaded] = weakref.WeakKeyDictionary()
+        self._loading = threading.Lock()
 
     def __enter__(self) -> WeightFeed:
         return self
@@ -161,16 +162,15 @@ class WeightFeed:
             InvalidRequest: Names or shapes differ. The message has the first three of each; nothing is loaded.
             Unreachable, NotFound and others: As `wait_for`.
         """
-        if model in self._models:
-            with self.reading(model, timeout=timeout):
-                return model
         edition = self.wait_for(timeout=timeout)
-        loaded = _Loaded(model, self._slots(model, edition))
-        tensors = loaded.made(edition)
-        with loaded.changed:
-            loaded.put(edition, tensors)
-        self._models[model] = loaded
-        return model
+        with self._loading:  # another thread may load the same model, and read it then
+            if model not in self._models:
+                loaded = _Loaded(model, self._slots(model, edition))
+                loaded.put(edition, loaded.made(edition))
+                self._models[model] = loaded
+                return model
+        with self.reading(model, timeout=timeout):
+            return model
 
     @contextmanager
     def reading(self, model: nn.Module, max_behind: int | None = None, timeout: float = 60.0) -> Iterator[int]:

@@ -82,10 +82,11 @@ class BucketChanges:
         there = {each.version: each for each in copies}
         way: list[bytes] = []
         while version not in there:
-            steps = [(to, change) for (since, to), change in self._kept.items() if since == version and change]
+            # Only to higher versions, so that this ends: a reader may ask again for the version that it has.
+            steps = [(to, change) for (since, to), change in self._kept.items() if since == version < to and change]
             if not steps:
                 return None
-            version, change = max(steps, key=lambda step: step[0])  # versions rise, so this ends
+            version, change = max(steps, key=lambda step: step[0])
             way.append(change)
         elements: Buffer = there[version].payload
         for change in reversed(way):

@@ -111,6 +111,14 @@ def test_a_reader_that_missed_some_gets_what_joins_its_version_to_the_newest() -
     assert BucketChanges("bfloat16", lambda size: True).between(0, made[3], made[2:]) is None
 
 
+def test_a_version_that_a_reader_has_already_leads_nowhere() -> None:
+    made = copies(3)
+    store = BucketChanges("bfloat16", lambda size: True)
+    apply(store.between(1, made[1], [made[1]]), made[1], made[1])
+    store.between(1, made[0], [made[0], made[1]])  # as where an edition is older than what a reader has
+    assert store.between(1, made[2], [made[2]]) is None
+
+
 def test_where_a_change_does_not_pay_none_is_computed_for_some_versions(encoded: list[object]) -> None:
     draw = np.random.default_rng(1)
     made = [Copy(version, draw.bytes(2 * NUMEL)) for version in range(SKIPPED + 3)]

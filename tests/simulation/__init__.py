@@ -13,6 +13,7 @@ fragments.py    Its rounds whose buckets leave fragment by fragment
 rows.py         The tables of a job: which rows a step pushes, and what it makes of them
 row_worker.py   A worker's pushes and pulls of rows
 row_oracle.py   What is wrong with rows
+readers.py      Processes that follow the job's weights, and what is wrong with what they have
 saving.py       What rank 0 saves, and what is wrong with it
 schedules.py    A worker's script with a schedule, which one that joins late continues
 whole_steps.py  Whether steps count as a whole where updates are means
@@ -21,5 +22,6 @@ cluster.py      All together, and its course
 faults.py       What goes wrong
 promises.py     What must hold
 mutations.py    Clusters that are broken on purpose
+reader_mutations.py Feeds that are broken on purpose
 simulator.py    Shards alone, without clock or socket: seeded random interleavings of calls
 """

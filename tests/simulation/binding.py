@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,18 @@ from ps_server import failpoints
 from tests.simulation import threads
 from tests.simulation.world import Killed, World
 
-ROOMS = ("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.", "ps_runtime.background")
+ROOMS = (
+    *("ps_server.coordinator.", "ps_server.shard.", "ps_server.storage.", "ps_server.core.", "ps_runtime.background"),
+    *("ps_feed.", "ps_worker.subscription"),
+)
 
 
 def simulated_threading(world: World) -> SimpleNamespace:
     """Returns the replacement of the module `threading`."""
     names = ("Lock", "RLock", "Condition", "Event", "Thread")
     return SimpleNamespace(
-        **{name: simulated_here(getattr(threading, name), partial(getattr(threads, name), world)) for name in names}
+        **{name: simulated_here(getattr(threading, name), partial(getattr(threads, name), world)) for name in names},
+        current_thread=threading.current_thread,
     )
 
 
@@ -84,8 +88,8 @@ def simulated_failpoint(world: World, pace: dict[str, float]) -> Callable[..., N
 
 
 @contextlib.contextmanager
-def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
-    """Binds the servers' modules to a world."""
+def bound(world: World, pace: dict[str, float], more: Sequence[tuple[Any, Any]] = ()) -> Iterator[None]:
+    """Binds the servers' modules, and those of readers, to a world. more: what stands for what besides"""
     replacements: list[tuple[Any, Any]] = [
         (threading, simulated_threading(world)),
         (secrets, simulated_secrets(world)),
@@ -95,6 +99,7 @@ def bound(world: World, pace: dict[str, float]) -> Iterator[None]:
         (concurrent.futures.ThreadPoolExecutor, partial(threads.ThreadPoolExecutor, world)),
         (pools.Pool, partial(threads.ThreadPoolExecutor, world)),
         (concurrent.futures.Future, partial(threads.Future, world)),
+        *more,
     ]
     before: list[tuple[dict[str, Any], str, Any]] = []
     for name, module in list(sys.modules.items()):

@@ -26,6 +26,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.network import Network
 from tests.simulation.processes import Host
 from tests.simulation.promises import Promises
+from tests.simulation.readers import NEWEST_WITHIN, Readers, replacements
 from tests.simulation.rows import WORKERS, draw_tables
 from tests.simulation.runs import NAME, RUNS, Comeback, Run, job_beside, job_under_test
 from tests.simulation.supervision import DIRECTORY, Servers, Setup
@@ -53,6 +54,7 @@ class Cluster:
     faults: the kinds that there are, where not all are wanted: these are frequent then
     tables: its job has some; otherwise the seed says whether
     schedules: the scripts of jobs whose workers share a clock have schedules
+    readers: how many processes follow its job
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Cluster:
         tables: bool = False,
         wholesale: bool = False,
         schedules: bool = False,
+        readers: int = 0,
     ) -> None:
         self.world = World(f"{mode} {seed}", tracing)
+        self.with_readers = readers
         drawn = () if schedules or mode in (*QUORUM_MODES, *NARROW_MODES) else draw_tables(mode, seed, tables)
         self.with_schedules = schedules
         self.lease, self.job = LEASE, job_under_test(mode, drawn)
@@ -75,6 +79,7 @@ class Cluster:
         self.beside: Run | None = None
         self.holders: dict[tuple[str, int, int], Worker] = {}  # by the servers' run, rank and incarnation
         self.servers = Servers(self.network, self._setup(seed % 5 == 3), self._server_died)
+        self.readers = Readers(self)
         self.faults = Faults(self, faults, wholesale)
         self.promises = Promises(self)
         self._lives = itertools.count()
@@ -273,7 +278,8 @@ class Cluster:
         with (
             quiet,
             one_thread(),
-            bound(self.world, self.pace),
+            bound(self.world, self.pace, replacements(self.world, self.network)),
+            self.readers.noting() if self.with_readers else contextlib.nullcontext(),
             _small_messages(MESSAGE_BYTES[self.job.rules().averaged]),
         ):
             try:
@@ -292,6 +298,7 @@ class Cluster:
         self.promises.begin()
         self.begin_run()
         self._begin_beside()
+        self.readers.begin(self.with_readers)
         yield "faults"
         self.faults.begin()
         self._let_pass(FAULTY_SECONDS)
@@ -337,6 +344,17 @@ class Cluster:
         for run in self.running() if not self.violations else []:
             if self._has_tables(run, until) and self._has_saved(run):
                 self.promises.check_finished(run)
+        self._readers_have_newest()
+
+    def _readers_have_newest(self) -> None:
+        """In quiet times each reader comes to have the newest weights."""
+        run = self.this_run
+        if not self.with_readers or self.violations or run.over:
+            return
+        if not self._waits(lambda: self.readers.have_newest(run), self.world.now + NEWEST_WITHIN):
+            has = {each.host.name: each.subscription and each.subscription.version for each in self.readers.all}
+            why = {each.host.name: each.subscription and each.subscription.trouble for each in self.readers.all}
+            self.violated(Violation("not the newest", f"readers have {has} of {run.identity}: {why}", {}))
 
     def _has_tables(self, run: Run, until: float) -> bool:
         """Has a worker fetch the job's tables. Returns whether they have come, or there are none."""
@@ -472,10 +490,12 @@ def _small_messages(size: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Has the servers log nothing: errors are what is simulated here."""
-    log = logging.getLogger("ps_server")
-    before = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    logs = [logging.getLogger(name) for name in ("ps_server", "ps_feed")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)

@@ -35,6 +35,8 @@ KINDS = {
 # What strikes a whole launch, or the store, by name and how often; in clusters that are told so. It is drawn apart, so
 # that what else goes wrong with a seed stays as it was.
 WHOLESALE = {"all workers are killed": 3, "another coordinator takes over": 3}
+# What strikes readers, in clusters that have some.
+READERS = {"a reader is killed": 2, "a reader hangs": 3, "a reader is cut off": 2, "a shard dies in an edition": 2}
 AT_AN_END = (
     *("a shard is killed", "a shard hangs", "the coordinator is killed", "the coordinator is cut off from a shard"),
     "a disk is full",
@@ -76,19 +78,25 @@ class Faults:
             "the directory is set back": self._set_back,
             "all workers are killed": self._cluster.kill_all_workers,
             "another coordinator takes over": self._depose,
+            "a reader is killed": self._kill_reader,
+            "a reader hangs": self._stop_reader,
+            "a reader is cut off": self._cut_reader,
+            "a shard dies in an edition": self._kill_shard_in_an_edition,
         }
-        assert self._do.keys() == KINDS.keys() | WHOLESALE.keys()
+        assert self._do.keys() == KINDS.keys() | WHOLESALE.keys() | READERS.keys()
         self._weights = {kind: weight * draw.choice([0, 0, 1, 3]) for kind, weight in KINDS.items()}
         self._pairs = draw.choice([0.0, 0.2, 0.6])  # of the faults: another one comes at once, or soon
         self._seconds = [*KINDS]
         self._at_an_end = [kind for kind in AT_AN_END if kinds is None or kind in kinds]
         self.of_an_end = 1.0 if kinds is not None and self._at_an_end else OF_AN_END
         if kinds is not None:
-            weights = KINDS | WHOLESALE
+            weights = KINDS | WHOLESALE | READERS
             self._weights = {kind: weights[kind] * count for kind, count in Counter(kinds).items()}
             self._pairs, self._seconds = 0.6, [*kinds]
         elif wholesale:
             self._weights |= WHOLESALE
+        if kinds is None and cluster.with_readers:
+            self._weights |= READERS
         self._on = False
         self._images: deque[tuple[str | None, Image]] = deque(maxlen=4)  # of the directory: the run in it
         self.disturbed: dict[Host, float] = {}  # until when a process was disturbed, at the least
@@ -132,7 +140,7 @@ class Faults:
             return
         self._make(draw.choices(kinds, [self._weights[kind] for kind in kinds])[0])
         if draw.random() < self._pairs:
-            second = draw.choices(self._seconds, [(KINDS | WHOLESALE)[kind] for kind in self._seconds])[0]
+            second = draw.choices(self._seconds, [(KINDS | WHOLESALE | READERS)[kind] for kind in self._seconds])[0]
             self._world.at(draw.choice([0.0, draw.uniform(0.0, TOGETHER_SECONDS)]), lambda: self._make(second))
 
     def _make(self, kind: str) -> None:
@@ -167,6 +175,32 @@ class Faults:
             self._disturb(worker.host, seconds)
             for server in draw.choice([servers[:1], servers[1:], servers[1:2], servers]):
                 cluster.network.cut(worker.host, server, seconds)
+
+    # -- readers -----------------------------------------------------------------------------------------------------
+
+    def _kill_reader(self) -> None:
+        reader = self._world.random.choice(self._cluster.readers.all or [None])
+        if reader is not None and reader.host.alive:
+            self._cluster.readers.kill(reader)
+
+    def _stop_reader(self) -> None:
+        reader = self._world.random.choice(self._cluster.readers.all or [None])
+        if reader is not None and reader.host.alive:
+            seconds = self._world.random.choice([self._hang_seconds(), 20.0])
+            self._disturb(reader.host, seconds)
+            reader.host.stop(seconds)
+
+    def _cut_reader(self) -> None:
+        reader = self._world.random.choice(self._cluster.readers.all or [None])
+        if reader is not None and reader.host.alive:
+            seconds = self._hang_seconds()
+            self._disturb(reader.host, seconds)
+            for server in self._cluster.servers.hosts():
+                self._cluster.network.cut(reader.host, server, seconds)
+
+    def _kill_shard_in_an_edition(self) -> None:
+        draw = self._world.random
+        draw.choice(self._cluster.servers.shards).host.dies_at = {"edition-half-sent": draw.choice([1, 2, 3])}
 
     # -- servers -----------------------------------------------------------------------------------------------------
 

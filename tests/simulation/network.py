@@ -114,6 +114,11 @@ class Network:
         """Has both ends of a process's connections hear of its death, unless its machine goes down with it."""
         host.on_death.append(lambda: self._died(host))
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is cut, and no message is lost."""
+        return not self.weather.loss and all(until <= self.world.now for until in self._cut.values())
+
     def cut(self, one: Host, other: Host, seconds: float) -> None:
         """Nothing passes between two for so long; what is sent meanwhile arrives afterwards."""
         self.world.trace(f"nothing passes between {one.name} and {other.name} for {seconds:.1f} s")

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from ps_feed.shard import KnownShards
 from ps_protocol.errors import Deposed, InvalidRequest, PSError
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.coordinator import Coordinator
@@ -138,12 +139,18 @@ class CoordinatorProcess:
             "heartbeat_of_script": self._heartbeat_of_script,
             "ask_script": self._ask_script,
             "tell_script": self._tell_script,
+            "known_shards": self._known_shards,
         }
 
     @property
     def is_serving(self) -> bool:
         """Whether it answers."""
         return self.host.alive and not self.host.stopped and "register_job" in self.host.methods
+
+    def _known_shards(self) -> KnownShards:
+        assert self.coordinator is not None
+        addresses = {index: shard.address for index, shard in self.coordinator.shards().items()}
+        return KnownShards(addresses, self._shards, frozenset(self.coordinator.jobs()))
 
     def _register_job(self, spec: Any) -> str:
         assert self.coordinator is not None
@@ -212,6 +219,7 @@ class ShardProcess:
             name: getattr(shard, name) for name in (*ASKED_OF_SHARDS, "statistics", "push", "push_rows", "pull")
         }
         self.host.methods |= {"await_snapshot": self._await_snapshot, "committed": self._committed}
+        self.host.methods |= {"describe_weights": shard.weight_feeds.describe, "pull_edition": shard.weight_feeds.pull}
         self.host.methods["process"] = lambda: self.process
         self.host.methods["restore_job"] = lambda request: shard.restore_job(request, RESTORE_SECONDS)
         self.host.methods["for_coordinator"] = partial(self._obey, CoordinatorTerms(), dict(self.host.methods))

@@ -1,0 +1,40 @@
+"""What readers of a feed have keeps its promises in virtual clusters, whatever fails; broken feeds are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.reader_mutations import BROKEN_FEEDS
+from tests.tools.cases import cases
+
+READERS = 3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", cases([range(6)], [range(6, 30)]), ids=str)
+@pytest.mark.parametrize("mode", cases(["sync", "async"], ["ssp:2", "local:4"]))
+def test_no_seed_breaks_a_promise_to_readers(mode: str, seeds: range) -> None:
+    """Never two versions in one block of `reading`; no version falls unsaid; equal versions of a run have equal bytes;
+    in quiet times readers have the newest weights, and at the end the last."""
+    for seed in seeds:
+        cluster = Cluster(mode, seed, readers=READERS, wholesale=seed % 3 == 0)
+        found = cluster.run()
+        assert found == [], f"replay: python -m tests.simulation --readers {READERS} --seed {seed} --mode {mode}"
+        assert any(reader.read for reader in cluster.readers.all)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("breaks", "mode", "kinds"), BROKEN_FEEDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_feed_is_found_out(
+    breaks: Callable[[pytest.MonkeyPatch], None], mode: str, kinds: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks(monkeypatch)
+    found: set[str] = set()
+    for seed in range(30):
+        found |= {each.kind for each in Cluster(mode, seed, readers=READERS).run()}
+        if found & kinds:
+            return
+    pytest.fail(f"no seed shows it; found {found}")

@@ -1,0 +1,93 @@
+"""Feeds that are broken on purpose: a simulation with readers has to find each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ps_feed.edition
+from ps_feed.subscription import Subscription
+from ps_server.core.buckets import Bucket
+from ps_server.shard import hosted
+from ps_server.shard.changes import BucketChanges
+from ps_server.shard.editions import TakenEdition
+from ps_worker.subscription import WeightFeed
+
+
+def copies_a_bucket_late(patch: pytest.MonkeyPatch) -> None:
+    """A bucket that is past the version of an edition is copied all the same."""
+    look = TakenEdition.look
+
+    def late(self: TakenEdition, bucket: Bucket, now: float) -> None:
+        version = self.version
+        if version is not None and bucket.rule.version > version:
+            self.version = None
+        look(self, bucket, now)
+        self.version = version
+
+    patch.setattr(TakenEdition, "look", late)
+
+
+def changes_since_another_version_and_no_checksum(patch: pytest.MonkeyPatch) -> None:
+    """A change is computed from another version than the reader has, and nothing looks at the checksum."""
+
+    class Whatever(int):
+        """Equals any number."""
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = int.__hash__
+
+    patch.setattr(BucketChanges, "_elements", lambda self, version, copies: copies[-1].payload)
+    patch.setattr(ps_feed.edition, "zlib", SimpleNamespace(crc32=lambda elements: Whatever()))
+
+
+def tells_no_rollback(patch: pytest.MonkeyPatch) -> None:
+    """A reader does not hear that the job went back to a checkpoint."""
+    patch.setattr(Subscription, "restores", 0)
+
+
+def changes_a_model_that_is_read(patch: pytest.MonkeyPatch) -> None:
+    """New weights come into a model while another thread is in a block of `reading`."""
+    enter = WeightFeed._enter
+
+    def careless(self: WeightFeed, loaded: Any, *rest: Any) -> Any:
+        edition = enter(self, loaded, *rest)
+        loaded.readers = 0
+        return edition
+
+    patch.setattr(WeightFeed, "_enter", careless)
+
+
+def keeps_no_last_weights(patch: pytest.MonkeyPatch) -> None:
+    """The weights of a job that has ended are gone at once."""
+    patch.setattr(hosted, "last_weights", lambda job, now: None)
+
+
+def takes_parts_of_two_editions(patch: pytest.MonkeyPatch) -> None:
+    """A shard that is asked for an edition ahead sends what it has now."""
+    look = TakenEdition.look
+
+    def early(self: TakenEdition, bucket: Bucket, now: float) -> None:
+        version = self.version
+        if version is not None and bucket.index == 1 and bucket.rule.version == version - 1:
+            self.version = version - 1
+        look(self, bucket, now)
+        self.version = version
+
+    patch.setattr(TakenEdition, "look", early)
+
+
+# What breaks the feed, the mode that shows it, and the kinds of promises that it breaks.
+BROKEN_FEEDS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], str, frozenset[str]], ...] = (
+    (copies_a_bucket_late, "sync", frozenset({"mixed edition"})),
+    (takes_parts_of_two_editions, "sync", frozenset({"mixed edition"})),
+    (changes_since_another_version_and_no_checksum, "sync", frozenset({"other bytes"})),
+    (tells_no_rollback, "sync", frozenset({"fell unsaid"})),
+    (changes_a_model_that_is_read, "sync", frozenset({"two versions in one reading", "mixed model"})),
+    (keeps_no_last_weights, "sync", frozenset({"not the last"})),
+)
