@@ -310,6 +310,11 @@ class Subscription:
                 self._changed.wait(left)
             return self._edition
 
+    def look(self, seen: object, timeout: float) -> None:
+        """Waits for an edition that is not the one seen, or the end, for so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._edition is not seen or self._ended or self.closed, timeout)
+
     def __iter__(self) -> Iterator[EditionArrays]:
         """Iterates over editions, from the newest on; one that comes while another is worked on is passed over for a
         newer one. Ends when the job has ended, or the subscription is closed. Raises as `wait`."""

@@ -44,6 +44,10 @@ class WebRequest(NamedTuple):
     names: Sequence[str]
 
 
+def nothing_to_do() -> None:
+    """Does nothing."""
+
+
 @dataclass
 class Reply:
     """An answer.
@@ -59,9 +63,9 @@ class Reply:
     headers: Sequence[tuple[str, str]] = ()
     body: Sequence[memoryview] = ()
     etag: str = ""
-    lost: Callable[[], bool] = lambda: False
-    sent: Callable[[int], None] = lambda size: None
-    close: Callable[[], None] = lambda: None
+    lost: Callable[[], bool] = bool
+    sent: Callable[[int], object] = int
+    close: Callable[[], None] = nothing_to_do
     size: int = field(default=-1)
 
     def __post_init__(self) -> None:

@@ -52,6 +52,11 @@ SERVER_SOFTWARE = "ps-torch"  # in the Server header
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
+def plaintext(connection: socket.socket) -> socket.socket:
+    """Returns a connection as it is, without TLS."""
+    return connection
+
+
 class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
     """Handles each connection in a thread, up to a limit; further connections are closed at once. `secure` adds TLS.
 
@@ -63,7 +68,7 @@ class ConnectionServer(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 128
     arrivals = Arrivals(HostLimits(MOST_OF_A_HOST))  # each server has its own
     most = MAX_CONNECTIONS
-    secure: Callable[[socket.socket], socket.socket] = staticmethod(lambda plain: plain)
+    secure: Callable[[socket.socket], socket.socket] = staticmethod(plaintext)
 
     def server_bind(self) -> None:
         self._wake, self._woken = socket.socketpair()

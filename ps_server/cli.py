@@ -62,7 +62,7 @@ from ps_server.config import (
 from ps_server.core.limits import LEAST_THREADS, LONGEST_WATCH, SHORTEST_WATCH
 from ps_server.ops.glibc import share_memory_pool, streaming
 from ps_server.ops.plan_tables import table_question
-from ps_server.relay_config import RELAY, relay_config_of
+from ps_server.relay_config import RELAY, WIRES, relay_config_of
 from ps_server.storage.files import check_directory
 
 if TYPE_CHECKING:
@@ -183,6 +183,12 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
         metavar="SECONDS",
         help="show it again every so many seconds [default 1], with where each worker is",
     )
+    feed = add("feed", "follow a job's weights as a reader does", *access_settings(), words="[options] HOST:PORT [JOB]")
+    feed.add_argument("address", type=host_port, metavar="HOST:PORT", help="the coordinator, or a relay")
+    feed.add_argument("followed", nargs="?", default="default", metavar="JOB", help="the job [default default]")
+    feed.add_argument("--as", dest="as_type", choices=WIRES, default=WIRES[0], help="the type in which weights travel")
+    feed.add_argument("--min-updates", type=count, default=1, metavar="N", help="between two editions [default 1]")
+    feed.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
     page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
     page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
@@ -380,6 +386,14 @@ def _ask(arguments: argparse.Namespace) -> int:
         from ps_server.rpc.health_client import is_serving
 
         return 0 if is_serving(arguments.server, allowed) else 1
+
+    if arguments.command == "feed":
+        from ps_server.ops.feed_screen import follow
+
+        what = arguments.address, arguments.followed, allowed, arguments.as_type, arguments.min_updates
+        with contextlib.suppress(KeyboardInterrupt):  # its ordinary end
+            follow(*what, as_json=arguments.json)
+        return 0
 
     from ps_server.ops import status
     from ps_server.rpc.plain import json_text

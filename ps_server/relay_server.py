@@ -22,6 +22,7 @@ from ps_runtime.metrics import process_registry, serve_metrics
 from ps_runtime.pools import Pool
 from ps_server.core.thread_shares import POOLS_OF_EACH
 from ps_server.ops.health_port import HealthPort
+from ps_server.ops.relay_gauges import relay_gauges
 from ps_server.ops.security_gauges import security_gauges
 from ps_server.relay.relayed import Relayed
 from ps_server.relay.upstream import Upstream
@@ -72,6 +73,7 @@ class RelayServer:
             limit=server.limits.feeds,
         )
         feeds = RelayFeedService(self.relayed, Origin(0, secrets.randbits(63)), shares.pool)
+        registry.register(relay_gauges(self.relayed))
         registry.register(security_gauges(self.limits, exposed, server.tls is not None, authenticator.is_required))
         hosts = HostLimits(server.limits.connections_of_a_host, server.limits.new_connections)
         where = server.metrics_host, server.metrics_port

@@ -75,22 +75,43 @@ def table(status: dict[str, Any], width: int | None = None) -> str:
     for job in status["jobs"]:
         lines += [each for line in job_lines(status, job) for each in folded(line, width)]
     if status["coordinator"]["software_version"]:  # an earlier one does not say
-        lines += folded(printable(f"the coordinator runs ps-torch {status['coordinator']['software_version']}"), width)
+        who = "this relay" if status["coordinator"].get("upstream") else "the coordinator"
+        lines += folded(printable(f"{who} runs ps-torch {status['coordinator']['software_version']}"), width)
     return "\n".join(lines)
 
 
 def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
     """Returns lines on a job: what it is, how far, how its buckets travel, and how many bytes do."""
-    return [*map(printable, _job_lines(job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))]
+    lines = [] if status["coordinator"].get("upstream") else _job_lines(job)  # a relay has no workers
+    return [
+        *map(printable, lines + _feeds(status, job) + _tables(status, job) + _ways(status, job) + _bytes(status, job))
+    ]
+
+
+def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """Returns a line on each process from which the job's weights are read now."""
+    head = f"job {job['name']}: " if status["coordinator"].get("upstream") else "  weights are read: "
+    lines = []
+    for held in _held(status, job["name"]):
+        feed = held.get("feed")
+        if not feed:
+            continue
+        text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if feed["age_duration"] else ""
+        text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
+        text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
+        lines.append(head + text + (f"; {feed['trouble']}" if feed["trouble"] else ""))
+    return lines
 
 
 def process_lines(status: dict[str, Any], width: int | None = None, workers: bool = False) -> list[str]:
     """Returns a line for each process of the servers, and with `workers` for each of those."""
     columns = ("ROLE", "INDEX", "PID", "ADDRESS", "METRICS", "RESTARTS", "JOB", "CLOCK", "VERSION")
     rows: list[tuple[str, ...]] = [(*columns, "WEIGHTS", "OPTIMIZER", "TABLES", "WAITS FOR")]
-    rows.append((*_process("coordinator", 0, status["coordinator"]), *_NOTHING, "-"))
+    upstream = status["coordinator"].get("upstream")
+    if not upstream:
+        rows.append((*_process("coordinator", 0, status["coordinator"]), *_NOTHING, "-"))
     for shard in status["shards"]:
-        head = _process("shard", shard["index"], shard, str(shard["restart_count"]))
+        head = _process("relay" if upstream else "shard", shard["index"], shard, str(shard["restart_count"]))
         if not shard["reachable"]:
             rows.append((*head, *_NOTHING, "does not answer"))
             continue

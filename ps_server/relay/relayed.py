@@ -134,9 +134,7 @@ class Relayed:
 
     def _is_there_again(self, job: FollowedJob) -> bool:
         """Whether another run has the name of a job that has ended, as far as the upstream has told since."""
-        with contextlib.suppress(PSError):
-            return job.name in self.upstream.jobs() and self.upstream.looked > (job.ended_at or 0.0)
-        return False
+        return self.upstream.has_since(job.name, job.ended_at or 0.0)
 
     def _ended(self) -> set[str]:
         with self._lock:

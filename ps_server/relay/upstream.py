@@ -56,6 +56,13 @@ class Upstream:
                 raise anew(self._error or TryLater(f"{self.servers} does not answer this relay yet"))
             return self._jobs
 
+    def has_since(self, job: str, moment: float) -> bool:
+        """Whether a look that began after a moment has found a job; does not wait, and has it look on."""
+        with self._changed:
+            self._asked = time.monotonic()
+            self._changed.notify_all()
+            return self.looked > moment and self._jobs is not None and job in self._jobs
+
     def stop(self) -> None:
         """Ends the thread, after the look that is under way."""
         with self._changed:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import http.client
+import random
+import re
 import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from safetensors.torch import load
 
+import ps_torch as ps
+from ps_protocol.v1 import feed_pb2
 from ps_runtime import downloads
+from ps_runtime.channel import open_channel
 from ps_runtime.credentials import tls
 from ps_server.config import ServerConfig
 from ps_server.core.limits import DEFAULTS
@@ -20,6 +26,8 @@ from ps_server.ops import dev_certs
 from ps_server.relay_server import RelayServer
 from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer, relay
+from tests.tools.fuzz import _damage
+from tests.tools.fuzz_requests import SEEDS
 
 Answer = tuple[int, dict[str, str], bytes]
 SECRET = "0123456789abcdef" * 2
@@ -276,3 +284,53 @@ def _get(connection: http.client.HTTPSConnection) -> int:
         return connection.getresponse().status
     finally:
         connection.close()
+
+
+def damaged(seeds: list[bytes], count: int) -> Iterator[bytes]:
+    """Requests with bytes replaced, removed or put in; the same in each run."""
+    chance = random.Random(1)
+    for number in range(count):
+        yield _damage(seeds[number % len(seeds)], chance.randbytes(3 * chance.randint(1, 6)))
+
+
+def test_damaged_requests_of_feeds_are_refused_and_readers_go_on(
+    near: RelayServer, job: str, trainer: FollowedTrainer
+) -> None:
+    """An answer of INTERNAL, and what `_no_surprises` finds in the log, would be a fault."""
+    with ps.subscribe(near.address, job) as feed, open_channel(near.address) as channel:
+        run = feed.wait_for().run
+        service = f"/{feed_pb2.DESCRIPTOR.services_by_name['FeedService'].full_name}"
+        describe = channel.unary_unary(f"{service}/DescribeWeights")
+        pull = channel.unary_stream(f"{service}/PullEdition")
+        asked = feed_pb2.DescribeWeightsRequest(job=job, run=run, with_spec=True).SerializeToString()
+        whole = feed_pb2.PullEditionRequest(job=job, run=run, buckets=[0, 1], base_versions={0: 0, 1: 2**63})
+        seeds = [asked, whole.SerializeToString(), *SEEDS["DescribeWeights"], *SEEDS["PullEdition"]]
+        codes = set()
+        for raw in damaged(seeds, 150):
+            try:
+                describe(raw, timeout=5)
+            except grpc.RpcError as error:
+                codes.add(error.code())
+            try:
+                list(pull(raw, timeout=0.2))
+            except grpc.RpcError as error:
+                codes.add(error.code())
+        assert grpc.StatusCode.INTERNAL not in codes
+        assert {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT} <= codes
+        last = trainer.steps(1)
+        assert trainer.has(feed.wait_for(last).state_dict(), last)
+
+
+def test_damaged_downloads_are_answered_or_cut_off_and_others_go_on(
+    near: RelayServer, job: str, trainer: FollowedTrainer
+) -> None:
+    newest(near, job, 0)
+    host, port = near.http_address.split(":")
+    text = f"GET /jobs/{job}/latest.safetensors?wire=float32 HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-99\r\n"
+    for raw in damaged([f"{text}Connection: close\r\n\r\n".encode()], 150):
+        with socket.create_connection((host, int(port)), 30) as connection:
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
+            assert not answer or re.match(rb"HTTP/1\.1 (200|206|304|400|403|404|405|416|429|503) ", answer), raw
+    assert newest(near, job, 0)[0] == 200

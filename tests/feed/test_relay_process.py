@@ -72,3 +72,13 @@ def test_a_relay_says_in_one_line_what_is_wrong_with_its_settings(commands: Comm
         until(lambda command=command: command.process.poll() is not None, "its end")  # type: ignore[misc]
         assert said in command.err
         assert len(command.err.strip().splitlines()) <= 2, command.err
+
+
+def test_control_c_ends_what_follows_a_job_in_a_terminal(shared: Cluster, job: str, commands: Commands) -> None:
+    with shared.connect("sync", job=job) as session:
+        FollowedTrainer(session)
+        command = commands.start("-c", WITHOUT_TORCH, "feed", shared.address, job, "--json")
+        command.says('"version": 0')
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(30) == 0
+        assert "Traceback" not in command.err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,10 +29,11 @@ from ps_protocol.messages.editions import WeightsAsked
 from ps_runtime.credentials import PLAINTEXT
 from ps_server.config import ServerConfig
 from ps_server.core.limits import DEFAULTS
-from ps_server.ops import status
+from ps_server.ops import feed_screen, status
 from ps_server.relay import relayed
 from tests.tools.cases import cases
-from tests.tools.cluster import Cluster, until
+from tests.tools.cluster import Cluster, scrape, until
+from tests.tools.documented_metrics import documented
 from tests.tools.followed_trainer import FollowedTrainer, relay
 from tests.tools.rollbacks import QUICK
 
@@ -325,3 +329,53 @@ def test_a_relay_says_what_it_is_and_what_it_has(shared: Cluster, job: str, trai
         assert held["job"] == job
         assert (held["feed"]["edition_version"], held["feed"]["behind"]) == (last, 0)
         assert held["feed"]["sent_bytes"] > 0
+
+
+def test_metrics_of_a_relay_are_those_that_the_docs_have(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
+        last = trainer.steps(2)
+        feed.wait_for(last)
+        found = scrape(near.metrics_address)
+        for metric in documented():
+            if metric.section == "Relays":
+                assert f'{metric.name}{{job="{job}"}}' in found
+        assert found[f'ps_edition_version{{job="{job}"}}'] == last
+        assert found[f'ps_edition_behind{{job="{job}"}}'] == 0
+        assert found[f'ps_edition_age_seconds{{job="{job}"}}'] < 30
+        assert found[f'ps_feed_sent_bytes_total{{job="{job}"}}'] > 0
+
+
+def test_status_of_a_relay_says_in_words_what_it_has(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    with relay(shared.address) as near, ps.subscribe(near.address, job) as feed:
+        last = trainer.steps(2)
+        feed.wait_for(last)
+        said = status.table(status.fetch(near.address))
+    assert re.search(rf"^relay +0 .* {re.escape(job)} .*{last}", said, re.MULTILINE)
+    assert re.search(
+        rf"^job {re.escape(job)}: edition {last}, \d\.\d s old, 0 updates behind, \d readers?, ", said, re.M
+    )
+    assert "coordinator" not in said
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_job_is_followed_in_a_terminal_to_its_end(shared: Cluster, job: str, as_json: bool) -> None:
+    out = io.StringIO()
+    with relay(shared.address) as near:
+        with shared.connect("sync", job=job) as session:
+            trainer = FollowedTrainer(session)
+            shown = in_background(lambda: feed_screen.follow(near.address, job, as_json=as_json, out=out))
+            until(lambda: "version 0" in out.getvalue() or '"version": 0' in out.getvalue(), "the first edition")
+            last = trainer.steps(3)
+            until(lambda: f"version {last}" in out.getvalue() or f'"version": {last}' in out.getvalue(), "the last")
+        shown.join(60)
+        assert not shown.is_alive()
+    lines = out.getvalue().splitlines()
+    if as_json:
+        told = [json.loads(line) for line in lines]
+        assert (told[-1]["version"], told[-1]["ended"], told[-1]["job"]) == (last, True, job)
+        versions = [each["version"] for each in told]
+        assert versions == sorted(versions)
+        assert told[-1]["received_bytes"] > 0
+    else:
+        assert lines[-1].startswith(f"job {job}: version {last}; 0 updates behind; ")
+        assert lines[-1].endswith("; the job has ended")

@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "ps_server.coordinator",
         "ps_server.relay",
         "ps_server.rpc",
+        "ps_feed",
         "ps_runtime",
         "ps_tables.sizes",
     },

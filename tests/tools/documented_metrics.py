@@ -24,10 +24,12 @@ class DocumentedMetric:
     text: str
 
     def is_served_by(self, roles: set[str]) -> bool:
-        """Whether a process that has these roles serves it: coordinator, shard, or worker."""
+        """Whether a process that has these roles serves it: coordinator, shard, relay, or worker."""
         if self.section == "Every server process":
             return bool(roles & {"coordinator", "shard"}) or _WORKERS_TOO.search(self.text) is not None
-        return {"Shards": "shard", "Coordinator": "coordinator", "Workers": "worker"}[self.section] in roles
+        return {"Shards": "shard", "Coordinator": "coordinator", "Relays": "relay", "Workers": "worker"}[
+            self.section
+        ] in roles
 
 
 def _rows() -> Iterator[DocumentedMetric]:
