@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 STREAM_SECONDS = 1e6  # a reader waits for an edition as long as the shard is heard of
 READING_THREADS = 2
-CALM_SECONDS = 6.0  # after the last disturbance, from when on an end brings the last weights
+CALM_SECONDS = 20.0  # after the last disturbance, from when on an end brings the last weights
 NEWEST_WITHIN = 40.0  # seconds, in which a reader has the newest weights in quiet times
 
 Version = tuple[str, int, int, int]  # the run, the timeline, the bucket, its updates
