@@ -38,6 +38,9 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 PRINT_OUTER := $(HAS_TORCH); import pathlib; print("import site; site.addsitedir(%r)" % \
 	str(pathlib.Path(torch.__file__).parents[1]))
 
+# Where an image has set it, each process that a test starts would compile this project anew: half a second of its two.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OURS, PEER = "tab:blue", "tab:gray"
 
@@ -34,12 +36,19 @@ class Line:
 def bars(path: Path, unit: str, found: Mapping[str, Sequence[Bar]]) -> None:
     """A panel of horizontal bars for each title, below each other."""
     heights = [len(group) + 2 for group in found.values()]
-    figure = Figure(figsize=(8, 0.32 * sum(heights) + 0.6), layout="constrained")
+    figure = _figure(figsize=(8, 0.32 * sum(heights) + 0.6), layout="constrained")
     panels = figure.subplots(len(found), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, group) in zip(panels, found.items(), strict=True):
         _bars(axes, group)
         axes.set(xlabel=unit, title=title)
     _save(figure, path)
+
+
+def _figure(**options: Any) -> Figure:
+    """Returns an empty figure. Its import takes a second, and most who import this module draw nothing."""
+    from matplotlib.figure import Figure
+
+    return Figure(**options)
 
 
 def _bars(axes: Axes, group: Sequence[Bar]) -> None:
@@ -60,7 +69,7 @@ def _bars(axes: Axes, group: Sequence[Bar]) -> None:
 
 def lines(path: Path, x: str, y: str, found: Mapping[str, Sequence[Line]]) -> None:
     """A panel of lines for each title, beside each other; x counts in powers of two."""
-    figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
+    figure = _figure(figsize=(5 * len(found), 4), layout="constrained")
     for axes, (title, group) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         dotted = sum(line.dotted for line in group)
         for line in group:
@@ -78,7 +87,7 @@ def lines(path: Path, x: str, y: str, found: Mapping[str, Sequence[Line]]) -> No
 
 def curves(path: Path, y: str, found: Mapping[str, Sequence[Line]]) -> None:
     """A panel of lines for each x, beside each other; x is logarithmic: points are orders of magnitude apart."""
-    figure = Figure(figsize=(6 * len(found), 4), layout="constrained")
+    figure = _figure(figsize=(6 * len(found), 4), layout="constrained")
     for axes, (x, group) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for line in group:
             axes.plot(*zip(*line.points, strict=True), label=line.name, marker=".")

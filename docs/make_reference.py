@@ -44,6 +44,10 @@ OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group")
 # By module for a framework: its public names. These are extras, so the sources are read, and not imported.
 FRAMEWORKS = {
     "accelerate": ("connect",),
+    "engines.answers": ("TellsVersion",),
+    "engines.huggingface": ("FollowingModels", "GenerationServer"),
+    "engines.sglang": ("DiskFollower",),
+    "engines.vllm": ("FeedTransferEngine", "FollowInfo", "WantedVersion", "register"),
     "huggingface": ("OnServers", "PsTrainer"),
     "lightning": ("ParameterServerStrategy", "FabricParameterServerStrategy"),
     "ray": ("PsConfig", "ParameterServer"),
@@ -124,9 +128,9 @@ def feed_entries() -> Iterator[str]:
 def framework_entries() -> Iterator[str]:
     """Yields what the modules for frameworks offer."""
     yield "## Frameworks\n"
-    yield "Each module needs its extra; [frameworks.md](frameworks.md) and [ray.md](ray.md) show scripts.\n"
+    yield "Each needs its extra; [frameworks.md](frameworks.md), [feed.md](feed.md) and [ray.md](ray.md) show how.\n"
     for module, names in FRAMEWORKS.items():
-        place = Path(str(session.__file__)).with_name(module)
+        place = Path(str(session.__file__)).parent / module.replace(".", "/")
         sources = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
         nodes = [node for source in sources for node in ast.parse(source.read_text()).body]
         defined = {node.name: node for node in nodes if isinstance(node, _DEFINED)}

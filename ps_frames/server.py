@@ -105,12 +105,12 @@ class Tickets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._good: dict[tuple[str, str, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
+        self._good: dict[tuple[str, str, int, int], list[tuple[bytes, float, Opener]]] = {}  # the oldest first
 
     def issue(self, opener: Opener) -> bytes:
         """Returns a ticket for a worker. Its last few are good: a call may have been made twice, side by side."""
         ticket, worker = secrets.token_bytes(TICKET_BYTES), opener.worker
-        name = worker.job, worker.run, worker.rank
+        name = worker.job, worker.run, worker.rank, worker.member
         with self._lock:
             before = self._good.pop(name, [])[1 - _TICKETS_OF_A_WORKER :]
             self._good[name] = [*before, (_digest(ticket), self._clock() + TICKET_SECONDS, opener)]

@@ -18,6 +18,7 @@ messages/          The messages of the contract as values, and both directions o
 modes.py           The modes of training, and the one rule behind four of them
 optimizer_state.py The state that torch.optim's optimizers keep for each parameter, by name
 optimizers.py      The torch.optim optimizers that a shard can run on slices of parameters, and their arguments
+pieces.py          Pieces of parameters, which the members of a group hold; whole parameters out of them
 row_ids.py         Ids of rows: their hash, and the shard of a row
 row_optimizers.py  The optimizers that can step the rows of a table, and their arguments
 segment_layout.py  The layout of the memory that a worker shares with the shards on its host

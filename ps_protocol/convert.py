@@ -16,7 +16,7 @@ from ps_protocol.fragments import Fragments
 from ps_protocol.hyper_parameters import HyperParameters, HyperValue
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, NonFinite
-from ps_protocol.layout import ParameterSpec
+from ps_protocol.layout import ParameterSpec, PiecePlace
 from ps_protocol.local import Local
 from ps_protocol.modes import Consistency
 from ps_protocol.stages import StageSpec
@@ -43,13 +43,18 @@ _NON_FINITE_NUMBERS: dict[str, Any] = {name: number for number, name in _NON_FIN
 
 def identity(message: types_pb2.WorkerIdentity) -> Identity:
     """Returns the caller that a message of a worker names."""
-    return Identity(message.job, message.rank, message.incarnation, message.lease_key, message.run)
+    return Identity(message.job, message.rank, message.incarnation, message.lease_key, message.run, message.member)
 
 
 def identity_message(worker: Identity) -> types_pb2.WorkerIdentity:
     """Returns the message of the caller, which every message of a worker carries."""
     return types_pb2.WorkerIdentity(
-        job=worker.job, rank=worker.rank, incarnation=worker.incarnation, lease_key=worker.key, run=worker.run
+        job=worker.job,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        lease_key=worker.key,
+        run=worker.run,
+        member=worker.member,
     )
 
 
@@ -71,6 +76,7 @@ def job_spec(message: job_pb2.JobSpec) -> JobSpec:
         group_optimizers=tuple(of_group) if any(of_group) else (),
         tables=tuple(_table(table) for table in message.tables),
         local=_local(message.local) if message.HasField("local") else None,
+        group_size=message.group_size or 1,
     )
 
 
@@ -87,6 +93,8 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
                 frozen=p.group is None,
                 element_type=p.element,
                 not_saved=not p.is_saved,
+                member=p.member,
+                piece=None if p.piece is None else _piece_message(p.piece),
             )
             for p in spec.parameters
         ],
@@ -106,7 +114,12 @@ def job_spec_message(spec: JobSpec) -> job_pb2.JobSpec:
         weight_wire=_WIRE_FORMAT_NUMBERS[spec.weight_wire],
         tables=[_table_message(table) for table in spec.tables],
         local=None if spec.local is None else _local_message(spec.local),
+        group_size=spec.group_size if spec.group_size > 1 else 0,
     )
+
+
+def _piece_message(piece: PiecePlace) -> job_pb2.Piece:
+    return job_pb2.Piece(whole_shape=piece.whole_shape, offsets=piece.offsets)
 
 
 def _local(message: job_pb2.Local) -> Local:
@@ -188,8 +201,11 @@ def _parameter(message: job_pb2.ParameterSpec, of_group: Sequence[int]) -> Param
     group = None if message.frozen else message.group
     # `validate` refuses a group that does not exist, with the parameter's name.
     optimizer = of_group[group] if group is not None and group < len(of_group) else 0
-    more = message.element_type, not message.not_saved
-    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more)
+    more = message.element_type, not message.not_saved, message.member
+    piece = None
+    if message.HasField("piece"):
+        piece = PiecePlace(tuple(message.piece.whole_shape), tuple(message.piece.offsets))
+    return ParameterSpec(message.name, tuple(message.shape), dtype, group, optimizer, *more, piece)
 
 
 def _table(message: job_pb2.TableSpec) -> JobTable:

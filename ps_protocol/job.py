@@ -12,6 +12,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.layout import ALIGNMENT_BYTES, DATA_TYPES, ParameterSpec
 from ps_protocol.local import OUTER_OPTIMIZER, Local
 from ps_protocol.modes import Consistency, check_quorum
+from ps_protocol.pieces import validate_pieces
 from ps_protocol.tables import JobTable, validate_table
 
 MAX_BUCKET_BYTES = 16 * 2**20
@@ -62,6 +63,7 @@ class JobSpec:
     group_optimizers: the optimizer of each group, 0 being `optimizer`; empty with one optimizer
     tables: the tables of rows
     local: the settings of local steps; None in all modes but `local:H`
+    group_size: how many processes each worker consists of: more than one where workers are groups
     """
 
     name: str
@@ -78,6 +80,7 @@ class JobSpec:
     group_optimizers: tuple[int, ...] = ()
     tables: tuple[JobTable, ...] = ()
     local: Local | None = None
+    group_size: int = 1
 
     @property
     def mode(self) -> str:
@@ -124,13 +127,12 @@ def validate(spec: JobSpec) -> None:
         raise InvalidRequest(f"bucket_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {spec.bucket_bytes}")
     if spec.bucket_bytes > MAX_BUCKET_BYTES:
         raise LimitExceeded(f"bucket_bytes may be up to {MAX_BUCKET_BYTES} on this server, got {spec.bucket_bytes}")
-    names: set[str] = set()
     for parameter in spec.parameters:
         _validate_parameter(parameter, len(spec.groups))
-        if parameter.name in names:
-            raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
-        names.add(parameter.name)
-    _validate_tables(spec, names)
+    _validate_tables(spec, _unique_names(spec))
+    validate_pieces(spec.parameters, spec.group_size)
+    if spec.group_size > 1 and spec.tables:
+        raise InvalidRequest(f"a job whose workers are groups has no tables of rows, got {len(spec.tables)}")
     _validate_wires(spec)
     buckets = sum(parameter.nbytes for parameter in spec.parameters) // spec.bucket_bytes
     if buckets > MAX_BUCKETS:
@@ -138,6 +140,25 @@ def validate(spec: JobSpec) -> None:
     _validate_local(spec)
     if not spec.tables and all(parameter.group is None for parameter in spec.parameters):
         raise InvalidRequest("a job needs at least one parameter that the optimizer steps, got none")
+
+
+def _unique_names(spec: JobSpec) -> set[str]:
+    """Returns the names of the parameters. Raises InvalidRequest where one comes twice, unless these are its pieces."""
+    by_key: dict[tuple[str, tuple[int, ...]], int] = {}
+    for parameter in spec.parameters:
+        if parameter.key not in by_key:
+            by_key[parameter.key] = parameter.member
+            continue
+        before = by_key[parameter.key]
+        if before == parameter.member:
+            raise InvalidRequest(f"parameter names must be unique, got {parameter.name!r} twice")
+        what = "all of" if parameter.piece is None else f"the piece from {parameter.piece.offsets} on of"
+        raise InvalidRequest(f"members {before} and {parameter.member} both have {what} {parameter.name!r}")
+    wholes = {parameter.name for parameter in spec.parameters if parameter.piece is None}
+    both = next((each.name for each in spec.parameters if each.piece is not None and each.name in wholes), None)
+    if both is not None:
+        raise InvalidRequest(f"{both!r} is whole and in pieces, in one job")
+    return {parameter.name for parameter in spec.parameters}
 
 
 def _validate_wires(spec: JobSpec) -> None:
@@ -225,19 +246,25 @@ def _local_settings(registered: JobSpec, offered: JobSpec) -> list[Setting]:
     ]
 
 
+def _named(name: str, offsets: tuple[int, ...]) -> str:
+    return f"a piece of parameter {name!r} at {offsets}" if offsets else f"a parameter {name!r}"
+
+
 def _parameter_difference(registered: JobSpec, offered: JobSpec) -> str | None:
-    expected = {parameter.name: parameter for parameter in registered.parameters}
-    got = {parameter.name: parameter for parameter in offered.parameters}
-    for name in expected:
-        if name not in got:
-            return f"the registered model has a parameter {name!r} that this one lacks"
-    for name in got:
-        if name not in expected:
-            return f"this model has a parameter {name!r} that the registered one lacks"
-    for name, left in expected.items():
-        right = got[name]
+    expected = {parameter.key: parameter for parameter in registered.parameters}
+    got = {parameter.key: parameter for parameter in offered.parameters}
+    for key in expected:
+        if key not in got:
+            return f"the registered model has {_named(*key)} that this one lacks"
+    for key in got:
+        if key not in expected:
+            return f"this model has {_named(*key)} that the registered one lacks"
+    for key, left in expected.items():
+        right, name = got[key], key[0]
         for what, a, b in (
             ("shape", left.shape, right.shape),
+            ("shape of the whole", left.piece and left.piece.whole_shape, right.piece and right.piece.whole_shape),
+            ("member", left.member, right.member),
             ("dtype", left.dtype, right.dtype),
             # Servers of an earlier version stored no element types.
             ("element type", left.element or right.element, right.element or left.element),
@@ -254,6 +281,9 @@ def difference(registered: JobSpec, offered: JobSpec) -> str | None:
     """Describes the first difference between two jobs; None if they are the same job."""
     # The mode first: local:H also changes the groups and the optimizer, which would be a misleading message.
     differs = _first_unlike([("mode", registered.mode, offered.mode), *_local_settings(registered, offered)])
+    if differs is not None:
+        return differs
+    differs = _first_unlike([("number of members of a group", registered.group_size, offered.group_size)])
     if differs is not None:
         return differs
     differs = _parameter_difference(registered, offered)

@@ -7,6 +7,9 @@ that lie in it.
 
     space "float32":   |-- w3 --|-- b3 --|------------- w2 -------------|-- b2 --| ...
     buckets:           |------ bucket 0 ------|------ bucket 1 ------|-- bucket 2 ...
+
+Where a worker is a group of processes, what each member of it holds lies in spaces of its own: a bucket is pushed by
+one process.
 """
 
 from __future__ import annotations
@@ -47,14 +50,24 @@ DATA_TYPES: dict[str, DataType] = {
 
 
 @dataclass(frozen=True)
+class PiecePlace:
+    """Where a piece lies in its parameter: from `offsets` on, in dimensions of the sizes `whole_shape`."""
+
+    whole_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
-    """One named tensor of the model.
+    """One named tensor of the model, or a piece of one.
 
     group: the parameter group of its optimizer; None if no optimizer steps it
     optimizer: the number of that optimizer in the job
     element: torch's name of the element type if `dtype` is that of its parts (tensors.py); the last dimension of
     `shape` then counts the parts. Empty: the element type is `dtype`
     is_saved: whether the model's state_dict has it; a non-persistent buffer is not saved
+    member: of each worker's group, the process that holds it
+    piece: where it lies in the parameter of its name; None: it is all of that
     """
 
     name: str
@@ -64,6 +77,13 @@ class ParameterSpec:
     optimizer: int = 0
     element: str = ""
     is_saved: bool = True
+    member: int = 0
+    piece: PiecePlace | None = None
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What no other parameter of the job has: its name, and where it begins in the whole."""
+        return self.name, () if self.piece is None else self.piece.offsets
 
     @property
     def numel(self) -> int:
@@ -98,6 +118,7 @@ class BucketSpec:
 
     frozen: whether no optimizer steps it; a shard then never changes its values
     optimizer: the number of its optimizer in the job; 0 if it is frozen
+    member: of each worker's group, the process that pushes it
     """
 
     index: int
@@ -108,6 +129,7 @@ class BucketSpec:
     numel: int
     slices: tuple[Slice, ...]
     optimizer: int = 0
+    member: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +139,29 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every bucket of a job, and where each parameter begins in its space (in elements)."""
+    """Every bucket of a job, and where each parameter begins in its space (in elements).
+
+    member: of a group, whose view of the layout this is; None: of a worker of one process, or of a server
+    """
 
     buckets: tuple[BucketSpec, ...]
     offsets: tuple[int, ...]
     space_sizes: dict[str, int]
+    member: int | None = None
+
+    @property
+    def held(self) -> tuple[BucketSpec, ...]:
+        """The buckets that this process sends the first values of."""
+        return self.buckets if self.member is None else tuple(b for b in self.buckets if b.member == self.member)
+
+    @property
+    def trained(self) -> tuple[BucketSpec, ...]:
+        """The buckets that an optimizer steps, and this process pushes and pulls."""
+        return tuple(bucket for bucket in self.held if not bucket.frozen)
+
+    def trains(self, parameter: ParameterSpec) -> bool:
+        """Whether an optimizer steps a parameter, and this process pushes it."""
+        return parameter.group is not None and self.member in (None, parameter.member)
 
     @property
     def nbytes(self) -> int:
@@ -131,9 +171,10 @@ class Layout:
 
 def space_of(parameter: ParameterSpec) -> str:
     """Returns the name of the flat space that a parameter lies in."""
+    member = f"@{parameter.member}" if parameter.member else ""
     if parameter.group is None:
-        return f"frozen-{parameter.dtype}"
-    return f"{parameter.dtype}.{parameter.optimizer}" if parameter.optimizer else parameter.dtype
+        return f"frozen-{parameter.dtype}{member}"
+    return f"{parameter.dtype}.{parameter.optimizer}{member}" if parameter.optimizer else f"{parameter.dtype}{member}"
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
@@ -141,41 +182,42 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> Lay
 
     bucket_bytes: bytes of a full bucket, a multiple of 64.
     """
-    spaces: dict[tuple[bool, str, int], list[int]] = {}
+    spaces: dict[tuple[bool, str, int, int], list[int]] = {}
     for index in reversed(range(len(parameters))):
         spec = parameters[index]
         frozen = spec.group is None
-        spaces.setdefault((frozen, spec.dtype, 0 if frozen else spec.optimizer), []).append(index)
+        key = frozen, spec.dtype, 0 if frozen else spec.optimizer, spec.member
+        spaces.setdefault(key, []).append(index)
     buckets: list[BucketSpec] = []
     offsets = [0] * len(parameters)
     sizes: dict[str, int] = {}
     ordered = sorted(spaces.items(), key=lambda item: item[0][0])  # sorted is stable; trained spaces first
-    for (frozen, dtype, optimizer), members in ordered:
-        space = space_of(parameters[members[0]])
+    for (frozen, dtype, optimizer, member), inside in ordered:
+        space = space_of(parameters[inside[0]])
         itemsize = DATA_TYPES[dtype].itemsize
         step = ALIGNMENT_BYTES // itemsize
         end = 0
-        for index in members:
+        for index in inside:
             offsets[index] = end
             end += -(-parameters[index].numel // step) * step
         sizes[space] = end
-        pieces = _cut(members, parameters, offsets, end, bucket_bytes // itemsize)
+        cuts = _cut(inside, parameters, offsets, end, bucket_bytes // itemsize)
         buckets += [
-            BucketSpec(k + len(buckets), space, dtype, frozen, start, numel, slices, optimizer)
-            for k, (start, numel, slices) in enumerate(pieces)
+            BucketSpec(k + len(buckets), space, dtype, frozen, start, numel, slices, optimizer, member)
+            for k, (start, numel, slices) in enumerate(cuts)
         ]
     return Layout(tuple(buckets), tuple(offsets), sizes)
 
 
 def _cut(
-    members: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
+    indices: list[int], parameters: Sequence[ParameterSpec], offsets: list[int], end: int, size: int
 ) -> list[tuple[int, int, tuple[Slice, ...]]]:
     """Cuts one space into buckets of `size` elements. Returns the start, the elements and the slices of each.
 
-    members: the space's parameters in the order of their offsets
+    indices: the space's parameters in the order of their offsets
     """
     slices: list[list[Slice]] = [[] for _ in range(-(-end // size))]
-    for index in members:
+    for index in indices:
         start, stop = offsets[index], offsets[index] + parameters[index].numel
         position = start
         while position < stop:

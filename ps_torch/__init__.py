@@ -8,6 +8,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 Each name here is that of the package that implements it, `ps_worker`, and is the same object.
 
 accelerate.py   Accelerate on parameter servers: `connect`
+engines/        vLLM, SGLang and transformers, which generate with a job's newest weights
 huggingface.py  The Trainer of Hugging Face on parameter servers: `PsTrainer`, `OnServers`
 lightning.py    Lightning on parameter servers: the strategy "ps", and one for Fabric
 ray.py          Parameter servers on Ray: `PsConfig` for Ray Train, `ParameterServer` for actors and Tune

@@ -12,6 +12,7 @@ connecting.py   `connect`, and the sessions that this process has open
 session.py      What `connect` returns: one worker's part in one job
 by_mode.py      Which strategy trains in which mode
 given.py        The arguments of `prepare`: sorted by what they are, and checked
+group.py        A worker that is a group of processes: how its members agree
 prepared.py     What `prepare` has returned, by what it was given
 row_feed.py     A live copy of a table in a process that does not train
 subscription.py `subscribe`: a job's weights in a process that does not train
@@ -29,6 +30,7 @@ launched.py     A worker's output for the person at the launcher: log lines with
 accelerate.py   Accelerate on parameter servers: a `connect` that has each worker see itself as one process
 huggingface.py  The Trainer of Hugging Face on parameter servers
 lightning.py    Lightning on parameter servers: a strategy for Trainer, and one for Fabric
+engines/        Engines that generate text with a job's newest weights: vLLM, SGLang, transformers
 ray/            Parameter servers on Ray: for Ray Train, and for plain actors and Tune
 own_servers.py  The servers that `ps-worker run` starts itself: their settings, and what `ps-server up` is told
 cli.py          The command `ps-worker`

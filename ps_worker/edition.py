@@ -90,9 +90,9 @@ class MadeOf:
 
     Example:
         names = {
-            "qkv.weight": ps_torch.MadeOf(["q.weight", "k.weight", "v.weight"]),         # fused
+            "qkv.weight": ps_torch.MadeOf(["q.weight", "k.weight", "v.weight"]),           # fused
             "up.weight": ps_torch.MadeOf("gate_up.weight", lambda both: both.chunk(2)[1]),  # split
-            "head.weight": ps_torch.MadeOf("embedding.weight", torch.t),                 # transposed
+            "head.weight": ps_torch.MadeOf("embedding.weight", torch.t),                   # transposed
         }
     """
 

@@ -119,6 +119,7 @@ class Session:
         ddp_options: Mapping[str, Any] | None = None,
         outer: Mapping[str, Any] | None = None,
         own: Sequence[Any] = (),
+        group: Any = None,
     ) -> Any:
         """Makes models, optimizers, loaders and schedulers ready to train. Returns them in the order given.
 
@@ -159,6 +160,9 @@ class Session:
                 is the share of the worker's own weights in that mix.
             own: Those of the things whose state belongs to this worker alone. A worker that joins a running job does
                 not get their state from another worker. A rollback restores it all the same.
+            group: The processes that together are this worker, which hold one model in pieces: the DeviceMesh that
+                `fully_shard` was given, or a process group. All of them make the same calls of the session. See
+                docs/groups.md for what is supported.
 
         Returns:
             The prepared things, in the order given; a single thing is not in a tuple.
@@ -206,6 +210,7 @@ class Session:
                 overlap=overlap,
                 ddp=ddp_options or {},
                 local=local_settings(self.mode, outer or {}),
+                group=group,
             )
             if self._models and all(self._prepared.knows(model) for model in given.models):
                 self._begin_stage([each for each in given.optimizers if not self._prepared.knows(each)], options)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -20,6 +21,8 @@ from ps_worker.config import check, reading_from
 from ps_worker.edition import Edition, MadeOf
 
 M = TypeVar("M", bound=nn.Module)
+LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`
+
 Names = Mapping[str, str | MadeOf] | Callable[[str], str | MadeOf]
 
 
@@ -119,6 +122,30 @@ class WeightFeed:
         newer one. The iteration ends with the job, or when the feed is closed."""
         return (Edition(arrays, self._job) for arrays in self._subscription)
 
+    async def __aenter__(self) -> WeightFeed:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def __aiter__(self) -> AsyncIterator[Edition]:
+        """Iterates over editions, as `__iter__` does, in a coroutine. No thread waits meanwhile."""
+        seen = None
+        while True:
+            is_last = self.ended or self._subscription.closed
+            if self._subscription.edition is not seen:
+                edition = self.wait_for(timeout=0)
+                seen = edition.arrays
+                yield edition
+            elif is_last:
+                return
+            else:
+                with suppress(NotFound, Unreachable):
+                    self.wait_for(self.version + 1, timeout=0)  # raises what waiting cannot cure
+                await asyncio.sleep(LOOK_SECONDS)
+
     def load(self, model: M, timeout: float = 60.0) -> M:
         """Waits for an edition, puts its weights into a model, and returns the model.
 
@@ -177,6 +204,34 @@ class WeightFeed:
             with loaded.changed:
                 loaded.readers -= 1
                 loaded.changed.notify_all()
+
+    @asynccontextmanager
+    async def reading_async(
+        self, model: nn.Module, max_behind: int | None = None, timeout: float = 60.0
+    ) -> AsyncIterator[int]:
+        """Does what `reading` does in a coroutine. Others run while it waits.
+
+        A coroutine that is cancelled while it waits leaves a thread of asyncio's default executor that waits until the
+        weights are there, the time is over, or the feed is closed.
+
+        Example:
+            async with ps_torch.subscribe("trainer:50051") as feed:
+                model = await asyncio.to_thread(feed.load, Model())
+                async with feed.reading_async(model, max_behind=4) as version:
+                    answer = await asyncio.to_thread(model, question)
+        """
+        block = self.reading(model, max_behind, timeout)
+        entering = asyncio.ensure_future(asyncio.to_thread(block.__enter__))
+        try:
+            version = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            # The thread goes on, and would count as a reader for ever.
+            entering.add_done_callback(lambda done: _leave(block, done))
+            raise
+        try:
+            yield version
+        finally:
+            block.__exit__(None, None, None)
 
     def save(self, path: str | Path, max_shard_bytes: int | None = None, timeout: float = 60.0) -> int:
         """Writes the newest edition as safetensors, and returns its version; see Edition.save."""
@@ -263,6 +318,12 @@ class WeightFeed:
         else:
             found = self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
         return MadeOf(found) if isinstance(found, str) else found
+
+
+def _leave(block: AbstractContextManager[int], entering: asyncio.Future[int]) -> None:
+    """Leaves a block of which the coroutine is gone that entered it."""
+    if not entering.cancelled() and entering.exception() is None:
+        block.__exit__(None, None, None)
 
 
 def _differs(slot: _Slot, edition: Edition) -> str:

@@ -21,6 +21,7 @@ class PrepareOptions:
     overlap:      whether full buckets leave while backward runs; None: once the script was seen to allow it
     ddp:          arguments for DistributedDataParallel
     local:        how workers step by themselves; None in all modes but local:H
+    group:        the processes that together are this worker: a DeviceMesh or a process group; None: this one alone is
     """
 
     bucket_bytes: int | None = None
@@ -30,6 +31,7 @@ class PrepareOptions:
     overlap: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)
     local: Local | None = None
+    group: Any = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -31,6 +32,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: runs with -m slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is imported and collected out of collections of garbage, which would walk through it each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Has the collections with which pytest ends, ten of them, find nothing: this one has found what tests left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

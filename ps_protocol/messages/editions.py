@@ -38,7 +38,7 @@ class WeightsHere(NamedTuple):
     editions: versions of editions that are here, or that somebody waits for
     spec:     None: it was not asked for
     ended:    the job has ended: these are its last weights
-    age:      where a relay answers, the seconds since it knew last that `lowest`, the version of its edition, is the newest
+    age:      of a relay: the seconds since it knew last that `lowest`, the version of its edition, is the newest
     """
 
     run: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
 
 from ps_protocol.batches import LeaseReport, LeaseRequest, LoaderSpec
 from ps_protocol.convert import (
@@ -16,6 +18,7 @@ from ps_protocol.convert import (
     since_1970,
     timestamp,
 )
+from ps_protocol.errors import InvalidRequest
 from ps_protocol.identity import Identity
 from ps_protocol.v1 import leases_pb2, membership_pb2, rounds_pb2, types_pb2
 
@@ -123,6 +126,33 @@ class SavedState:
 def state_message(state: SavedState | None) -> membership_pb2.WorkerState | None:
     """Returns the message of a worker's own state, or of what its script has set."""
     return None if state is None else membership_pb2.WorkerState(clock=state.clock, content=state.content)
+
+
+def write_script(script: SavedState | None) -> bytes:
+    """Returns what a script has set as bytes, for other members of a group; none where there is nothing."""
+    message = state_message(script)
+    return b"" if message is None else b"+" + message.SerializeToString()
+
+
+def read_script(told: bytes) -> SavedState | None:
+    """Returns what a script has set, as `write_script` wrote it."""
+    if not told:
+        return None
+    message = membership_pb2.WorkerState.FromString(told[1:])
+    return SavedState(message.clock, message.content)
+
+
+def group_state(states: Sequence[bytes]) -> bytes:
+    """Returns the state of a group, of those of its members."""
+    return membership_pb2.GroupState(members=states).SerializeToString()
+
+
+def member_states(content: bytes) -> Sequence[bytes]:
+    """Returns the states of a group's members. Raises InvalidRequest for what is no group's state."""
+    try:
+        return tuple(membership_pb2.GroupState.FromString(content).members)
+    except DecodeError as error:
+        raise InvalidRequest(f"no state of a group: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18ps_protocol/v1/job.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aps_protocol/v1/types.proto\"\xd4\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\nparameters\x18\x02 \x03(\x0b\x32\x1d.ps_protocol.v1.ParameterSpec\x12\x12\n\noptimizers\x18\x03 \x03(\t\x12.\n\x06groups\x18\x04 \x03(\x0b\x32\x1e.ps_protocol.v1.ParameterGroup\x12\x30\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x04\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x33\n\nnon_finite\x18\x08 \x01(\x0e\x32\x1f.ps_protocol.v1.NonFinitePolicy\x12\x31\n\rgradient_wire\x18\t \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12/\n\x0bweight_wire\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12)\n\x06tables\x18\x0b \x03(\x0b\x32\x19.ps_protocol.v1.TableSpec\x12$\n\x05local\x18\x0c \x01(\x0b\x32\x15.ps_protocol.v1.Local\"\x80\x02\n\x05Local\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x15\n\rwarm_up_steps\x18\x02 \x01(\r\x12\x1b\n\x13outer_learning_rate\x18\x03 \x01(\x01\x12\x16\n\x0eouter_momentum\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\x31\n\x0eround_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x13weighted_by_samples\x18\x07 \x01(\x08\x42\x02\x18\x01\x12\x11\n\tfragments\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65lay_steps\x18\t \x01(\r\x12\x0e\n\x06mixing\x18\n \x01(\x01\"\xb1\x02\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x33\n\x0binitializer\x18\x03 \x01(\x0b\x32\x1e.ps_protocol.v1.RowInitializer\x12\x13\n\x0b\x61\x64mit_after\x18\x04 \x01(\r\x12\x14\n\x0c\x65xpire_after\x18\x05 \x01(\x04\x12\x10\n\x08max_rows\x18\x06 \x01(\x04\x12\x11\n\toptimizer\x18\x07 \x01(\t\x12\x38\n\x10hyper_parameters\x18\x08 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x34\n\x0b\x63onsistency\x18\t \x01(\x0b\x32\x1b.ps_protocol.v1.ConsistencyB\x02\x18\x01\x12\x14\n\x0cinitial_rows\x18\n \x01(\x08\"d\n\x0eRowInitializer\x12\x35\n\x0c\x64istribution\x18\x01 \x01(\x0e\x32\x1f.ps_protocol.v1.RowDistribution\x12\r\n\x05scale\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\xa1\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\tdata_type\x18\x03 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x14\n\x0c\x65lement_type\x18\x06 \x01(\t\x12\x11\n\tnot_saved\x18\x07 \x01(\x08\"]\n\x0eParameterGroup\x12\x38\n\x10hyper_parameters\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x11\n\toptimizer\x18\x02 \x01(\r\"x\n\x0eHyperParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12-\n\x07numbers\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.NumberListH\x00\x42\x07\n\x05value\"\x1c\n\nNumberList\x12\x0e\n\x06values\x18\x01 \x03(\x01\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"\x84\x01\n\x0b\x43onsistency\x12\x1a\n\rmax_staleness\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\taggregate\x18\x02 \x01(\x08\x12\x13\n\x06quorum\x18\x03 \x01(\x11H\x01\x88\x01\x01\x12\x14\n\x0cquorum_grace\x18\x04 \x01(\x01\x42\x10\n\x0e_max_stalenessB\t\n\x07_quorum*\x8d\x01\n\x0fRowDistribution\x12 \n\x1cROW_DISTRIBUTION_UNSPECIFIED\x10\x00\x12\x1d\n\x19ROW_DISTRIBUTION_CONSTANT\x10\x01\x12\x1c\n\x18ROW_DISTRIBUTION_UNIFORM\x10\x02\x12\x1b\n\x17ROW_DISTRIBUTION_NORMAL\x10\x03*\x8b\x01\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REFUSE\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02\x12\x1b\n\x17NON_FINITE_POLICY_ALLOW\x10\x03\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18ps_protocol/v1/job.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aps_protocol/v1/types.proto\"\xe8\x03\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\nparameters\x18\x02 \x03(\x0b\x32\x1d.ps_protocol.v1.ParameterSpec\x12\x12\n\noptimizers\x18\x03 \x03(\t\x12.\n\x06groups\x18\x04 \x03(\x0b\x32\x1e.ps_protocol.v1.ParameterGroup\x12\x30\n\x0b\x63onsistency\x18\x05 \x01(\x0b\x32\x1b.ps_protocol.v1.Consistency\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x04\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x33\n\nnon_finite\x18\x08 \x01(\x0e\x32\x1f.ps_protocol.v1.NonFinitePolicy\x12\x31\n\rgradient_wire\x18\t \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12/\n\x0bweight_wire\x18\n \x01(\x0e\x32\x1a.ps_protocol.v1.WireFormat\x12)\n\x06tables\x18\x0b \x03(\x0b\x32\x19.ps_protocol.v1.TableSpec\x12$\n\x05local\x18\x0c \x01(\x0b\x32\x15.ps_protocol.v1.Local\x12\x12\n\ngroup_size\x18\r \x01(\r\"\x80\x02\n\x05Local\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x15\n\rwarm_up_steps\x18\x02 \x01(\r\x12\x1b\n\x13outer_learning_rate\x18\x03 \x01(\x01\x12\x16\n\x0eouter_momentum\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\x31\n\x0eround_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x13weighted_by_samples\x18\x07 \x01(\x08\x42\x02\x18\x01\x12\x11\n\tfragments\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65lay_steps\x18\t \x01(\r\x12\x0e\n\x06mixing\x18\n \x01(\x01\"\xb1\x02\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x33\n\x0binitializer\x18\x03 \x01(\x0b\x32\x1e.ps_protocol.v1.RowInitializer\x12\x13\n\x0b\x61\x64mit_after\x18\x04 \x01(\r\x12\x14\n\x0c\x65xpire_after\x18\x05 \x01(\x04\x12\x10\n\x08max_rows\x18\x06 \x01(\x04\x12\x11\n\toptimizer\x18\x07 \x01(\t\x12\x38\n\x10hyper_parameters\x18\x08 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x34\n\x0b\x63onsistency\x18\t \x01(\x0b\x32\x1b.ps_protocol.v1.ConsistencyB\x02\x18\x01\x12\x14\n\x0cinitial_rows\x18\n \x01(\x08\"d\n\x0eRowInitializer\x12\x35\n\x0c\x64istribution\x18\x01 \x01(\x0e\x32\x1f.ps_protocol.v1.RowDistribution\x12\r\n\x05scale\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\xd7\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\tdata_type\x18\x03 \x01(\x0e\x32\x18.ps_protocol.v1.DataType\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x14\n\x0c\x65lement_type\x18\x06 \x01(\t\x12\x11\n\tnot_saved\x18\x07 \x01(\x08\x12\x0e\n\x06member\x18\x08 \x01(\r\x12$\n\x05piece\x18\t \x01(\x0b\x32\x15.ps_protocol.v1.Piece\"-\n\x05Piece\x12\x13\n\x0bwhole_shape\x18\x01 \x03(\x04\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\"]\n\x0eParameterGroup\x12\x38\n\x10hyper_parameters\x18\x01 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\x12\x11\n\toptimizer\x18\x02 \x01(\r\"x\n\x0eHyperParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12-\n\x07numbers\x18\x04 \x01(\x0b\x32\x1a.ps_protocol.v1.NumberListH\x00\x42\x07\n\x05value\"\x1c\n\nNumberList\x12\x0e\n\x06values\x18\x01 \x03(\x01\"V\n\x0bGroupUpdate\x12\r\n\x05group\x18\x01 \x01(\r\x12\x38\n\x10hyper_parameters\x18\x02 \x03(\x0b\x32\x1e.ps_protocol.v1.HyperParameter\"\x84\x01\n\x0b\x43onsistency\x12\x1a\n\rmax_staleness\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\taggregate\x18\x02 \x01(\x08\x12\x13\n\x06quorum\x18\x03 \x01(\x11H\x01\x88\x01\x01\x12\x14\n\x0cquorum_grace\x18\x04 \x01(\x01\x42\x10\n\x0e_max_stalenessB\t\n\x07_quorum*\x8d\x01\n\x0fRowDistribution\x12 \n\x1cROW_DISTRIBUTION_UNSPECIFIED\x10\x00\x12\x1d\n\x19ROW_DISTRIBUTION_CONSTANT\x10\x01\x12\x1c\n\x18ROW_DISTRIBUTION_UNIFORM\x10\x02\x12\x1b\n\x17ROW_DISTRIBUTION_NORMAL\x10\x03*\x8b\x01\n\x0fNonFinitePolicy\x12!\n\x1dNON_FINITE_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18NON_FINITE_POLICY_REFUSE\x10\x01\x12\x1a\n\x16NON_FINITE_POLICY_SKIP\x10\x02\x12\x1b\n\x17NON_FINITE_POLICY_ALLOW\x10\x03\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCAL'].fields_by_name['weighted_by_samples']._serialized_options = b'\030\001'
   _globals['_TABLESPEC'].fields_by_name['consistency']._loaded_options = None
   _globals['_TABLESPEC'].fields_by_name['consistency']._serialized_options = b'\030\001'
-  _globals['_ROWDISTRIBUTION']._serialized_start=1879
-  _globals['_ROWDISTRIBUTION']._serialized_end=2020
-  _globals['_NONFINITEPOLICY']._serialized_start=2023
-  _globals['_NONFINITEPOLICY']._serialized_end=2162
+  _globals['_ROWDISTRIBUTION']._serialized_start=2000
+  _globals['_ROWDISTRIBUTION']._serialized_end=2141
+  _globals['_NONFINITEPOLICY']._serialized_start=2144
+  _globals['_NONFINITEPOLICY']._serialized_end=2283
   _globals['_JOBSPEC']._serialized_start=105
-  _globals['_JOBSPEC']._serialized_end=573
-  _globals['_LOCAL']._serialized_start=576
-  _globals['_LOCAL']._serialized_end=832
-  _globals['_TABLESPEC']._serialized_start=835
-  _globals['_TABLESPEC']._serialized_end=1140
-  _globals['_ROWINITIALIZER']._serialized_start=1142
-  _globals['_ROWINITIALIZER']._serialized_end=1242
-  _globals['_PARAMETERSPEC']._serialized_start=1245
-  _globals['_PARAMETERSPEC']._serialized_end=1406
-  _globals['_PARAMETERGROUP']._serialized_start=1408
-  _globals['_PARAMETERGROUP']._serialized_end=1501
-  _globals['_HYPERPARAMETER']._serialized_start=1503
-  _globals['_HYPERPARAMETER']._serialized_end=1623
-  _globals['_NUMBERLIST']._serialized_start=1625
-  _globals['_NUMBERLIST']._serialized_end=1653
-  _globals['_GROUPUPDATE']._serialized_start=1655
-  _globals['_GROUPUPDATE']._serialized_end=1741
-  _globals['_CONSISTENCY']._serialized_start=1744
-  _globals['_CONSISTENCY']._serialized_end=1876
+  _globals['_JOBSPEC']._serialized_end=593
+  _globals['_LOCAL']._serialized_start=596
+  _globals['_LOCAL']._serialized_end=852
+  _globals['_TABLESPEC']._serialized_start=855
+  _globals['_TABLESPEC']._serialized_end=1160
+  _globals['_ROWINITIALIZER']._serialized_start=1162
+  _globals['_ROWINITIALIZER']._serialized_end=1262
+  _globals['_PARAMETERSPEC']._serialized_start=1265
+  _globals['_PARAMETERSPEC']._serialized_end=1480
+  _globals['_PIECE']._serialized_start=1482
+  _globals['_PIECE']._serialized_end=1527
+  _globals['_PARAMETERGROUP']._serialized_start=1529
+  _globals['_PARAMETERGROUP']._serialized_end=1622
+  _globals['_HYPERPARAMETER']._serialized_start=1624
+  _globals['_HYPERPARAMETER']._serialized_end=1744
+  _globals['_NUMBERLIST']._serialized_start=1746
+  _globals['_NUMBERLIST']._serialized_end=1774
+  _globals['_GROUPUPDATE']._serialized_start=1776
+  _globals['_GROUPUPDATE']._serialized_end=1862
+  _globals['_CONSISTENCY']._serialized_start=1865
+  _globals['_CONSISTENCY']._serialized_end=1997
 # @@protoc_insertion_point(module_scope)

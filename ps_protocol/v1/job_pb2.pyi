@@ -34,7 +34,7 @@ NON_FINITE_POLICY_SKIP: NonFinitePolicy
 NON_FINITE_POLICY_ALLOW: NonFinitePolicy
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "tables", "local")
+    __slots__ = ("name", "parameters", "optimizers", "groups", "consistency", "bucket_bytes", "world_size", "non_finite", "gradient_wire", "weight_wire", "tables", "local", "group_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class JobSpec(_message.Message):
     WEIGHT_WIRE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
@@ -59,7 +60,8 @@ class JobSpec(_message.Message):
     weight_wire: _types_pb2.WireFormat
     tables: _containers.RepeatedCompositeFieldContainer[TableSpec]
     local: Local
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ..., local: _Optional[_Union[Local, _Mapping]] = ...) -> None: ...
+    group_size: int
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., bucket_bytes: _Optional[int] = ..., world_size: _Optional[int] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., gradient_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., weight_wire: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ..., local: _Optional[_Union[Local, _Mapping]] = ..., group_size: _Optional[int] = ...) -> None: ...
 
 class Local(_message.Message):
     __slots__ = ("steps", "warm_up_steps", "outer_learning_rate", "outer_momentum", "nesterov", "round_duration", "weighted_by_samples", "fragments", "delay_steps", "mixing")
@@ -120,7 +122,7 @@ class RowInitializer(_message.Message):
     def __init__(self, distribution: _Optional[_Union[RowDistribution, str]] = ..., scale: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "shape", "data_type", "group", "frozen", "element_type", "not_saved")
+    __slots__ = ("name", "shape", "data_type", "group", "frozen", "element_type", "not_saved", "member", "piece")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,8 @@ class ParameterSpec(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_TYPE_FIELD_NUMBER: _ClassVar[int]
     NOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     data_type: _types_pb2.DataType
@@ -135,7 +139,17 @@ class ParameterSpec(_message.Message):
     frozen: bool
     element_type: str
     not_saved: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: _Optional[bool] = ..., element_type: _Optional[str] = ..., not_saved: _Optional[bool] = ...) -> None: ...
+    member: int
+    piece: Piece
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., group: _Optional[int] = ..., frozen: _Optional[bool] = ..., element_type: _Optional[str] = ..., not_saved: _Optional[bool] = ..., member: _Optional[int] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("whole_shape", "offsets")
+    WHOLE_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    whole_shape: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, whole_shape: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
     __slots__ = ("hyper_parameters", "optimizer")

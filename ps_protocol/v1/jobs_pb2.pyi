@@ -55,20 +55,22 @@ class RegisterJobResponse(_message.Message):
     def __init__(self, shard_map: _Optional[_Union[_types_pb2.ShardMap, _Mapping]] = ..., created: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., run: _Optional[str] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Iterable[_Union[BucketLayout, _Mapping]]] = ..., segment_bytes: _Optional[int] = ..., stage_limit: _Optional[int] = ...) -> None: ...
 
 class BucketLayout(_message.Message):
-    __slots__ = ("data_type", "element_count", "frozen", "slices", "gradient_offset", "weights_offset")
+    __slots__ = ("data_type", "element_count", "frozen", "slices", "gradient_offset", "weights_offset", "member")
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     data_type: _types_pb2.DataType
     element_count: int
     frozen: bool
     slices: _containers.RepeatedCompositeFieldContainer[SliceLayout]
     gradient_offset: int
     weights_offset: int
-    def __init__(self, data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., element_count: _Optional[int] = ..., frozen: _Optional[bool] = ..., slices: _Optional[_Iterable[_Union[SliceLayout, _Mapping]]] = ..., gradient_offset: _Optional[int] = ..., weights_offset: _Optional[int] = ...) -> None: ...
+    member: int
+    def __init__(self, data_type: _Optional[_Union[_types_pb2.DataType, str]] = ..., element_count: _Optional[int] = ..., frozen: _Optional[bool] = ..., slices: _Optional[_Iterable[_Union[SliceLayout, _Mapping]]] = ..., gradient_offset: _Optional[int] = ..., weights_offset: _Optional[int] = ..., member: _Optional[int] = ...) -> None: ...
 
 class SliceLayout(_message.Message):
     __slots__ = ("parameter", "parameter_start", "bucket_start", "length")

@@ -28,7 +28,7 @@ from ps_protocol.v1 import figures_pb2 as ps__protocol_dot_v1_dot_figures__pb2
 from ps_protocol.v1 import types_pb2 as ps__protocol_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fps_protocol/v1/membership.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cps_protocol/v1/figures.proto\x1a\x1aps_protocol/v1/types.proto\"P\n\x06Launch\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x12\n\nrank_count\x18\x03 \x01(\r\x12\x10\n\x08takeover\x18\x04 \x01(\x08\"-\n\x0bWorkerState\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x92\x02\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x1c\n\x14previous_incarnation\x18\x06 \x01(\x04\x12\r\n\x05\x63lock\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x04\x12&\n\x06launch\x18\t \x01(\x0b\x32\x16.ps_protocol.v1.Launch\x12\x30\n\rwait_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03run\x18\x0b \x01(\tB\x07\n\x05_rank\"\x87\x03\n\x0cJoinResponse\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\tshard_map\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.ShardMap\x12\x15\n\rrestore_count\x18\x05 \x01(\r\x12\x31\n\x0cworker_state\x18\x06 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x19\n\x0cpushed_clock\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x0cshard_pushes\x18\x08 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardPushes\x12/\n\tcontinued\x18\t \x01(\x0b\x32\x1c.ps_protocol.v1.ContinuedJobB\x0f\n\r_pushed_clock\"\x82\x01\n\x0c\x43ontinuedJob\x12.\n\nbegin_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\ntrain_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlive_count\x18\x03 \x01(\r\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"p\n\rWatchResponse\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x08\x12\x13\n\x0bscript_rank\x18\x04 \x01(\r\x12\x16\n\x0escript_request\x18\x05 \x01(\x04\"\x98\x01\n\x10HeartbeatRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12.\n\x07\x66igures\x18\x03 \x01(\x0b\x32\x1d.ps_protocol.v1.WorkerFigures\x12\x15\n\rscript_wanted\x18\x04 \x01(\x08\"\x83\x01\n\x11HeartbeatResponse\x12\x12\n\nlive_count\x18\x01 \x01(\r\x12\x16\n\x0escript_request\x18\x02 \x01(\x04\x12+\n\x06script\x18\x03 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x15\n\rscript_coming\x18\x04 \x01(\x08\"\xb9\x01\n\x16SaveWorkerStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12+\n\x06script\x18\x03 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x16\n\x0escript_request\x18\x04 \x01(\x04\"\x19\n\x17SaveWorkerStateResponse\"\xd5\x01\n\x0cLeaveRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12+\n\x06script\x18\x04 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12.\n\x07\x66igures\x18\x05 \x01(\x0b\x32\x1d.ps_protocol.v1.WorkerFigures\"\x1e\n\rLeaveResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"e\n\x16ReportWorkerEndRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06launch\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\"(\n\x17ReportWorkerEndResponse\x12\r\n\x05ranks\x18\x01 \x03(\r2\xfe\x03\n\x11MembershipService\x12\x41\n\x04Join\x12\x1b.ps_protocol.v1.JoinRequest\x1a\x1c.ps_protocol.v1.JoinResponse\x12\x46\n\x05Watch\x12\x1c.ps_protocol.v1.WatchRequest\x1a\x1d.ps_protocol.v1.WatchResponse0\x01\x12P\n\tHeartbeat\x12 .ps_protocol.v1.HeartbeatRequest\x1a!.ps_protocol.v1.HeartbeatResponse\x12\x62\n\x0fSaveWorkerState\x12&.ps_protocol.v1.SaveWorkerStateRequest\x1a\'.ps_protocol.v1.SaveWorkerStateResponse\x12\x44\n\x05Leave\x12\x1c.ps_protocol.v1.LeaveRequest\x1a\x1d.ps_protocol.v1.LeaveResponse\x12\x62\n\x0fReportWorkerEnd\x12&.ps_protocol.v1.ReportWorkerEndRequest\x1a\'.ps_protocol.v1.ReportWorkerEndResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fps_protocol/v1/membership.proto\x12\x0eps_protocol.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cps_protocol/v1/figures.proto\x1a\x1aps_protocol/v1/types.proto\"P\n\x06Launch\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x12\n\nrank_count\x18\x03 \x01(\r\x12\x10\n\x08takeover\x18\x04 \x01(\x08\"-\n\x0bWorkerState\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x1d\n\nGroupState\x12\x0f\n\x07members\x18\x01 \x03(\x0c\"\x92\x02\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x1c\n\x14previous_incarnation\x18\x06 \x01(\x04\x12\r\n\x05\x63lock\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x04\x12&\n\x06launch\x18\t \x01(\x0b\x32\x16.ps_protocol.v1.Launch\x12\x30\n\rwait_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03run\x18\x0b \x01(\tB\x07\n\x05_rank\"\x87\x03\n\x0cJoinResponse\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\tshard_map\x18\x04 \x01(\x0b\x32\x18.ps_protocol.v1.ShardMap\x12\x15\n\rrestore_count\x18\x05 \x01(\r\x12\x31\n\x0cworker_state\x18\x06 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x19\n\x0cpushed_clock\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x0cshard_pushes\x18\x08 \x03(\x0b\x32\x1b.ps_protocol.v1.ShardPushes\x12/\n\tcontinued\x18\t \x01(\x0b\x32\x1c.ps_protocol.v1.ContinuedJobB\x0f\n\r_pushed_clock\"\x82\x01\n\x0c\x43ontinuedJob\x12.\n\nbegin_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\ntrain_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nlive_count\x18\x03 \x01(\r\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"p\n\rWatchResponse\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x08\x12\x13\n\x0bscript_rank\x18\x04 \x01(\r\x12\x16\n\x0escript_request\x18\x05 \x01(\x04\"\x98\x01\n\x10HeartbeatRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12.\n\x07\x66igures\x18\x03 \x01(\x0b\x32\x1d.ps_protocol.v1.WorkerFigures\x12\x15\n\rscript_wanted\x18\x04 \x01(\x08\"\x83\x01\n\x11HeartbeatResponse\x12\x12\n\nlive_count\x18\x01 \x01(\r\x12\x16\n\x0escript_request\x18\x02 \x01(\x04\x12+\n\x06script\x18\x03 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x15\n\rscript_coming\x18\x04 \x01(\x08\"\xb9\x01\n\x16SaveWorkerStateRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12+\n\x06script\x18\x03 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x16\n\x0escript_request\x18\x04 \x01(\x04\"\x19\n\x17SaveWorkerStateResponse\"\xd5\x01\n\x0cLeaveRequest\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.ps_protocol.v1.WorkerIdentity\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12+\n\x06script\x18\x04 \x01(\x0b\x32\x1b.ps_protocol.v1.WorkerState\x12.\n\x07\x66igures\x18\x05 \x01(\x0b\x32\x1d.ps_protocol.v1.WorkerFigures\"\x1e\n\rLeaveResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"e\n\x16ReportWorkerEndRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06launch\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\"(\n\x17ReportWorkerEndResponse\x12\r\n\x05ranks\x18\x01 \x03(\r2\xfe\x03\n\x11MembershipService\x12\x41\n\x04Join\x12\x1b.ps_protocol.v1.JoinRequest\x1a\x1c.ps_protocol.v1.JoinResponse\x12\x46\n\x05Watch\x12\x1c.ps_protocol.v1.WatchRequest\x1a\x1d.ps_protocol.v1.WatchResponse0\x01\x12P\n\tHeartbeat\x12 .ps_protocol.v1.HeartbeatRequest\x1a!.ps_protocol.v1.HeartbeatResponse\x12\x62\n\x0fSaveWorkerState\x12&.ps_protocol.v1.SaveWorkerStateRequest\x1a\'.ps_protocol.v1.SaveWorkerStateResponse\x12\x44\n\x05Leave\x12\x1c.ps_protocol.v1.LeaveRequest\x1a\x1d.ps_protocol.v1.LeaveResponse\x12\x62\n\x0fReportWorkerEnd\x12&.ps_protocol.v1.ReportWorkerEndRequest\x1a\'.ps_protocol.v1.ReportWorkerEndResponseBS\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,32 +40,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAUNCH']._serialized_end=254
   _globals['_WORKERSTATE']._serialized_start=256
   _globals['_WORKERSTATE']._serialized_end=301
-  _globals['_JOINREQUEST']._serialized_start=304
-  _globals['_JOINREQUEST']._serialized_end=578
-  _globals['_JOINRESPONSE']._serialized_start=581
-  _globals['_JOINRESPONSE']._serialized_end=972
-  _globals['_CONTINUEDJOB']._serialized_start=975
-  _globals['_CONTINUEDJOB']._serialized_end=1105
-  _globals['_WATCHREQUEST']._serialized_start=1107
-  _globals['_WATCHREQUEST']._serialized_end=1134
-  _globals['_WATCHRESPONSE']._serialized_start=1136
-  _globals['_WATCHRESPONSE']._serialized_end=1248
-  _globals['_HEARTBEATREQUEST']._serialized_start=1251
-  _globals['_HEARTBEATREQUEST']._serialized_end=1403
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1406
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1537
-  _globals['_SAVEWORKERSTATEREQUEST']._serialized_start=1540
-  _globals['_SAVEWORKERSTATEREQUEST']._serialized_end=1725
-  _globals['_SAVEWORKERSTATERESPONSE']._serialized_start=1727
-  _globals['_SAVEWORKERSTATERESPONSE']._serialized_end=1752
-  _globals['_LEAVEREQUEST']._serialized_start=1755
-  _globals['_LEAVEREQUEST']._serialized_end=1968
-  _globals['_LEAVERESPONSE']._serialized_start=1970
-  _globals['_LEAVERESPONSE']._serialized_end=2000
-  _globals['_REPORTWORKERENDREQUEST']._serialized_start=2002
-  _globals['_REPORTWORKERENDREQUEST']._serialized_end=2103
-  _globals['_REPORTWORKERENDRESPONSE']._serialized_start=2105
-  _globals['_REPORTWORKERENDRESPONSE']._serialized_end=2145
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=2148
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=2658
+  _globals['_GROUPSTATE']._serialized_start=303
+  _globals['_GROUPSTATE']._serialized_end=332
+  _globals['_JOINREQUEST']._serialized_start=335
+  _globals['_JOINREQUEST']._serialized_end=609
+  _globals['_JOINRESPONSE']._serialized_start=612
+  _globals['_JOINRESPONSE']._serialized_end=1003
+  _globals['_CONTINUEDJOB']._serialized_start=1006
+  _globals['_CONTINUEDJOB']._serialized_end=1136
+  _globals['_WATCHREQUEST']._serialized_start=1138
+  _globals['_WATCHREQUEST']._serialized_end=1165
+  _globals['_WATCHRESPONSE']._serialized_start=1167
+  _globals['_WATCHRESPONSE']._serialized_end=1279
+  _globals['_HEARTBEATREQUEST']._serialized_start=1282
+  _globals['_HEARTBEATREQUEST']._serialized_end=1434
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1437
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1568
+  _globals['_SAVEWORKERSTATEREQUEST']._serialized_start=1571
+  _globals['_SAVEWORKERSTATEREQUEST']._serialized_end=1756
+  _globals['_SAVEWORKERSTATERESPONSE']._serialized_start=1758
+  _globals['_SAVEWORKERSTATERESPONSE']._serialized_end=1783
+  _globals['_LEAVEREQUEST']._serialized_start=1786
+  _globals['_LEAVEREQUEST']._serialized_end=1999
+  _globals['_LEAVERESPONSE']._serialized_start=2001
+  _globals['_LEAVERESPONSE']._serialized_end=2031
+  _globals['_REPORTWORKERENDREQUEST']._serialized_start=2033
+  _globals['_REPORTWORKERENDREQUEST']._serialized_end=2134
+  _globals['_REPORTWORKERENDRESPONSE']._serialized_start=2136
+  _globals['_REPORTWORKERENDRESPONSE']._serialized_end=2176
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=2179
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=2689
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,12 @@ class WorkerState(_message.Message):
     content: bytes
     def __init__(self, clock: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
 
+class GroupState(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, members: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("job", "rank", "host", "pid", "metrics_address", "previous_incarnation", "clock", "request_id", "launch", "wait_duration", "run")
     JOB_FIELD_NUMBER: _ClassVar[int]

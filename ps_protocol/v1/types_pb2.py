@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aps_protocol/v1/types.proto\x12\x0eps_protocol.v1\"`\n\x0eWorkerIdentity\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tlease_key\x18\x04 \x01(\x0c\x12\x0b\n\x03run\x18\x05 \x01(\t\"T\n\x0eResponseHeader\x12\x13\n\x0bshard_index\x18\x01 \x01(\r\x12\x0f\n\x07process\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"+\n\tShardInfo\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"L\n\x08ShardMap\x12)\n\x06shards\x18\x01 \x03(\x0b\x32\x19.ps_protocol.v1.ShardInfo\x12\x15\n\rbucket_shards\x18\x02 \x03(\r\"`\n\x0bShardPushes\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x14\n\x0cpushed_clock\x18\x02 \x01(\x04\x12,\n\x07\x66urther\x18\x03 \x03(\x0b\x32\x1b.ps_protocol.v1.FurtherPush\"+\n\x0b\x46urtherPush\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\r\"M\n\tDataRange\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04*\xd1\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x01\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x02\x12$\n ERROR_REASON_NON_FINITE_GRADIENT\x10\x03\x12\x1c\n\x18\x45RROR_REASON_UNSUPPORTED\x10\x04\x12\x1d\n\x19\x45RROR_REASON_JOB_MISMATCH\x10\x05\x12\x1b\n\x17\x45RROR_REASON_JOB_IN_USE\x10\x06\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x07\x12\x1a\n\x16\x45RROR_REASON_RUN_ENDED\x10\x08\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\t\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_WORKER\x10\n\x12\x17\n\x13\x45RROR_REASON_FENCED\x10\x0b\x12\x1b\n\x17\x45RROR_REASON_NOT_SHARED\x10\x0c\x12\x1d\n\x19\x45RROR_REASON_OUT_OF_ORDER\x10\r\x12\x1a\n\x16\x45RROR_REASON_TRY_LATER\x10\x0e\x12\x1f\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x0f\x12\x1b\n\x17\x45RROR_REASON_BACKLOGGED\x10\x10\x12\x1f\n\x1b\x45RROR_REASON_NO_CHECKPOINTS\x10\x11\x12\"\n\x1e\x45RROR_REASON_CHECKPOINT_FAILED\x10\x12\x12#\n\x1f\x45RROR_REASON_CHECKPOINT_DAMAGED\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12\x1a\n\x16\x45RROR_REASON_FORBIDDEN\x10\x15\x12\x1c\n\x18\x45RROR_REASON_UNREACHABLE\x10\x16\x12\x1a\n\x16\x45RROR_REASON_UNTRUSTED\x10\x17\x12\x1d\n\x19\x45RROR_REASON_JOB_FINISHED\x10\x18\x12!\n\x1d\x45RROR_REASON_FINISHED_WITHOUT\x10\x19\x12\x18\n\x14\x45RROR_REASON_DEPOSED\x10\x1a*\xd5\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x08*\xa1\x01\n\nWireFormat\x12\x1b\n\x17WIRE_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_FORMAT_FLOAT32\x10\x01\x12\x18\n\x14WIRE_FORMAT_BFLOAT16\x10\x02\x12\x17\n\x13WIRE_FORMAT_FLOAT16\x10\x03\x12\x14\n\x10WIRE_FORMAT_INT8\x10\x04\x12\x14\n\x10WIRE_FORMAT_INT4\x10\x05\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aps_protocol/v1/types.proto\x12\x0eps_protocol.v1\"p\n\x0eWorkerIdentity\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tlease_key\x18\x04 \x01(\x0c\x12\x0b\n\x03run\x18\x05 \x01(\t\x12\x0e\n\x06member\x18\x06 \x01(\r\"T\n\x0eResponseHeader\x12\x13\n\x0bshard_index\x18\x01 \x01(\r\x12\x0f\n\x07process\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"+\n\tShardInfo\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"L\n\x08ShardMap\x12)\n\x06shards\x18\x01 \x03(\x0b\x32\x19.ps_protocol.v1.ShardInfo\x12\x15\n\rbucket_shards\x18\x02 \x03(\r\"`\n\x0bShardPushes\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x14\n\x0cpushed_clock\x18\x02 \x01(\x04\x12,\n\x07\x66urther\x18\x03 \x03(\x0b\x32\x1b.ps_protocol.v1.FurtherPush\"+\n\x0b\x46urtherPush\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\r\"M\n\tDataRange\x12\x0e\n\x06loader\x18\x01 \x01(\r\x12\x13\n\x0bpass_number\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04*\xd1\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x01\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x02\x12$\n ERROR_REASON_NON_FINITE_GRADIENT\x10\x03\x12\x1c\n\x18\x45RROR_REASON_UNSUPPORTED\x10\x04\x12\x1d\n\x19\x45RROR_REASON_JOB_MISMATCH\x10\x05\x12\x1b\n\x17\x45RROR_REASON_JOB_IN_USE\x10\x06\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x07\x12\x1a\n\x16\x45RROR_REASON_RUN_ENDED\x10\x08\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\t\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_WORKER\x10\n\x12\x17\n\x13\x45RROR_REASON_FENCED\x10\x0b\x12\x1b\n\x17\x45RROR_REASON_NOT_SHARED\x10\x0c\x12\x1d\n\x19\x45RROR_REASON_OUT_OF_ORDER\x10\r\x12\x1a\n\x16\x45RROR_REASON_TRY_LATER\x10\x0e\x12\x1f\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x0f\x12\x1b\n\x17\x45RROR_REASON_BACKLOGGED\x10\x10\x12\x1f\n\x1b\x45RROR_REASON_NO_CHECKPOINTS\x10\x11\x12\"\n\x1e\x45RROR_REASON_CHECKPOINT_FAILED\x10\x12\x12#\n\x1f\x45RROR_REASON_CHECKPOINT_DAMAGED\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x12\x1a\n\x16\x45RROR_REASON_FORBIDDEN\x10\x15\x12\x1c\n\x18\x45RROR_REASON_UNREACHABLE\x10\x16\x12\x1a\n\x16\x45RROR_REASON_UNTRUSTED\x10\x17\x12\x1d\n\x19\x45RROR_REASON_JOB_FINISHED\x10\x18\x12!\n\x1d\x45RROR_REASON_FINISHED_WITHOUT\x10\x19\x12\x18\n\x14\x45RROR_REASON_DEPOSED\x10\x1a*\xd5\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x06\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x08*\xa1\x01\n\nWireFormat\x12\x1b\n\x17WIRE_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_FORMAT_FLOAT32\x10\x01\x12\x18\n\x14WIRE_FORMAT_BFLOAT16\x10\x02\x12\x17\n\x13WIRE_FORMAT_FLOAT16\x10\x03\x12\x14\n\x10WIRE_FORMAT_INT8\x10\x04\x12\x14\n\x10WIRE_FORMAT_INT4\x10\x05\x42S\n\x13pstorch.protocol.v1P\x01Z$ps-torch/ps_protocol/v1;psprotocolv1\xaa\x02\x13PsTorch.Protocol.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,24 +32,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps_protocol.v1.types_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023pstorch.protocol.v1P\001Z$ps-torch/ps_protocol/v1;psprotocolv1\252\002\023PsTorch.Protocol.V1'
-  _globals['_ERRORREASON']._serialized_start=576
-  _globals['_ERRORREASON']._serialized_end=1425
-  _globals['_DATATYPE']._serialized_start=1428
-  _globals['_DATATYPE']._serialized_end=1641
-  _globals['_WIREFORMAT']._serialized_start=1644
-  _globals['_WIREFORMAT']._serialized_end=1805
+  _globals['_ERRORREASON']._serialized_start=592
+  _globals['_ERRORREASON']._serialized_end=1441
+  _globals['_DATATYPE']._serialized_start=1444
+  _globals['_DATATYPE']._serialized_end=1657
+  _globals['_WIREFORMAT']._serialized_start=1660
+  _globals['_WIREFORMAT']._serialized_end=1821
   _globals['_WORKERIDENTITY']._serialized_start=46
-  _globals['_WORKERIDENTITY']._serialized_end=142
-  _globals['_RESPONSEHEADER']._serialized_start=144
-  _globals['_RESPONSEHEADER']._serialized_end=228
-  _globals['_SHARDINFO']._serialized_start=230
-  _globals['_SHARDINFO']._serialized_end=273
-  _globals['_SHARDMAP']._serialized_start=275
-  _globals['_SHARDMAP']._serialized_end=351
-  _globals['_SHARDPUSHES']._serialized_start=353
-  _globals['_SHARDPUSHES']._serialized_end=449
-  _globals['_FURTHERPUSH']._serialized_start=451
-  _globals['_FURTHERPUSH']._serialized_end=494
-  _globals['_DATARANGE']._serialized_start=496
-  _globals['_DATARANGE']._serialized_end=573
+  _globals['_WORKERIDENTITY']._serialized_end=158
+  _globals['_RESPONSEHEADER']._serialized_start=160
+  _globals['_RESPONSEHEADER']._serialized_end=244
+  _globals['_SHARDINFO']._serialized_start=246
+  _globals['_SHARDINFO']._serialized_end=289
+  _globals['_SHARDMAP']._serialized_start=291
+  _globals['_SHARDMAP']._serialized_end=367
+  _globals['_SHARDPUSHES']._serialized_start=369
+  _globals['_SHARDPUSHES']._serialized_end=465
+  _globals['_FURTHERPUSH']._serialized_start=467
+  _globals['_FURTHERPUSH']._serialized_end=510
+  _globals['_DATARANGE']._serialized_start=512
+  _globals['_DATARANGE']._serialized_end=589
 # @@protoc_insertion_point(module_scope)

@@ -101,18 +101,20 @@ WIRE_FORMAT_INT8: WireFormat
 WIRE_FORMAT_INT4: WireFormat
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("job", "rank", "incarnation", "lease_key", "run")
+    __slots__ = ("job", "rank", "incarnation", "lease_key", "run", "member")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_KEY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     incarnation: int
     lease_key: bytes
     run: str
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., run: _Optional[str] = ...) -> None: ...
+    member: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., lease_key: _Optional[bytes] = ..., run: _Optional[str] = ..., member: _Optional[int] = ...) -> None: ...
 
 class ResponseHeader(_message.Message):
     __slots__ = ("shard_index", "process", "run", "version")

@@ -23,7 +23,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ps_protocol.convert import job_spec_data
-from ps_protocol.errors import JobMismatch, LimitExceeded, NoCheckpoints, PSError, TryLater
+from ps_protocol.errors import (
+    Fenced,
+    InvalidRequest,
+    JobMismatch,
+    LimitExceeded,
+    NoCheckpoints,
+    PSError,
+    TryLater,
+    UnknownWorker,
+)
 from ps_protocol.job import JobSpec
 from ps_protocol.messages.workers import Continued, JoinRequest
 from ps_runtime.dates import described
@@ -82,7 +91,8 @@ class CoordinatedJob:
         self.members = JobMembers(
             spec.name,
             placed.run,
-            membership or Membership(spec.world_size, cluster.lease, absence=cluster.timing.absence),
+            membership
+            or Membership(spec.world_size, cluster.lease, absence=cluster.timing.absence, group_size=spec.group_size),
             cluster,
             pending_removals,
             restore_count,
@@ -238,15 +248,31 @@ class CoordinatedJob:
         )
 
     def leave(
-        self, rank: int, incarnation: int, key: bytes, state: tuple[int, bytes] | None = None, done: bool = False
+        self,
+        rank: int,
+        incarnation: int,
+        key: bytes,
+        state: tuple[int, bytes] | None = None,
+        done: bool = False,
+        of: int = 0,
     ) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended.
 
         state: its clock and its own state then, for the checkpoints to come
         done:  its script has come to its end
+        of:    the member of its group that leaves: a group stays until each is done, or one leaves that is not
         """
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
         with self.life.deciding():  # not between what a rollback decides and what it books
+            if self.spec.group_size > 1:
+                self.check_member(of)
+                with contextlib.suppress(UnknownWorker, Fenced):  # it is not live: `leave` says so
+                    if done and self.members.member_leaves(rank, incarnation, key, of):
+                        if self.checkpoints is not None:
+                            self.checkpoints.member_left(rank, of, state)
+                        return False
+                if self.checkpoints is not None:
+                    state = self.checkpoints.member_left(rank, of, state if done else None)
             left = self.members.leave(rank, incarnation, key, done)
             if left is None:
                 return self.life.has_ended
@@ -386,14 +412,21 @@ class CoordinatedJob:
         hosted = [shard.jobs[self.spec.name] for shard in answers if self.spec.name in shard.jobs]
         return [wait for job in hosted for wait in job.waits]
 
-    def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes) -> None:
-        """Keeps a live worker's own part of a checkpoint. Raises LimitExceeded if it is too large, or all are."""
+    def check_member(self, of: int) -> None:
+        """Raises InvalidRequest unless a worker's group has such a member."""
+        if of >= self.spec.group_size:
+            raise InvalidRequest(f"expected a member below {self.spec.group_size}, got {of}")
+
+    def save_worker_state(self, rank: int, incarnation: int, key: bytes, clock: int, state: bytes, of: int = 0) -> None:
+        """Keeps a live worker's own part of a checkpoint, or that of a member of its group. Raises LimitExceeded if it
+        is too large, or all are."""
         limit = self._cluster.limits.state_bytes
         if len(state) > limit:
             raise LimitExceeded(f"max-state-bytes is {limit}, got a worker's state of {len(state)}")
+        self.check_member(of)
         self.members.check(rank, incarnation, key)
         if self.checkpoints is not None:
-            self.checkpoints.save_state(rank, clock, state)
+            self.checkpoints.save_state(rank, clock, state, of)
 
     def _saved_script(self, above: int) -> tuple[int, bytes] | None:
         return self.checkpoints.newest_state(above) if self.checkpoints is not None else None

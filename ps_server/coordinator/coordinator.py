@@ -389,15 +389,17 @@ class Coordinator:
         run: str = "",
         state: tuple[int, bytes] | None = None,
         done: bool = False,
+        of: int = 0,
     ) -> bool:
         """Takes a worker off. Returns True when it was the last one and the job ended, or had ended before.
 
         state: its clock and its own state then
         done:  its script has come to its end
+        of:    the member of its group that leaves
         """
         self.charge.check()
         job = self._jobs.get(name)
-        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done)
+        return job is None or run not in ("", job.placed.run) or job.leave(rank, incarnation, key, state, done, of)
 
 
 def _at_once(cluster: Cluster, name: str, works: Sequence[Callable[[], object]]) -> None:

@@ -64,7 +64,7 @@ class JobCheckpoints:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
         self._progress, self._requests = CheckpointProgress(cluster.clock.now()), Requests()
-        self._states = WorkerStates(checkpointing.room, owner)
+        self._states = WorkerStates(checkpointing.room, owner, placed.spec.group_size)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
@@ -178,10 +178,14 @@ class JobCheckpoints:
 
     # -- what the job and its workers bring --------------------------------------------------------------------------
 
-    def save_state(self, rank: int, clock: int, state: bytes) -> None:
-        """Takes a worker's own part. Raises LimitExceeded where there is no room for it."""
-        self._states.save(rank, clock, state)
+    def save_state(self, rank: int, clock: int, state: bytes, of: int = 0) -> None:
+        """Takes a worker's own part, or that of a member of its group. Raises LimitExceeded where there is no room."""
+        self._states.save(rank, clock, state, of)
         self._notify()
+
+    def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
+        """Takes what a member of a group leaves behind; returns what the group does, once each member has."""
+        return self._states.member_left(rank, of, state)
 
     def left(self, rank: int, state: tuple[int, bytes] | None) -> None:
         """Notes that a worker has left. state: its clock then and its own part, where it has sent it"""

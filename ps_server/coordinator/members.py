@@ -357,10 +357,10 @@ class JobMembers:
         self.removals.tell()
         return fenced
 
-    def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes) -> int:
-        """Renews a lease; returns the number of live workers."""
+    def heartbeat(self, rank: int, incarnation: int, clock: int, key: bytes, of: int = 0) -> int:
+        """Renews a lease; returns the number of live workers. of: the member of a group whose heartbeat it is"""
         with self._lock:
-            self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key)
+            self._membership.heartbeat(rank, incarnation, clock, self._clock.now(), key, of)
             return len(self._membership.members)
 
     # -- a worker goes -----------------------------------------------------------------------------------------------
@@ -382,6 +382,15 @@ class JobMembers:
                     self._membership.absent.pop(rank, None)
                     return member, self._membership.leave(rank, incarnation, self._clock.now(), done)
             return None
+
+    def member_leaves(self, rank: int, incarnation: int, key: bytes, of: int) -> bool:
+        """Notes that a member of a group is done. Returns whether the group stays, because others of it are not.
+
+        Raises UnknownWorker, Fenced or Forbidden unless the worker is live.
+        """
+        with self._lock:
+            self._membership.check(rank, incarnation, key)
+            return not self._membership.member_leaves(rank, of)
 
     def take_gone(self, process: NamedProcess | None = None) -> tuple[list[Member], list[Member]]:
         """Takes off the workers whose lease has run out, and those of a process that has ended; returns both."""

@@ -121,7 +121,13 @@ class NewJobs:
         restored = recovery.restore(placed, list(shards.values()), last_incarnation=0, any_run=True)
         manifest = restored.manifest
         lease, absence = self._cluster.lease, self._cluster.timing.absence
-        membership = Membership(spec.world_size, lease, last_incarnation=restored.last_incarnation, absence=absence)
+        membership = Membership(
+            spec.world_size,
+            lease,
+            last_incarnation=restored.last_incarnation,
+            absence=absence,
+            group_size=spec.group_size,
+        )
         job = CoordinatedJob(
             replace(placed, continues=(manifest.run, manifest.name)),
             {},

@@ -266,7 +266,9 @@ def resumed(saved: SavedJob, spec: JobSpec, cluster: Cluster, registry: Registry
     # No number twice: this may be an earlier copy of the file, and workers that joined after it was made may live.
     last_incarnation = max(saved.last_incarnation, int(cluster.clock.since_1970() * 1e3))
     absence = cluster.timing.absence
-    membership = Membership(spec.world_size, cluster.lease, last_incarnation=last_incarnation, absence=absence)
+    membership = Membership(
+        spec.world_size, cluster.lease, last_incarnation=last_incarnation, absence=absence, group_size=spec.group_size
+    )
     for worker in saved.workers:
         membership.join(replace(worker, expires=until))
     membership.started = saved.started

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 
+from ps_protocol.errors import LimitExceeded
+from ps_protocol.messages.workers import group_state, member_states
 from ps_server.coordinator.shared_room import Owner, SharedRoom
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.manifest import Manifest
@@ -42,9 +44,13 @@ class WorkerStates:
     room:  what all jobs' states are counted in
     owner: of the job
     kept: those in the last checkpoint
+    group_size: of each worker. The state of a group counts once those of all its members are here, of one clock
     """
 
-    def __init__(self, room: SharedRoom, owner: Owner | None = None) -> None:
+    def __init__(self, room: SharedRoom, owner: Owner | None = None, group_size: int = 1) -> None:
+        self._group_size = group_size
+        # By rank, and whether they were left behind, what members have sent: by member.
+        self._of_members: dict[tuple[int, bool], dict[int, tuple[int, bytes]]] = {}
         self._room = room.of_job(owner or Owner())
         self.kept: States = {}
         self._sent: dict[int, tuple[int, bytes]] = {}  # by rank, what came last
@@ -52,12 +58,50 @@ class WorkerStates:
         self._closed = False
         self._lock = threading.Lock()
 
-    def save(self, rank: int, clock: int, state: bytes) -> None:
-        """Takes what a live worker sends. Raises LimitExceeded, and keeps what came before, where there is no room."""
+    def save(self, rank: int, clock: int, state: bytes, of: int = 0) -> None:
+        """Takes what a live worker sends, or member `of` of its group. Raises LimitExceeded where there is no room, and
+        keeps what came before."""
         with self._lock:
-            if not self._closed:  # what is kept then would keep its room for good
-                self._room.hold(len(state) - _size(self._sent.get(rank)))
-                self._sent[rank] = clock, state
+            if self._closed:  # what is kept then would keep its room for good
+                return
+            if self._group_size > 1:
+                together = self._together(rank, False, of, (clock, state))
+                if together is None:
+                    return
+                clock, state = together
+            self._room.hold(len(state) - _size(self._sent.get(rank)))
+            self._sent[rank] = clock, state
+
+    def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
+        """Takes what a member of a group leaves behind; returns what the group does, once each member has left a state
+        of one clock. There may be no room for it: then it has left nothing."""
+        with self._lock:
+            if self._closed:
+                return None
+            if state is None:
+                self._drop_of_members(rank)
+                return None
+            try:
+                return self._together(rank, True, of, state)
+            except LimitExceeded:
+                self._drop_of_members(rank)
+                return None
+
+    def _together(self, rank: int, left: bool, of: int, state: tuple[int, bytes]) -> tuple[int, bytes] | None:
+        """Takes the state of a member; returns that of the group if it is complete with it. Raises LimitExceeded."""
+        states = self._of_members.setdefault((rank, left), {})
+        self._room.hold(_size(state) - _size(states.get(of)))
+        states[of] = state
+        if len(states) < self._group_size or any(clock != state[0] for clock, _ in states.values()):
+            return None
+        del self._of_members[rank, left]
+        self._room.hold(-sum(map(_size, states.values())))
+        return state[0], group_state([states[member][1] for member in range(self._group_size)])
+
+    def _drop_of_members(self, rank: int | None = None) -> None:
+        """Drops what members have sent while others of their group have not: of one rank, or of all."""
+        for key in [key for key in self._of_members if rank in (None, key[0])]:
+            self._room.hold(-sum(map(_size, self._of_members.pop(key).values())))
 
     def leave(self, rank: int, state: tuple[int, bytes] | None) -> None:
         """Takes what a worker leaves behind: its clock and state, or nothing. Raises LimitExceeded where there is no
@@ -74,12 +118,14 @@ class WorkerStates:
         """Notes that a rank has a live worker: what an earlier one has left behind is its to go on from."""
         with self._lock:
             self._room.hold(-_size(self._left.pop(rank, None)))
+            self._drop_of_members(rank)
 
     def forget(self) -> None:
         """Drops what live workers have sent so far."""
         with self._lock:
             self._room.hold(-sum(map(_size, self._sent.values())))
             self._sent = {}
+            self._drop_of_members()
 
     def rolled_back(self, kept: States) -> None:
         """Notes that the job continues with the states of a checkpoint: what was sent or left since is void."""
@@ -113,10 +159,15 @@ class WorkerStates:
             return {rank: None if state is None else state[0] for rank, state in self._left.items()}
 
     def newest(self, above: int) -> tuple[int, bytes] | None:
-        """Returns the newest state of any rank, of a clock above this one: what was left behind, or what is kept.
+        """Returns the newest state of any rank, of a clock above this one: what was left behind, or what is kept. Of a
+        group it is that of its first member.
 
         Raises CheckpointDamaged.
         """
+        found = self._newest(above)
+        return (found[0], member_states(found[1])[0]) if found is not None and self._group_size > 1 else found
+
+    def _newest(self, above: int) -> tuple[int, bytes] | None:
         kept = self.kept
         clocks = kept.clocks() if isinstance(kept, StatesOnDisk) else {rank: clock for rank, (clock, _) in kept.items()}
         with self._lock:

@@ -161,6 +161,7 @@ class Membership:
     done:       the ranks whose workers have left because their scripts had come to their ends
     gone:       of a job with a world size: by rank, when its last worker gave its last sign of life
     in_doubt:   live workers that have given no sign of life since another one was started again: all may have died
+    group_size: of each worker: more than 1 where workers are groups of processes
     """
 
     world_size: int
@@ -176,6 +177,9 @@ class Membership:
     done: set[int] = field(default_factory=set)
     gone: dict[int, float] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
+    group_size: int = 1
+    # By rank of a group that is live, when each of its members was heard last; infinity: it is done.
+    _signs: dict[int, dict[int, float]] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks whose last worker has left by itself
     _doubted: float = -math.inf  # since when
     _has_nobody: bool = False  # no worker was left, and the others are waited for
@@ -256,7 +260,7 @@ class Membership:
             self._await_all(member.rank, now)
         self._give_time(member.rank, now, launch_ranks, is_back)
         self.members[member.rank] = member if older is None else _after(member, older)
-        for known in (self.away, self.absent, self.gone):
+        for known in (self.away, self.absent, self.gone, self._signs):
             known.pop(member.rank, None)
         for ranks in (self.done, self.in_doubt, self._left):
             ranks.discard(member.rank)
@@ -371,13 +375,28 @@ class Membership:
             self._look_whether_started()
         return late
 
-    def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"") -> None:
-        """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it."""
+    def heartbeat(self, rank: int, incarnation: int, clock: int, now: float, key: bytes = b"", of: int = 0) -> None:
+        """Renews a lease. Raises UnknownWorker, Fenced or Forbidden if the caller lost its place or never had it.
+
+        of: the member of the worker's group whose heartbeat it is. The lease of a group is that of its most silent one
+        """
         member = self.check(rank, incarnation, key)
-        member = replace(member, expires=now + self.lease, clock=max(clock, member.clock))
+        expires = now + self.lease
+        if self.group_size > 1:
+            signs = self._signs.setdefault(rank, {})
+            signs[of] = max(now, signs.get(of, now))
+            expires = min(signs.values()) + self.lease if len(signs) == self.group_size else member.expires
+        member = replace(member, expires=expires, clock=max(clock, member.clock))
         if now - member.heard > self.lease / TOGETHER_PER_LEASE:
             member = replace(member, heard=now, heard_before=member.heard)
         self.members[rank] = member
+
+    def member_leaves(self, rank: int, of: int) -> bool:
+        """Notes that a member of a group is done; returns whether all of its members are now. Its silence means nothing
+        from here on."""
+        signs = self._signs.setdefault(rank, {})
+        signs[of] = math.inf
+        return sum(at == math.inf for at in signs.values()) >= self.group_size
 
     def leave(self, rank: int, incarnation: int, now: float = 0.0, done: bool = False, expired: bool = False) -> bool:
         """Takes a worker off. Returns False if it was not there any more.

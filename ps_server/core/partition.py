@@ -123,6 +123,10 @@ class JobPartition:
         if self._closed is not None:
             raise anew(self._closed)
         rank, live = worker.rank, self.roster.get(worker.rank)
+        if worker.member >= self.spec.group_size:
+            raise InvalidRequest(
+                f"expected a member below {self.spec.group_size} of worker {rank}, got {worker.member}"
+            )
         if live is None or live.incarnation != worker.incarnation:
             check_incarnation(rank, worker.incarnation, live.incarnation if live else None)
         else:

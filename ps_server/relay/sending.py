@@ -20,7 +20,7 @@ from ps_server.shard.outbox import Lent, Outbox
 SIGN_SECONDS = 0.25  # between two signs of life while a reader waits
 
 
-class RelayedJob(Protocol):
+class FollowedSource(Protocol):
     """What a reader is told of the job while it is sent an edition, and where it leaves again."""
 
     @property
@@ -49,7 +49,7 @@ class RelaySender:
 
     def __init__(
         self,
-        source: RelayedJob,
+        source: FollowedSource,
         series: tuple[str, int],
         version: int,
         buckets: Sequence[int],

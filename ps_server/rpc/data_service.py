@@ -203,8 +203,15 @@ def _check_caller(caller: Identity, by: ServerCall) -> None:
     one worker."""
     check_job(caller.job)
     of = by.worker
-    if of is not None and (caller.job, caller.rank, caller.incarnation) != (of.job, of.rank, of.incarnation):
+    if of is None:
+        return
+    named = caller.job, caller.rank, caller.incarnation, caller.member
+    if named != (of.job, of.rank, of.incarnation, of.member):
         raise Forbidden(
-            f"this data connection is that of worker {of.rank} of job {of.job!r} in its place; the request names "
-            f"worker {caller.rank} of job {caller.job!r}"
+            f"this data connection is that of {_spoken(of)} in its place; the request names {_spoken(caller)}"
         )
+
+
+def _spoken(worker: Identity) -> str:
+    member = f", member {worker.member}," if worker.member else ""
+    return f"worker {worker.rank}{member} of job {worker.job!r}"

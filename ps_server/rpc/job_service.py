@@ -81,6 +81,7 @@ def _bucket(bucket: BucketSpec, plan: SegmentPlan) -> jobs_pb2.BucketLayout:
         data_type=DATA_TYPE_NUMBERS[bucket.dtype],
         element_count=bucket.numel,
         frozen=bucket.frozen,
+        member=bucket.member,
         slices=[
             jobs_pb2.SliceLayout(
                 parameter=part.parameter, parameter_start=part.start, bucket_start=part.offset, length=part.length

@@ -127,12 +127,13 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         check_job(worker.job)
         job = self._coordinator.job(worker.job, worker.run)
         figures = shard_messages.worker_figures(request.figures) if request.HasField("figures") else None
-        live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key)
-        if figures is not None:
-            job.figures.heard(worker.rank, worker.incarnation, figures)
-        answer = membership_pb2.HeartbeatResponse(
-            live_count=live, script_request=job.script.asked_by_heartbeat(worker.rank)
-        )
+        job.check_member(worker.member)
+        live = job.members.heartbeat(worker.rank, worker.incarnation, request.clock, worker.lease_key, worker.member)
+        answer = membership_pb2.HeartbeatResponse(live_count=live)
+        if not worker.member:  # the first member of a group speaks for it
+            if figures is not None:
+                job.figures.heard(worker.rank, worker.incarnation, figures)
+            answer.script_request = job.script.asked_by_heartbeat(worker.rank)
         if request.script_wanted:
             told, answer.script_coming = job.script.ask(worker.rank, worker.incarnation)
             if told is not None:
@@ -148,7 +149,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
             job.members.check(*identity)
             job.script.tell(worker.rank, request.script_request, told)
         if request.HasField("state") or not request.script_request:
-            job.save_worker_state(*identity, state.clock, state.content)
+            job.save_worker_state(*identity, state.clock, state.content, worker.member)
         return membership_pb2.SaveWorkerStateResponse()
 
     def Leave(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -167,7 +168,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.figures.done(worker.rank, shard_messages.worker_figures(request.figures))
-        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done)
+        ended = self._coordinator.leave(*identity, worker.lease_key, worker.run, state, request.done, worker.member)
         return membership_pb2.LeaveResponse(ended=ended)
 
     def ReportWorkerEnd(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -83,12 +83,13 @@ class OfWorkers:
     """What workers have here beside their pushes and pulls, by rank. The job's lock guards it.
 
     attaching: ranks that are handing over a segment
+    connected: data connections, by rank and member
     """
 
     segments: dict[int, Attached] = field(default_factory=dict)
     row_memory: dict[int, AttachedRows] = field(default_factory=dict)
     attaching: set[int] = field(default_factory=set)
-    connected: dict[int, Connected] = field(default_factory=dict)
+    connected: dict[tuple[int, int], Connected] = field(default_factory=dict)
 
 
 class Feed(Protocol):
@@ -316,30 +317,28 @@ class HostedJob:
         end: ends it
         Raises UnknownWorker or Fenced unless the worker is live.
         """
-        rank, connected = worker.rank, Connected(worker.incarnation, end)
+        of, connected = (worker.rank, worker.member), Connected(worker.incarnation, end)
         with self.lock:
             self.state.check_worker(worker)
-            before, self.of_workers.connected[rank] = self.of_workers.connected.get(rank), connected
+            before, self.of_workers.connected[of] = self.of_workers.connected.get(of), connected
         if before is not None:
             before.end()
 
         def forget() -> None:
             with self.lock:
-                if self.of_workers.connected.get(rank) is connected:
-                    del self.of_workers.connected[rank]
+                if self.of_workers.connected.get(of) is connected:
+                    del self.of_workers.connected[of]
 
         return forget
 
     def detach(self, rank: int, before: int) -> None:
-        """Lets go of what a worker of an incarnation before this one has here: its data connection, its segments, and
+        """Lets go of what a worker of an incarnation before this one has here: its data connections, its segments, and
         what updates borrowed of them."""
         with self.lock:
-            connected = self.of_workers.connected.get(rank)
-            if connected is not None and connected.incarnation < before:
-                del self.of_workers.connected[rank]
-            else:
-                connected = None
-        if connected is not None:
+            connections = self.of_workers.connected
+            old = [of for of, each in connections.items() if of[0] == rank and each.incarnation < before]
+            ended = [connections.pop(of) for of in old]
+        for connected in ended:
             connected.end()
         with self.lock:
             rows = self.of_workers.row_memory.get(rank)
@@ -456,7 +455,7 @@ class HostedJob:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
-            sharing, connected = tuple(sorted(self.of_workers.segments)), tuple(sorted(self.of_workers.connected))
+            sharing, of_ranks = tuple(sorted(self.of_workers.segments)), {rank for rank, _ in self.of_workers.connected}
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.parameter_bytes,
@@ -470,7 +469,7 @@ class HostedJob:
             run=self.run,
             departed_clocks=departed,
             sharing=sharing,
-            connected=connected,
+            connected=tuple(sorted(of_ranks)),
             tables=self.state.table_figures(),
             agreement=self.state.agreement(),
         )

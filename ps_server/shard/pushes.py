@@ -146,6 +146,8 @@ class Pushes:
         in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
+        if job.state.spec.group_size > 1:
+            raise NotShared(f"the workers of job {job.name!r} are groups, which share no memory with shards yet")
         rank, incarnation = worker.rank, worker.incarnation
         with job.lock:
             job.state.check_worker(worker)

@@ -21,9 +21,10 @@ import safetensors.torch
 import torch
 
 from ps_protocol.convert import job_spec_from_data
-from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoints
+from ps_protocol.errors import CheckpointDamaged, CheckpointFailed, InvalidRequest, NoCheckpoints
 from ps_protocol.job import JobSpec
 from ps_protocol.layout import FROZEN, BucketSpec, bucket_layout
+from ps_protocol.messages.workers import member_states
 from ps_protocol.stages import first_stage
 from ps_protocol.tables import TableSpec
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
@@ -34,6 +35,7 @@ from ps_server.storage.checkpoints import PASSED_OVER, CheckpointStore, last_who
 from ps_server.storage.files import check_directory
 from ps_server.storage.manifest import Manifest
 from ps_server.storage.table_files import Rows, check_format, write_rows
+from ps_server.storage.whole_tensors import in_whole_tensors, with_names_of_pieces
 from ps_tables.increments import in_order
 from ps_tables.saved import saved_rows
 
@@ -79,6 +81,7 @@ def export(
     spec, snapshots = _in_last_stage(found.spec, found.buckets, found.snapshots)
     model, optimizer, groups = _gather(spec, found.buckets, snapshots)
     model |= found.changed
+    spec, model, optimizer, groups = in_whole_tensors(spec, model, optimizer, groups)
     model = _as_modules_have_them(model, spec)
     for table in spec.tables:
         model |= _module_state(table.rows, tables[table.rows.name])
@@ -144,7 +147,7 @@ def _find(store: CheckpointStore, job: str, name: str | None, told: Callable[[st
 def _read(store: CheckpointStore, job: str, name: str) -> Found:
     """Returns the content of a checkpoint. Raises CheckpointDamaged if any file was changed."""
     manifest = store.manifest(job, name)
-    spec = job_spec_from_data(manifest.job)
+    spec = with_names_of_pieces(job_spec_from_data(manifest.job))
     buckets = bucket_layout(spec.parameters, spec.bucket_bytes).buckets
     parts: dict[int, list[TableSnapshot]] = {len(buckets) + index: [] for index in range(len(spec.tables))}
     files = store.files(job, manifest, buckets, manifest.shards if parts else ())
@@ -216,13 +219,16 @@ def _changed(store: CheckpointStore, job: str, manifest: Manifest, spec: JobSpec
     if rank is None:
         return {}
     try:
-        saved = safetensors.torch.load(store.read_worker(job, manifest.name, manifest.workers[rank].part))
-        frozen = {int(key.removeprefix(FROZEN)): tensor for key, tensor in saved.items() if key.startswith(FROZEN)}
+        content = store.read_worker(job, manifest.name, manifest.workers[rank].part)
+        frozen: dict[int, torch.Tensor] = {}
+        for state in reversed(member_states(content)) if spec.group_size > 1 else [content]:  # the first one's count
+            saved = safetensors.torch.load(state)
+            frozen |= {int(key.removeprefix(FROZEN)): saved[key] for key in saved if key.startswith(FROZEN)}
         for index, tensor in frozen.items():
             parameter = spec.parameters[index]
             if tensor.shape != parameter.shape or tensor.dtype != TORCH_DTYPES[parameter.dtype]:
                 raise ValueError(f"{parameter.name}: found {tuple(tensor.shape)} {tensor.dtype}")
-    except (safetensors.SafetensorError, ValueError, IndexError) as error:
+    except (safetensors.SafetensorError, ValueError, IndexError, InvalidRequest) as error:
         raise CheckpointDamaged(f"the state of worker {rank} in checkpoint {manifest.name}: {error}") from None
     return {spec.parameters[index].name: tensor for index, tensor in frozen.items()}
 

@@ -14,6 +14,7 @@ calls.py          Calls to a shard, which are repeated when they fail: over its 
 landing.py        A pull under way: which buckets are still to come, and where the elements of each belong
 coordinator_calls.py Calls to the coordinator
 own_membership.py A worker's place in its job: taken, kept by heartbeats, and taken again when it was lost
+group_membership.py The place of a group in its job, as one of its members has it
 heartbeat_process.py Heartbeats while C code keeps the GIL: the process beside the worker that sends them
 heartbeat_child.py What that process runs: the standard library alone
 launcher_reports.py What launchers ask of a coordinator: they report processes that have ended

@@ -85,7 +85,8 @@ class Connection:
         self._shard_of = shard_map.bucket_shards
         self._buckets: dict[int, list[BucketSpec]] = {index: [] for index in shard_map.addresses}
         for bucket, shard in zip(model.layout.buckets, shard_map.bucket_shards, strict=True):
-            self._buckets[shard].append(bucket)
+            if model.layout.member in (None, bucket.member) or (bucket.frozen and not bucket.member):
+                self._buckets[shard].append(bucket)  # whole tensors of a group are with its first member
         self._under_way: list[Future[Any]] = []
         self._last = _LastStep()
         self._draft: Draft | None = None  # of the step that is being made

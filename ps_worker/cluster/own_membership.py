@@ -112,7 +112,7 @@ class OwnMembership:
 
     def join(self, run: str) -> JoinResult:
         """Takes a place in a run of the job, and keeps it from here on."""
-        place = self._ask(run, None)
+        place = self._first_place(run)
         if place.continued is not None:
             _tell_of_continuing(place, place.continued)
         with self._changed:
@@ -158,7 +158,11 @@ class OwnMembership:
         if isinstance(error, NotFound | UnknownWorker) and not self._coordinator.closing.is_set():
             return True
         with self._changed:
-            return self.place is not place  # its calls were cut off
+            return not self.holds(place)  # its calls were cut off
+
+    def holds(self, place: JoinResult) -> bool:
+        """Whether a place is this worker's still, as far as it has heard."""
+        return self.place is place
 
     def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
         """Waits for the place that follows one. Raises the `cause` that told of its loss if none will come."""
@@ -209,7 +213,7 @@ class OwnMembership:
         began, limit = time.monotonic(), self._options.start_timeout
         notice_at = began + START_NOTICE_SECONDS
         with self._changed:
-            while self.place is place and not (self._roster_of is place and self.roster.started):
+            while self.holds(place) and not (self._roster_of is place and self.roster.started):
                 if self._error is not None or self._coordinator.closing.is_set():
                     break
                 now = time.monotonic()
@@ -243,6 +247,13 @@ class OwnMembership:
 
     # -- the threads beside it ---------------------------------------------------------------------------------------
 
+    def _first_place(self, run: str) -> JoinResult:
+        return self._ask(run, None)
+
+    def _is_for_good(self, error: BaseException) -> bool:
+        """Whether an error of a heartbeat that is not to be repeated ends this worker's part."""
+        return True
+
     def _ask(self, run: str, before: JoinResult | None) -> JoinResult:
         clock = 0 if before is None else self._finished(before)
         return self._coordinator.join(self._options, run, self._metrics_address, before, clock)
@@ -268,15 +279,17 @@ class OwnMembership:
     def _beat_once(self, timeout: float) -> None:
         place = self.place
         assert place is not None
+        if not self.holds(place):
+            return  # the training thread takes the next one
         try:
             try:
                 answer = self._coordinator.heartbeat(place.identity, self._reached(place), timeout)
                 self._script.want(answer.script_request)
                 if self._doubt.disowned is place:
                     self._join_again(place)
-            except Fenced:
-                raise
-            except UnknownWorker:
+            except UnknownWorker as error:
+                if isinstance(error, Fenced) and self._is_for_good(error):
+                    raise
                 self._join_again(place)
         except Unauthenticated as error:
             if self._is_unknown or self._coordinator.closing.is_set():
@@ -292,7 +305,7 @@ class OwnMembership:
     def _lost_for_good(self, place: JoinResult, error: PSError) -> None:
         """Notes the error that takes this worker off the job, if it is of the place that it is in."""
         with self._changed:
-            if self.place is not place:
+            if not self.holds(place):
                 return  # a late answer about the place before: it says nothing about the one taken since
             self._error = _as_member(error)
             self._changed.notify_all()

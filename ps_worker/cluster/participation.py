@@ -22,13 +22,16 @@ from ps_protocol.errors import NotFound, PSError, UnknownWorker
 from ps_protocol.figures import WorkerFigures
 from ps_protocol.identity import Identity
 from ps_protocol.job import JobSpec, validate
-from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap
+from ps_protocol.messages.workers import HeartbeatAnswer, JoinResult, SavedState, ShardMap, read_script, write_script
 from ps_worker.cluster.connection import Connection
 from ps_worker.cluster.coordinator_calls import CoordinatorClient
 from ps_worker.cluster.first_rows import RowsBefore
+from ps_worker.cluster.group_membership import GroupMembership
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.own_membership import CLOSED_EARLY, OwnMembership
 from ps_worker.cluster.script import ScriptTelling
+from ps_worker.group import Group
+from ps_worker.group import PlaceLost as PlaceLost
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.state_transfer import States, state_assignments
 from ps_worker.tables.server_rows import ServerTables
@@ -47,10 +50,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1
 _taken_part: set[tuple[str, str]] = set()
 
 
-class PlaceLost(Exception):
-    """A call failed because the place it was made from was lost; its cause says how."""
-
-
 class Participation:
     """Owns the current connection. It is made without calling any server.
 
@@ -62,6 +61,7 @@ class Participation:
     figures:         what this worker has measured, for those that watch the job; None: nothing
     timeline:        what of its steps is recorded; None: nothing
     script:          tells the coordinator what this worker's script has set
+    group:           the processes that are this worker; None: this one is. All of them call these methods then
     """
 
     def __init__(
@@ -71,13 +71,16 @@ class Participation:
         started: Callable[[], None],
         figures: Callable[[], WorkerFigures] | None = None,
         timeline: Timeline | None = None,
+        group: Group | None = None,
     ) -> None:
         assert options.server is not None
         self.options = options
+        self.group = group
         self.coordinator = CoordinatorClient(options.server, options.connect_timeout, options.access, figures)
         self.script = ScriptTelling()
         moves = self._reached, self._finished, self._moved, self.script
-        self.members = OwnMembership(self.coordinator, options, metrics_address, *moves)
+        given = self.coordinator, options, metrics_address, *moves
+        self.members = OwnMembership(*given) if group is None else GroupMembership(group, *given)
         self.timeline = timeline or Timeline()
         self.came_late = False  # the job was under way when this process joined
         self._metrics_address = metrics_address
@@ -99,7 +102,8 @@ class Participation:
         for last in (False, True):
             is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
             launch = self.options.launch.name if is_late else ""
-            registered = self.coordinator.register(spec, launch, self.options.memory_place)
+            place = self.options.memory_place
+            registered = self.together(lambda: self.coordinator.register(spec, launch, place))  # noqa: B023
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
@@ -146,20 +150,30 @@ class Participation:
     def _connect(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Connects from a place; should it be lost on the way, from the next one."""
         while True:
-            cause: BaseException | None
             try:
-                checkpoint_wanted = self._enter(place, model, states)
+                checkpoint_wanted = self.together(lambda: self._enter_or_lose(place, model, states))  # noqa: B023
                 self._lost = None
                 return checkpoint_wanted
             except PlaceLost as lost:
                 cause = lost.__cause__
-            except Exception as error:
-                if not self.members.has_lost(place, error):
-                    raise
-                cause = error
             if self._connection is not None:
                 self._connection.end()
             place = self.members.renewed(place, cause)
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Returns what a call returns; in a group, once the calls of all members are through: Group.all_through."""
+        return make() if self.group is None else self.group.all_through(make)
+
+    def _enter_or_lose(self, place: JoinResult, model: FlatModel, states: States) -> bool:
+        """As `_enter`. Raises PlaceLost where an error comes of the loss of the place."""
+        try:
+            return self._enter(place, model, states)
+        except PlaceLost:
+            raise
+        except Exception as error:
+            if not self.members.has_lost(place, error):
+                raise
+            raise PlaceLost from error
 
     def _enter(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """Makes the connection of a place; returns when the weights are here and all declared workers have joined."""
@@ -173,7 +187,7 @@ class Participation:
                 for assignment in state_assignments(model.spec, model.layout, states):
                     connection.assign(0, assignment)
                 self.settle()
-                connection.push_initial(model.layout.buckets)
+                connection.push_initial(model.layout.held)
                 self.settle()
             self.members.await_started(place)  # with its limit: rank 0 sends what the pulls below wait for
             connection.pull(frozen=True)
@@ -191,7 +205,7 @@ class Participation:
     def _check(self, place: JoinResult) -> None:
         if self.is_closed:
             raise UnknownWorker(CLOSED_EARLY)
-        if self.members.place is not place:
+        if not self.members.holds(place):
             raise PlaceLost
 
     def beside(self, options: JobOptions) -> Participation:
@@ -210,7 +224,7 @@ class Participation:
     @property
     def has_place(self) -> bool:
         """Whether the connection's place is still this worker's, as far as it has heard."""
-        return self._lost is None and self.members.place is self.connection.place
+        return self._lost is None and self.members.holds(self.connection.place)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -229,12 +243,17 @@ class Participation:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0; in an elastic job the lowest live rank, as far as this worker has heard."""
-        return self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
+        """Whether this is rank 0, and the first member of its group; in an elastic job the lowest live rank, as far as
+        this worker has heard."""
+        is_first = self.group is None or self.group.member == 0
+        return is_first and self.rank == (0 if self.options.world_size else min(self.ranks, default=0))
 
     def share(self) -> tuple[int, int]:
-        """Returns this worker's share of the data, as (index, how many shares); in an elastic job, among those live."""
+        """Returns the share of the data of this process, as (index, how many shares); in an elastic job, among those
+        live. Each member of a group has one."""
         ranks = self.ranks
+        if self.group is not None:
+            return self.rank * self.group.size + self.group.member, self.world_size * self.group.size
         if self.options.world_size or self.rank not in ranks:
             return self.rank, self.world_size
         return ranks.index(self.rank), len(ranks)
@@ -261,10 +280,19 @@ class Participation:
             raise
 
     def ask_script(self) -> SavedState | None:
-        """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has.
+        """Returns what the job's script has set, as another worker tells it now or told it last; None: nobody has. In a
+        group the first member asks.
 
         Raises PlaceLost where this worker's place is lost.
         """
+        group = self.group
+        if group is None:
+            return self._asked_script()
+        told = group.all_through(lambda: self._asked_script() if group.member == 0 else None)
+        script = write_script(told)
+        return read_script(group.from_first(lambda: script))
+
+    def _asked_script(self) -> SavedState | None:
         until, pause = time.monotonic() + SCRIPT_SECONDS, FIRST_PAUSE_SECONDS
         answer: HeartbeatAnswer | None = None
         while answer is None or answer.script_coming:

@@ -10,19 +10,24 @@ steps   In sync and ssp another worker may be in a step that waits for a step of
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
-from ps_protocol.messages.workers import RoundNews
+from ps_protocol.messages.workers import RoundNews, group_state, member_states
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
+from ps_worker.group import Group
 
 log = logging.getLogger("ps_worker")
 
 NOTICE_SECONDS, AGAIN_SECONDS = 1.5, 10.0
+
+# What the first member of a group tells the others while it is in a round.
+_DONE, _STEP, _BACK = b"d", b"s", b"b"
 
 Heard = Callable[[RoundNews], bool]
 
@@ -111,6 +116,72 @@ class ValueRounds:
     @property
     def _restore_count(self) -> int:
         return self._participation.connection.place.restore_count
+
+
+class Exchanging(Protocol):
+    """The calls of this process in which all live workers exchange a value."""
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Returns the values of all that take part; see ValueRounds."""
+
+
+def value_rounds(participation: Participation, stepper: Stepper) -> Exchanging:
+    """Returns the rounds of a worker of one process, or of a member of a group."""
+    own = ValueRounds(participation, stepper)
+    group = participation.group
+    return own if group is None else GroupRounds(group, participation, stepper)
+
+
+class GroupRounds:
+    """One member's calls: the first member of the group makes them with the values of all, and has the others follow
+    where it makes an empty step, or takes another place."""
+
+    def __init__(self, group: Group, participation: Participation, stepper: Stepper) -> None:
+        self._group, self._stepper = group, stepper
+        self._rounds = ValueRounds(participation, _Leading(group, stepper))
+
+    def exchange(self, value: bytes, what: str) -> dict[int, bytes]:
+        """Returns the values of all processes that take part, by rank and, in a group, by member."""
+        own = group_state(self._group.gather(value))
+        while True:
+            told = self._group.from_first(lambda: _DONE + self._given(own, what))
+            if told[:1] == _DONE:
+                break
+            if told == _STEP:
+                self._stepper.empty_step()
+            else:
+                self._stepper.come_back()
+        size = self._group.size
+        of_groups = {int(rank): bytes.fromhex(each) for rank, each in json.loads(told[1:]).items()}
+        return {
+            rank * size + member: each
+            for rank, content in sorted(of_groups.items())
+            for member, each in enumerate(member_states(content))
+        }
+
+    def _given(self, own: bytes, what: str) -> bytes:
+        values = self._rounds.exchange(own, what)
+        return json.dumps({rank: value.hex() for rank, value in values.items()}).encode()
+
+
+class _Leading:
+    """The stepper of the first member, which has the others step, and come back, with it."""
+
+    def __init__(self, group: Group, stepper: Stepper) -> None:
+        self._group, self._stepper = group, stepper
+        self.pause = stepper.pause
+
+    @property
+    def stepped(self) -> bool:
+        return self._stepper.stepped
+
+    def empty_step(self) -> None:
+        self._group.from_first(lambda: _STEP)
+        self._stepper.empty_step()
+
+    def come_back(self) -> bool:
+        self._group.from_first(lambda: _BACK)
+        return self._stepper.come_back()
 
 
 class Waiting:

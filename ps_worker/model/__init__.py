@@ -6,6 +6,7 @@ elements.py         The tensors of a model as a job describes them, whatever the
 flat.py             A model as flat buffers, so that pushing packs nothing and a pull lands in place
 gpu.py              Buckets of a model on a GPU, on their way to the host and back, without stopping the GPU
 gradients.py        The gradients as views into flat buffers: which are there, which were changed, which are not finite
+group_spec.py       One job out of what the members of a group hold
 job_spec.py         Models and their optimizers as a job: what is trained, in which groups, with what
 local_settings.py   The settings of a job of local steps, as a script gives them
 local_round.py      A round of local steps: which fragment of the model is due, and what is pushed of it
@@ -15,6 +16,7 @@ state_transfer.py   Optimizer state on its way to the shards and back: by parame
 overlap.py          Which buckets leave while backward still runs
 refused.py          Models that servers cannot train, told before anything joins, and in a dry run
 residual.py         What gradients have lost on the wire, and send with the next ones: error feedback
+sharded.py          Tensors that the processes of a group hold in pieces: DTensors
 step.py             Makes the pushes of a step, from the first gradient of backward to `optimizer.step()`
 script_stages.py    What steps the parameters of a job, in each stage of the script
 storage.py          A storage of its own for a part of a flat buffer

@@ -17,6 +17,7 @@ from ps_protocol.job import JobSpec
 from ps_protocol.layout import BucketSpec, Layout, space_of
 from ps_protocol.segment_layout import SegmentMap
 from ps_protocol.tensors import TORCH_DTYPES, whole_of
+from ps_worker.model.sharded import is_sharded, local
 
 
 class FlatBuffers:
@@ -27,7 +28,8 @@ class FlatBuffers:
     segment:        shared with the shards on this host; None where there are none
     weight_views:   by parameter, its part of the weights in its shape; empty before the first `lie_in`
     gradient_views: by parameter, its part of the gradients
-    elsewhere:      parameters on another device (a model spread over several): they keep memory of their own
+    elsewhere:      parameters on another device (a model spread over several), and DTensors, whose shard lies in memory
+                    that torch lays out: they keep memory of their own
     """
 
     def __init__(self, spec: JobSpec, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -36,7 +38,7 @@ class FlatBuffers:
         self.trained = {
             index: tensor
             for index, (parameter, tensor) in enumerate(zip(spec.parameters, tensors, strict=True))
-            if parameter.group is not None
+            if layout.trains(parameter)
         }
         self.device = _main_device(self.trained.values())
         self._devices = {index: tensor.device for index, tensor in self.trained.items()}
@@ -49,7 +51,7 @@ class FlatBuffers:
         self._gradients: dict[str, torch.Tensor] = {}
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        return not _is_same(tensor.device, self.device)
+        return is_sharded(tensor) or not _is_same(tensor.device, self.device)
 
     def lie_in(self, segment: SegmentMap | None) -> bool:
         """Makes the buffers, in this segment where it can hold them; returns whether there are new ones, yet empty."""
@@ -87,7 +89,7 @@ class FlatBuffers:
     @property
     def trained_buckets(self) -> list[BucketSpec]:
         """The buckets of the parameters that a job trains."""
-        return [bucket for bucket in self.layout.buckets if not bucket.frozen]
+        return list(self.layout.trained)
 
     def pulled(self, index: int) -> torch.Tensor:
         """Returns a parameter's part of where the weights of the servers land, in its shape."""
@@ -141,9 +143,10 @@ class FlatBuffers:
         tensor, parameter, device = self.trained[index], self.spec.parameters[index], self._devices[index]
         element = parameter.element or parameter.dtype
         shape = parameter.shape[:-1] if parameter.element else parameter.shape
-        if str(tensor.dtype) != f"torch.{element}" or tuple(tensor.shape) != shape:
+        here = tuple(local(tensor).shape)
+        if str(tensor.dtype) != f"torch.{element}" or here != shape:
             raise InvalidRequest(
-                f"{parameter.name} is {tensor.dtype} {tuple(tensor.shape)} now, and the job trains it as {element} "
+                f"{parameter.name} is {tensor.dtype} {here} now, and the job trains it as {element} "
                 f"{shape}: convert the model before prepare, or back before optimizer.step()"
             )
         if not _is_same(tensor.device, device):

@@ -46,7 +46,7 @@ class FlatModel:
         self._buffers = FlatBuffers(spec, tensors, layout)
         self.weights = Weights(self._buffers)
         self.gradients = Gradients(self._buffers, on_ready)
-        narrowed = [b for b in layout.buckets if not b.frozen and isinstance(gradient_codec(spec, b), Blocks)]
+        narrowed = [b for b in layout.trained if isinstance(gradient_codec(spec, b), Blocks)]
         self.residuals = Residuals({bucket.index: bucket.numel for bucket in narrowed}, self._buffers.device)
         self._left: dict[int, Leaving] = {}  # by bucket, its gradient that left last
         self._versions: dict[int, int] = {}  # by bucket, that of the weights that have come, if they are still here
@@ -73,6 +73,11 @@ class FlatModel:
             if self.spec.local is None:  # otherwise gradients are the script's own
                 self.gradients.watch()
         self.weights.mark()
+
+    def frozen(self) -> dict[int, torch.Tensor]:
+        """Returns the tensors that no optimizer steps, by index, without pieces that other members of a group hold."""
+        each = enumerate(zip(self.spec.parameters, self._tensors, strict=True))
+        return {index: tensor for index, (spec, tensor) in each if spec.group is None and not tensor.is_meta}
 
     def release(self) -> None:
         """Lets the model go on without this session. Its tensors stay where they are."""
@@ -279,6 +284,8 @@ class FlatModel:
     def _land_frozen(self, bucket: BucketSpec, values: torch.Tensor) -> None:
         for part in bucket.slices:
             tensor, pulled = self._tensors[part.parameter], values[part.offset : part.offset + part.length]
+            if tensor.is_meta:  # a piece that another member of the group holds
+                continue
             with torch.no_grad():
                 parts = parts_of(tensor)  # over the tensor's own memory, unless it is channels_last, say
                 parts.view(-1)[part.start : part.start + part.length] = pulled.to(tensor.device)

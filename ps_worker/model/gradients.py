@@ -16,6 +16,7 @@ from ps_protocol.job import NonFinite
 from ps_protocol.layout import BucketSpec
 from ps_protocol.tensors import is_finite
 from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.sharded import is_sharded, local
 from ps_worker.model.storage import counting_with
 from ps_worker.model.tracked import unwatch_gradient, watched_gradient
 
@@ -64,7 +65,7 @@ class Gradients:
         self._own.clear()
         for index, view in before.items():
             tensor = self._buffers.trained[index]
-            if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
+            if tensor.grad is not None and local(tensor.grad).data_ptr() == view.data_ptr():
                 self._buffers.gradient_views[index].copy_(view)
                 tensor.grad = self._shown(index)
 
@@ -72,8 +73,11 @@ class Gradients:
         """Moves these parameters' gradients into the buffers. Returns those that have none in this step."""
         absent = set()
         for index in indices:
-            if self._buffers.trained[index].grad is None:
+            gradient = self._buffers.trained[index].grad
+            if gradient is None:
                 absent.add(index)
+            elif is_sharded(gradient) and torch.equal(local(gradient), self._buffers.gradient_views[index]):
+                continue  # as backward has finished it. No version tells: torch counts no changes of a local shard
             elif self._adopt(index):
                 # The script has replaced it. (On another device backward's own comes here, too: no mark tells which.)
                 self._finite.pop(index, None)
@@ -116,7 +120,7 @@ class Gradients:
     def _adopt(self, index: int) -> bool:
         """Moves a gradient into the buffers, and frees the memory it was made in; returns whether it was elsewhere."""
         tensor, view = self._buffers.trained[index], self._buffers.gradient_views[index]
-        gradient = tensor.grad
+        gradient = local(tensor.grad)
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return False
         name = self._buffers.spec.parameters[index].name

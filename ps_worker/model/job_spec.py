@@ -14,8 +14,11 @@ from ps_protocol.job import MAX_BUCKET_BYTES, JobSpec, validate
 from ps_protocol.layout import ParameterSpec
 from ps_protocol.modes import Consistency
 from ps_protocol.optimizers import hyper_parameters, optimizer_name
+from ps_worker.group import Group
 from ps_worker.model.elements import element_spec, is_trained, parts_that_travel
+from ps_worker.model.group_spec import described_together
 from ps_worker.model.refused import refuse_lazy, refuse_sparse, refuse_sync_batch_norm, refuse_wrapped
+from ps_worker.model.sharded import is_sharded, local, piece_of
 from ps_worker.tables.modules import named_tables
 from ps_worker.tables.server_rows import described_tables
 from ps_worker.tables.stepping import check, group_of, optimizer_of
@@ -26,22 +29,40 @@ def describe(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     options: PrepareOptions,
-    *,
     name: str,
     consistency: Consistency,
     world_size: int,
+    group: Group | None = None,
 ) -> tuple[JobSpec, list[torch.Tensor]]:
     """Returns the job that trains these models with these optimizers, and the models' tensors in the job's order.
 
     Tied parameters appear once. Names are those in the model's state_dict; of several models, with the model's number
     in front ("0.weight"). Parameters that no optimizer has, and buffers, are frozen: every worker starts with rank 0's
-    and goes on with its own. Without options.bucket_bytes the spec has 0: the server chooses. Raises Unsupported or
-    InvalidRequest for models that a parameter server cannot train, with the reason.
+    and goes on with its own. Without options.bucket_bytes the spec has 0: the server chooses. In a group all members
+    call this; the job has the pieces of all, and tensors without memory stand for those of others. Raises Unsupported
+    or InvalidRequest for models that a parameter server cannot train, with the reason.
     """
+
+    def own() -> tuple[JobSpec, list[torch.Tensor]]:
+        spec, tensors = _described(models, optimizers, options, () if group is None else group.ranks)
+        return replace(spec, name=name, consistency=consistency, world_size=world_size), tensors
+
+    spec, tensors = own() if group is None else described_together(group, own)
+    validate(spec)
+    return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+
+
+def _described(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: PrepareOptions,
+    group: Sequence[int],
+) -> tuple[JobSpec, list[torch.Tensor]]:
+    """Returns what this process has of a job, without what the servers are told besides. group: as in `_parameters`"""
     classes = [optimizer_name(optimizer) for optimizer in optimizers]
     for model in models:
         refuse_lazy(model)
-        refuse_wrapped(model)
+        refuse_wrapped(model, bool(group))
         refuse_sync_batch_norm(model)
         if options.local is None:
             refuse_sparse(model)
@@ -51,20 +72,20 @@ def describe(
             f"mode local:H has no tables of rows, and the model has {next(iter(tables))!r}: train it in sync, ssp:K or "
             "async, or make it a torch.nn.Embedding"
         )
-    parameters, tensors = _parameters(models, optimizers)
+    parameters, tensors = _parameters(models, optimizers, group)
     of_group = [index for index, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
     spec = JobSpec(
-        name=name,
+        name="",
         parameters=parameters,
         optimizer=classes[0],
         groups=tuple(
-            hyper_parameters(cls, group)
+            hyper_parameters(cls, each)
             for cls, optimizer in zip(classes, optimizers, strict=True)
-            for group in optimizer.param_groups
+            for each in optimizer.param_groups
         ),
-        consistency=consistency,
+        consistency=Consistency(None, False),
         bucket_bytes=MAX_BUCKET_BYTES if options.bucket_bytes is None else options.bucket_bytes,
-        world_size=world_size,
+        world_size=0,
         non_finite=options.non_finite,
         gradient_wire=options.gradient_wire,
         weight_wire=options.weight_wire,
@@ -73,14 +94,13 @@ def describe(
         tables=described_tables(tables, optimizers),
         local=options.local,
     )
-    validate(spec)
-    return spec if options.bucket_bytes is not None else replace(spec, bucket_bytes=0), tensors
+    return spec, tensors
 
 
 def _parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], group: Sequence[int] = ()
 ) -> tuple[tuple[ParameterSpec, ...], list[torch.Tensor]]:
-    """Returns all tensors of the models, each once, described and themselves."""
+    """Returns all tensors of the models, each once, described and themselves. group: the processes that share them"""
     groups = _groups(models, optimizers)
     known = {id(table.weight) for table in named_tables(models).values()}  # handles: the rows are in no bucket
     for handle in known:
@@ -92,13 +112,19 @@ def _parameters(
         if id(tensor) in known:
             continue
         known.add(id(tensor))
-        group, optimizer = groups.pop(id(tensor), (None, 0))
-        if group is not None and not is_trained(key, tensor):
-            group, optimizer = None, 0
+        number, optimizer = groups.pop(id(tensor), (None, 0))
+        if group and is_sharded(tensor):
+            piece = piece_of(key, tensor, group)
+            if piece is not None:
+                parameters.append(replace(piece, group=number, optimizer=optimizer))
+                tensors.append(tensor if number is not None else local(tensor))
+            continue
+        if number is not None and not is_trained(key, tensor):
+            number, optimizer = None, 0
         for name, part in parts_that_travel(key, tensor):
-            shape, dtype, element = element_spec(part, group is not None)
+            shape, dtype, element = element_spec(part, number is not None)
             is_saved = id(tensor) not in not_saved
-            parameters.append(ParameterSpec(name, shape, dtype, group, optimizer, element, is_saved))
+            parameters.append(ParameterSpec(name, shape, dtype, number, optimizer, element, is_saved))
             tensors.append(part)
     _refuse_unknown(len(groups))
     return tuple(parameters), tensors

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_worker.model.sharded import is_sharded
 
 _WHOLE = (
     "hand the plain model to prepare. Each worker holds the whole model, maybe over several GPUs, and the servers hold "
@@ -14,8 +15,9 @@ _WHOLE = (
 # By the name of a class, whose package need not be installed: what has become of the model, and what to do.
 _WRAPPERS = {
     "DistributedDataParallel": "is wrapped in DistributedDataParallel; hand the plain model to prepare",
-    "FullyShardedDataParallel": f"is sharded by FullyShardedDataParallel; {_WHOLE}",
-    "FSDPModule": f"is sharded by fully_shard (FSDP2); {_WHOLE}",
+    "FullyShardedDataParallel": (
+        f"is sharded by FullyShardedDataParallel; {_WHOLE}. A group of processes may shard it with fully_shard (FSDP2)"
+    ),
     "DeepSpeedEngine": f"is a DeepSpeedEngine, which steps an optimizer of its own; {_WHOLE}",
 }
 
@@ -30,16 +32,23 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+_SHARDED = (
+    f"{_WHOLE}. If a worker is to be a group of processes, name them: prepare(..., group=mesh), see docs/groups.md"
+)
+
+
+def refuse_wrapped(model: nn.Module, in_group: bool = False) -> None:
     """Raises Unsupported for a model that another way to train has taken over: it would reduce gradients twice, or its
-    parameters are not all here."""
+    parameters are not all here. in_group: nor are they expected to be: the worker is a group of processes"""
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
                 raise Unsupported(f"the model {_WRAPPERS[kind.__name__]}")
+            if kind.__name__ == "FSDPModule" and not in_group:
+                raise Unsupported(f"the model is sharded by fully_shard (FSDP2); {_SHARDED}")
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-            raise Unsupported(f"{key} is a DTensor, of which each process has a part; {_WHOLE}")
+        if is_sharded(tensor) and not in_group:
+            raise Unsupported(f"{key} is a DTensor, of which each process has a piece; {_SHARDED}")
 
 
 def refuse_sparse(model: nn.Module) -> None:

@@ -56,9 +56,9 @@ def tensors_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def stage_of_job(spec: JobSpec, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> Stage:
     """Returns the stage that a job begins with."""
-    owner = {i: parameter.optimizer for i, parameter in enumerate(spec.parameters) if parameter.group is not None}
+    owner = {i: each.optimizer for i, each in enumerate(spec.parameters) if layout.trains(each)}
     groups = [(number, place) for number, each in enumerate(optimizers) for place in range(len(each.param_groups))]
-    trained = {bucket.index: first_stage(spec, bucket) for bucket in layout.buckets if not bucket.frozen}
+    trained = {bucket.index: first_stage(spec, bucket) for bucket in layout.trained}
     return Stage(0, spec, dict(enumerate(optimizers)), groups, owner, dict.fromkeys(owner, 0), trained)
 
 

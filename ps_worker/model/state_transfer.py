@@ -14,6 +14,7 @@ from ps_protocol.messages.data import PulledState
 from ps_protocol.optimizer_state import is_scalar_state, required_state
 from ps_protocol.tensors import TORCH_DTYPES, bytes_of, tensor_from, whole_of
 from ps_worker.model.script_stages import Stage
+from ps_worker.model.sharded import is_sharded, local
 from ps_worker.values import BucketAssignment
 
 # By parameter (its index in the job), the state that torch.optim keeps for it: name -> tensor.
@@ -23,7 +24,7 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 def tensors_of(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Returns one parameter's state in torch.optim as tensors, without the entries that are not there yet (None)."""
     return {
-        name: value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float32)  # type: ignore[arg-type]
+        name: local(value) if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float32)  # type: ignore[arg-type]
         for name, value in state.items()
         if value is not None
     }
@@ -60,7 +61,9 @@ def states_before(
 ) -> States:
     """Returns the state of optimizers that have taken steps already. Raises what `check_states` does."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-    states = {indices[id(parameter)]: state for parameter, state in states_of(optimizers).items()}
+    of_parameters = states_of(optimizers).items()
+    # In a group an optimizer may have a parameter of which there is nothing in this process.
+    states = {indices[id(each)]: state for each, state in of_parameters if id(each) in indices or not is_sharded(each)}
     check_states(spec, states)
     return states
 

@@ -87,14 +87,14 @@ class StepMaker:
     ) -> None:
         self.tables = tables
         self.model = FlatModel(spec, tensors, layout, self._gradient_ready)
-        self._trained = [bucket for bucket in layout.buckets if not bucket.frozen]
+        self._trained = layout.trained
         self._spec = spec
         self._wanted_overlap = overlap
         self._overlaps: dict[int, Overlap] = {}  # by the optimizer's number
         # By bucket and optimizer that has any of its slices, the positions of those that it has not.
         self._others: dict[tuple[int, int | None], list[int]] = {}
         self._layout = layout
-        self._indices = {id(tensor): i for i, tensor in enumerate(tensors) if spec.parameters[i].group is not None}
+        self._indices = {id(tensor): i for i, tensor in enumerate(tensors) if layout.trains(spec.parameters[i])}
         self.enter(stage_of_job(spec, layout, [optimizer for _, optimizer in optimizers]))
         self._metrics = metrics
         self._draft = draft

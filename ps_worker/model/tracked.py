@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_worker.model.sharded import is_sharded, local
+
 # Called with the tensor that `.data` returns; with None when `.data` is set.
 Touched = Callable[[torch.Tensor | None], None]
 
@@ -111,7 +113,7 @@ class WatchedGradient(_Watched, torch.Tensor):
 
 def values(tensor: Any) -> torch.Tensor:
     """Returns a tensor's `.data` and notifies nothing."""
-    data: torch.Tensor = _DATA.__get__(tensor)
+    data: torch.Tensor = local(tensor).detach() if is_sharded(tensor) else _DATA.__get__(tensor)
     return data
 
 
@@ -121,7 +123,12 @@ def set_values(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def watch(parameter: nn.Parameter, touched: Touched) -> None:
-    """Has `touched` called whenever a script reads or sets the parameter's `.data`."""
+    """Has `touched` called whenever a script reads or sets the parameter's `.data`.
+
+    Not of a DTensor, whose values are compared instead.
+    """
+    if is_sharded(parameter):
+        return
     if not isinstance(parameter, _WatchedParameter):
         parameter.__class__ = _watched_class(type(parameter))
     parameter.__dict__[_TOUCHED] = touched

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ps_worker.model.buffers import FlatBuffers
+from ps_worker.model.sharded import is_sharded, local
 from ps_worker.model.storage import with_own_storage
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
 
@@ -41,6 +42,8 @@ class Weights:
     def __init__(self, buffers: FlatBuffers) -> None:
         self._buffers = buffers
         self._apart: set[int] = set()  # parameters with memory of their own
+        # No mark tells of their changes: torch counts none of a local shard.
+        self._sharded = {index for index, tensor in buffers.trained.items() if is_sharded(tensor)}
         self._touches = Touches()
         self._marks: list[tuple[int, int]] = []  # of each parameter, since weights last landed
 
@@ -78,10 +81,10 @@ class Weights:
         Raises InvalidRequest, and changes nothing, if one has another type, shape or device now.
         """
         before, now, trained = self._marks, self._marks_now(), self._buffers.trained
-        if now == before and not self._touches.before:
+        if now == before and not self._touches.before and not self._sharded:
             return set()
         suspects = {index for index, was, mark in zip(trained, before, now, strict=True) if was != mark}
-        suspects |= self._touches.before.keys()
+        suspects |= self._touches.before.keys() | self._sharded
         for index in suspects:
             self._buffers.check_form(index)
         versions = {index: version for index, (version, _) in zip(trained, before, strict=True)}
@@ -96,7 +99,7 @@ class Weights:
         for index in self._buffers.trained:
             self._buffers.check_form(index)
         for index, tensor in self._buffers.trained.items():
-            if index in self._apart or tensor.data_ptr() != self._buffers.weight_views[index].data_ptr():
+            if index in self._apart or local(tensor).data_ptr() != self._buffers.weight_views[index].data_ptr():
                 self._take_in(index)
 
     def landed(self) -> None:
@@ -120,15 +123,17 @@ class Weights:
 
     def _marks_now(self) -> list[tuple[int, int]]:
         """Returns for each parameter a mark that differs once it was changed in place, or put elsewhere."""
-        return [(tensor._version, tensor.data_ptr()) for tensor in self._buffers.trained.values()]
+        tensors = self._buffers.trained.values()
+        here = map(local, tensors) if self._sharded else tensors
+        return [(tensor._version, tensor.data_ptr()) for tensor in here]
 
     def _is_changed(self, index: int, version: int) -> bool:
-        tensor, view = self._buffers.trained[index], self._buffers.weight_views[index]
+        tensor, view = local(self._buffers.trained[index]), self._buffers.weight_views[index]
         before = self._touches.before.get(index)
         if before is None and (index in self._apart or tensor.data_ptr() != view.data_ptr()):
             before = view  # only landing weights have written it
         if before is None:
-            return tensor._version != version
+            return bool(tensor._version != version)
         return not torch.equal(values(tensor).to(before.device), before)
 
 

@@ -16,5 +16,6 @@ sent_step.py         A step that is under way
 single.py            Training in one process, without servers: the reference that every other way is compared with
 step_kind.py         What one step of a job is: of gradients, or a round of local steps
 strategy.py          A strategy is one way to train; this is all that a session asks of it
+together.py          Steps of a group: all members make one, or none does
 unfinished.py        A step that has ended on this worker, until it counts, also where its place is lost
 """

@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 
+from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
+from ps_protocol.layout import Layout
 from ps_protocol.messages.workers import JoinResult
 from ps_protocol.tensors import tensor_from, whole_of
 from ps_worker.cluster.connection import Connection
+from ps_worker.cluster.participation import Participation
 from ps_worker.model.flat import FlatModel
 from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.script_stages import Stage
-from ps_worker.model.state_transfer import States, check_states, state_assignments
+from ps_worker.model.sharded import is_sharded, like, local
+from ps_worker.model.state_transfer import StateCollector, States, check_states, state_assignments
 from ps_worker.tables.server_rows import ServerTables
 from ps_worker.values import BucketAssignment
 
@@ -77,7 +81,8 @@ class Assignments:
 
     def set_all(self) -> None:
         """Counts all weights that an optimizer steps as changed."""
-        self._weights = {index for index, parameter in enumerate(self._spec.parameters) if parameter.group is not None}
+        trains = self._model.layout.trains
+        self._weights = {index for index, parameter in enumerate(self._spec.parameters) if trains(parameter)}
 
     def step_is_over(self) -> None:
         """Drops what the step at hand has taken along, and weights that were changed and would have gone with it."""
@@ -135,7 +140,9 @@ class Assignments:
         """
         loaded: dict[int, Mapping[str, torch.Tensor]] = {index: {} for index in parameters}
         for tensor, state in states.items():
-            index = self._indices[id(tensor)]
+            index = self._indices.get(id(tensor)) if is_sharded(tensor) else self._indices[id(tensor)]
+            if index is None:  # nothing of it is in this process
+                continue
             if self._spec.parameters[index].group is not None:
                 loaded[index] = state
         check_states(self._spec, loaded)
@@ -243,6 +250,46 @@ class Assignments:
             )
 
 
+def send_assigned_rows(participation: Participation, tables: ServerTables, begun: int | None) -> None:
+    """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten.
+
+    begun: as in Connection.push_pull
+    """
+    connection, assigned = participation.connection, tables.assigned()
+    for table, rows in assigned.items():
+        connection.assign_rows(connection.clock + 1, table, rows, begun)
+    if assigned:
+        try:
+            participation.settle()
+        except (InvalidRequest, LimitExceeded):
+            tables.forget_assigned()
+            connection.forget_assigned_rows()
+            raise
+
+
+def fetched_states(
+    participation: Participation, in_place: Callable[[Callable[[], None]], bool | None], stage: Stage, layout: Layout
+) -> States:
+    """Returns the optimizer state of a worker's parameters, as the shards have it. in_place: see JobTraining
+
+    Raises UnknownWorker once the worker has left.
+    """
+    if participation.is_closed:
+        raise UnknownWorker(
+            "the session is closed, and the optimizer's state went with its place in the job: save it before"
+        )
+    while True:
+        collector = StateCollector(stage, layout)
+
+        def fetch(collector: StateCollector = collector) -> None:
+            participation.connection.pull_state(collector.land)
+            participation.settle()
+
+        if in_place(fetch) is None:
+            return collector.states
+
+
 def _beside(tensor: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns state on its parameter's device; numbers stay on the host, as torch keeps them."""
-    return value.to(tensor.device) if value.shape == tensor.shape and name != "step" else value
+    """Returns state on its parameter's device, and of its kind; numbers stay on the host, as torch keeps them."""
+    is_like = value.shape == local(tensor).shape and name != "step"
+    return like(tensor, value.to(tensor.device)) if is_like else value

@@ -58,7 +58,7 @@ class Collectives:
             raise InvalidRequest(f"session.broadcast: a source is a rank from 0, got {source!r}")
         device = self._device_for(x)
         while True:
-            own = [x] if self._strategy.rank == source else None
+            own = [x] if self._strategy.exchange_rank == source else None
             contents = self._gather(f"broadcast from worker {source}", own, device)
             given = contents.get(source)
             if isinstance(given, list) and len(given) == 1:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ps_protocol.errors import InvalidRequest
+from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_worker.data.loaders import PreparedLoader, ShareSampler, prepared_loader, shard_loader, warning_once
 from ps_worker.data.pass_position import ShareLoop
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
@@ -34,7 +34,7 @@ class Ddp:
     """
 
     def __init__(self, rank: int, world_size: int, metrics: WorkerMetrics, device: torch.device) -> None:
-        self.rank = rank
+        self.rank = self.exchange_rank = rank
         self.world_size = world_size
         self.clock = 0
         self._metrics = metrics
@@ -82,6 +82,8 @@ class Ddp:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: PrepareOptions
     ) -> Prepared:
         """Wraps each model that trains; its usual bucketing, with gradients as views into the buckets."""
+        if options.group is not None:
+            raise Unsupported("mode ddp has workers of one process: train a model in pieces in mode sync, or in single")
         tables = prepare_tables(models, optimizers, self.exchange, self.rank)
         self._metrics.watch_model(ModelNumbers(lambda: looked_up(tables)))
         wrapped = [self._wrapped(model, {"gradient_as_bucket_view": True, **options.ddp}) for model in models]

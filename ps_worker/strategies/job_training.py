@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ps_protocol.batches import BatchLease, LeaseRequest
-from ps_protocol.errors import InvalidRequest, LimitExceeded, UnknownWorker
+from ps_protocol.errors import UnknownWorker, Unsupported
 from ps_protocol.messages.workers import JoinResult, SavedState
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.data.leased import StepData
@@ -34,20 +34,19 @@ from ps_worker.data.look_ahead import look_ahead
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.metrics import added as added_sizes
 from ps_worker.model.optimizer import ParameterStates
-from ps_worker.model.state_transfer import StateCollector, States
 from ps_worker.model.step import StepMaker
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
 from ps_worker.state.sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
-from ps_worker.strategies.assignments import Assignments, SetByScript
+from ps_worker.strategies.assignments import Assignments, SetByScript, fetched_states, send_assigned_rows
 from ps_worker.strategies.job_stages import JobStages
 from ps_worker.strategies.late_script import LateScript
 from ps_worker.strategies.row_reads import RowReads
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.step_kind import StepKind
+from ps_worker.strategies.together import StepsTogether
 from ps_worker.strategies.unfinished import Fate, Unfinished
-from ps_worker.tables.server_rows import ServerTables
 from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import PullResult, PushResult
 
@@ -95,6 +94,8 @@ class JobTraining:
         self._added = added
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
+        group, to_come = participation.group, (self._end, self._leave_out, self._push, self.come_back, self._broke_off)
+        self._together = None if group is None else StepsTogether(group, participation, *to_come)
         self._sender = StateSender(participation.coordinator, participation.members)
         self.sent: SentStep | None = None
         self.unfinished: Unfinished | None = None
@@ -116,9 +117,7 @@ class JobTraining:
         if checkpoint_wanted:
             self.checkpoint.want(self.clock)
         self._allow_drafts()
-        parameters = self.model.spec.parameters
-        frozen = {index: tensor for index, tensor in enumerate(self.tensors) if parameters[index].group is None}
-        self.checkpoint.watch(optimizers, ModelState(frozen, self.model.residuals))
+        self.checkpoint.watch(optimizers, ModelState(self.model.frozen(), self.model.residuals))
         saved = self.participation.connection.place.state
         if saved is not None:
             self.checkpoint.rollback(saved.content, self.clock, saved.clock)
@@ -200,7 +199,7 @@ class JobTraining:
         self.checkpoint.stepping()
         self._metrics.timer.stepping()
         self._drop_unfinished()  # one that was interrupted: its gradient is here no more
-        staged = self.in_place(lambda: self._exchange(index), lambda: self._end(index))
+        staged = self._step_in_place(index)
         self.stepped = True
         if staged is not None:
             (self.data.pushed if staged else self.data.lost)()
@@ -221,7 +220,7 @@ class JobTraining:
         self._metrics.empty_step()
         self.script.follow()
         self.checkpoint.stepping(is_empty=True)
-        if self.in_place(lambda: self._exchange(None)) is not None:
+        if self._step_in_place(None) is not None:
             self.data.keep()  # no shard has seen it
         self._added.empty_step()
 
@@ -236,7 +235,18 @@ class JobTraining:
         with self._steps.no_sync(), self._added.no_sync():
             yield
 
-    def in_place(self, exchange: Callable[[], None], end: Callable[[], None] | None = None) -> bool | None:
+    def _step_in_place(self, index: int | None) -> bool | None:
+        """Makes a step of one optimizer, or of none, as `in_place` runs an exchange."""
+        if self._together is not None:
+            with self.participation.script.standing():
+                return self._together.step(index)
+        end = None if index is None else lambda: self._end(index)
+        return self.in_place(lambda: self._exchange(index), end)
+
+    def _leave_out(self) -> None:
+        self.unfinished = Unfinished(self._steps.end_empty(), self.clock)
+
+    def in_place(self, exchange: Callable[[], None], end: Callable[[], object] | None = None) -> bool | None:
         """Runs an exchange with the shards; returns None. If the place is lost, takes another: see `come_back`.
 
         end: ends the step at hand on this worker; the exchange begins with it
@@ -244,7 +254,9 @@ class JobTraining:
         with self.participation.script.standing():
             return self._in_this_place(exchange, end)
 
-    def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], None] | None) -> bool | None:
+    def _in_this_place(self, exchange: Callable[[], None], end: Callable[[], object] | None) -> bool | None:
+        if self._together is not None:
+            return self._together.run(exchange)
         self.participation.members.raise_lost()
         try:
             if self.participation.has_place:
@@ -288,8 +300,9 @@ class JobTraining:
         part = self.participation
         self._steps.allow_drafts(part.rank, part.ranks if part.connection.has_drafts else None)
 
-    def _end(self, index: int | None) -> None:
+    def _end(self, index: int | None) -> bool:
         self.unfinished = self.kind.end(index)
+        return self.unfinished.step.is_empty
 
     def gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
@@ -297,7 +310,24 @@ class JobTraining:
         self.assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
 
     def _push(self) -> None:
-        """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights."""
+        """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights. In a
+        group it is over once it is through for all members."""
+        unfinished, clock = self.unfinished, self.participation.connection.clock
+        assert unfinished is not None
+        try:
+            pushed, pulls, began = self.participation.together(self._pushed)
+        except PlaceLost:
+            if self.participation.group is not None and unfinished.begun is None:
+                unfinished.begun = clock + 1  # other members may have pushed what is theirs
+            raise
+        self._finish(pushed, pulls, began)
+        if self._steps.tables.are_some:
+            self._steps.tables.forget_assigned()
+        if self.data.accounts:
+            self.data.pushed()
+
+    def _pushed(self) -> tuple[list[Future[PushResult]], list[Future[PullResult]], float]:
+        """Pushes the step at hand, and pulls; returns its calls, once all are over, and when it began to wait."""
         unfinished, connection = self.unfinished, self.participation.connection
         assert unfinished is not None
         step, begun = unfinished.step, unfinished.begun
@@ -306,7 +336,7 @@ class JobTraining:
             self.participation.settle()
         tables = self._steps.tables if self._steps.tables.are_some else None
         if tables is not None:
-            self._send_assigned_rows(tables, begun)
+            send_assigned_rows(self.participation, tables, begun)
         self.model.begin_pull()
         ranges = self.data.use() if self.data.accounts else ()
         pushes = self._steps.pushes(step, connection.clock + 1, ranges)
@@ -321,30 +351,13 @@ class JobTraining:
             unfinished.begun = connection.clock if begun is None else begun
             buckets = [push.bucket for push in pushes if not push.empty]
             self.sent = SentStep(connection.place, connection.clock, [*pushed, *committing], committing, buckets)
-        self._finish(pushed, pulls)
-        if tables is not None:
-            tables.forget_assigned()
-        if self.data.accounts:
-            self.data.pushed()
-
-    def _send_assigned_rows(self, tables: ServerTables, begun: int | None) -> None:
-        """Sends rows that the script has set before the step at hand. What the servers refuse is forgotten."""
-        connection, assigned = self.participation.connection, tables.assigned()
-        for table, rows in assigned.items():
-            connection.assign_rows(connection.clock + 1, table, rows, begun)
-        if assigned:
-            try:
-                self.participation.settle()
-            except (InvalidRequest, LimitExceeded):
-                tables.forget_assigned()
-                connection.forget_assigned_rows()
-                raise
-
-    def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]]) -> None:
-        """Waits for a step's pushes and pulls, and counts them."""
         began = self._metrics.timer.now()
         with named(WAIT):
             self.participation.settle()
+        return pushed, pulls, began
+
+    def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]], began: float) -> None:
+        """Counts a step's pushes and pulls, which are over. began: when this worker began to wait for them"""
         with named(PULL):
             self.model.end_pull()
         self.stages.told()
@@ -571,26 +584,13 @@ class JobTraining:
         parameters = self._steps.parameters_of(index)
         states = self.assignments.loaded(parameters)
         if states is None:
-            states = self._fetched()
+            states = fetched_states(self.participation, self.in_place, self._steps.stage, self.model.layout)
         return {**self.assignments.by_tensor(parameters, states), **self._added.state(index)}
-
-    def _fetched(self) -> States:
-        if self._closing:
-            raise UnknownWorker(
-                "the session is closed, and the optimizer's state went with its place in the job: save it before"
-            )
-        while True:
-            collector = StateCollector(self._steps.stage, self.model.layout)
-
-            def fetch(collector: StateCollector = collector) -> None:
-                self.participation.connection.pull_state(collector.land)
-                self.participation.settle()
-
-            if self.in_place(fetch) is None:
-                return collector.states
 
     def add_group(self, index: int, group: dict[str, Any]) -> None:
         """Has one optimizer train more parameters, in a job beside this one. Raises what `AddedGroups.add` does."""
+        if self.participation.group is not None:
+            raise Unsupported("a worker that is a group of processes trains the parameters that it began with")
         self.stages.check_steps(index)
         parameters = self._added.add(index, group)
         self.assignments.note_between_passes(self.clock + 1)

@@ -26,7 +26,7 @@ from ps_protocol.layout import bucket_layout
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
-from ps_worker.cluster.value_rounds import ValueRounds
+from ps_worker.cluster.value_rounds import Exchanging, value_rounds
 from ps_worker.data.leased import LeasedLoader, Leases, loader_spec
 from ps_worker.data.loaders import (
     PreparedLoader,
@@ -36,6 +36,7 @@ from ps_worker.data.loaders import (
     warning_once,
     with_plain_batches,
 )
+from ps_worker.group import group_of
 from ps_worker.metrics import ModelNumbers, WorkerMetrics
 from ps_worker.model.job_spec import describe
 from ps_worker.model.state_transfer import states_before
@@ -77,13 +78,19 @@ class ServerStrategy:
         self._started = started
         self._joining: Participation | None = None  # from the beginning of `prepare` on
         self._training: JobTraining | None = None  # from the end of `prepare` on
-        self._rounds: ValueRounds | None = None  # likewise
+        self._rounds: Exchanging | None = None  # likewise
         self._alone: SteppedAlone  # likewise
 
     @property
     def rank(self) -> int:
         """This worker's rank; 0 in an elastic job before `prepare`."""
         return self._training.participation.rank if self._training else self._job.rank or 0
+
+    @property
+    def exchange_rank(self) -> int:
+        """The rank; in a group of M, M times that and the number of this member."""
+        group = self._training.participation.group if self._training else None
+        return self.rank if group is None else self.rank * group.size + group.member
 
     @property
     def world_size(self) -> int:
@@ -126,9 +133,15 @@ class ServerStrategy:
         """Joins the job; returns the models with rank 0's weights, and the optimizers to train with: those that step on
         the servers, or in local modes the script's own."""
         figures, metrics_address = self._metrics.figures, self._metrics.announced
-        self._joining = Participation(self._job, metrics_address, self._started, figures, self._timeline)
+        job, group = self._job, None if options.group is None else group_of(options.group)
+        if group is not None:
+            group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
+            # What a launcher says that it starts are the processes of this group, and not the groups.
+            job = replace(job, launch=replace(job.launch, ranks=range(0)))
+        self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
-        self._training, self._rounds = training, ValueRounds(self._joining, training)
+        self._training = training
+        self._rounds = value_rounds(self._joining, training)
         self._alone = SteppedAlone(models, refuse)
         prepared = training.kind.prepared(optimizers)
         self._alone.know(prepared, optimizers)
@@ -139,6 +152,8 @@ class ServerStrategy:
     ) -> Sequence[torch.optim.Optimizer]:
         """Returns the optimizers to train with, as `prepare`. Raises Unsupported or InvalidRequest."""
         assert self._training is not None
+        if self._training.participation.group is not None:
+            raise Unsupported("a worker that is a group of processes trains with the optimizers that it began with")
         prepared = self._training.kind.begin_stage(models, optimizers)
         self._alone.take_over(prepared, optimizers)
         return prepared
@@ -226,20 +241,19 @@ def join(
     own:    the script's optimizers
     beside: the job goes beside another of this worker, to which all of the script's state belongs but the weights
     """
-    job, world_size = participation.options, participation.options.world_size
+    job, group, world_size = participation.options, participation.group, participation.options.world_size
     assert job.consistency is not None
     optimizers = own if options.local is None else [outer_optimizer(options.local, own)]  # those of the servers
     with ExitStack() as undo:
         undo.callback(participation.close)
-        described, tensors = describe(
-            models, optimizers, options, name=job.job, consistency=job.consistency, world_size=world_size
-        )
+        described, tensors = describe(models, optimizers, options, job.job, job.consistency, world_size, group)
         check_transport(described, job.transport)
         states = states_before(described, tensors, optimizers)
         spec = participation.join(described)
         named = list(zip(spec.optimizers, optimizers, strict=True))
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
+        layout = layout if group is None else replace(layout, member=group.member)
         timeline.describe(layout)
         steps = StepMaker(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),

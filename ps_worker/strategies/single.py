@@ -29,7 +29,7 @@ log = logging.getLogger("ps_worker")
 class Single:
     """One worker. wanted: the mode was asked for, so that what others would refuse is a warning."""
 
-    rank = 0
+    rank = exchange_rank = 0
     world_size = 1
     is_main = True
 

@@ -44,6 +44,10 @@ class Strategy(Protocol):
         """This worker's rank; 0 while it has none yet."""
 
     @property
+    def exchange_rank(self) -> int:
+        """This process among all that exchange values: its rank, unless workers are groups of processes."""
+
+    @property
     def world_size(self) -> int:
         """How many workers take part: declared, or live now."""
 

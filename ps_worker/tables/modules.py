@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,10 +102,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, dim))
         self.lookups = Lookups(joined_group)
         register(self)
+        _compile_no_lookup()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         register(self)
+        _compile_no_lookup()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Returns the rows of ids, of int64 or int32: [...] to [..., dim]."""
@@ -234,7 +237,6 @@ class Embedding(nn.Module):
         each = expanded(rows, places)
         return (each if padding is None else each.masked_fill(padding.unsqueeze(-1), 0.0)), padding
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ids are looked up in numpy, and on servers
     def _find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns the distinct rows of ids, the index of each id among them, and a mask of padding.
 
@@ -262,6 +264,16 @@ class Embedding(nn.Module):
         if not self.scale_grad_by_freq:
             return rows
         return with_divided_gradient(rows, torch.bincount(places.reshape(-1), minlength=len(rows)))
+
+
+@cache
+def _compile_no_lookup() -> None:
+    """Has torch.compile leave lookups out of its graphs: ids are looked up in numpy, and on servers.
+
+    Called with the first table: torch imports its compiler for this, which takes as long as torch itself, and a process
+    that imports this package may have no table.
+    """
+    Embedding._find = torch.compiler.disable(Embedding._find)  # type: ignore[method-assign]
 
 
 class EmbeddingBag(Embedding):

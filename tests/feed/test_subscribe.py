@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import subprocess
@@ -520,6 +521,79 @@ def test_a_feed_that_is_closed_says_so_where_newer_weights_are_asked_for(
             assert version == 1
     with feed.reading(model) as version:
         assert version == 1, "what was there stays"
+
+
+def test_coroutines_read_as_threads_do(shared: Cluster, job: str, trainer: Trainer) -> None:
+    async def follow() -> tuple[list[int], list[int]]:
+        seen: list[int] = []
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+
+            async def iterate() -> None:
+                async for edition in feed:
+                    assert trainer.has(edition.state_dict(), edition.version)
+                    seen.append(edition.version)
+
+            task = asyncio.create_task(iterate())
+            await asyncio.to_thread(trainer.steps, 3)
+            await asyncio.to_thread(feed.wait_for, 3)
+            async with feed.reading_async(model, max_behind=0) as version:
+                before = model.first.weight
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 4)
+                assert model.first.weight is before
+            versions = [version, await _read(feed, model)]
+            await asyncio.to_thread(until, lambda: seen[-1] == 4)
+        await task
+        return seen, versions
+
+    async def _read(feed: ps.WeightFeed, model: Model) -> int:
+        async with feed.reading_async(model, max_behind=0) as version:
+            assert torch.equal(model.first.weight, trainer.past[version]["first.weight"])
+            return version
+
+    async def told() -> None:
+        async with ps.subscribe(shared.address, job, parameters=["nonsense"]) as feed:
+            async for _ in feed:
+                pass
+
+    seen, versions = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 4
+    assert versions == [3, 4]
+    with pytest.raises(InvalidRequest, match="has no parameter nonsense"):
+        asyncio.run(asyncio.wait_for(told(), 60))
+
+
+def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_no_reader(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    async def follow() -> int:
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+            entered = asyncio.Event()
+
+            async def read() -> None:
+                async with feed.reading_async(model, max_behind=0):
+                    entered.set()
+
+            with feed.reading(model):  # which keeps `read` waiting, in its thread
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 1)
+                waiting = asyncio.create_task(read())
+                loaded = feed._models[model]
+                await asyncio.to_thread(until, lambda: loaded.changed._waiters)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            await asyncio.to_thread(trainer.step)
+            await asyncio.to_thread(feed.wait_for, 2)
+            await asyncio.to_thread(until, lambda: loaded.readers == 0)
+            assert not entered.is_set()
+            async with feed.reading_async(model, max_behind=0) as version:
+                return version
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60)) == 2
 
 
 def test_a_model_without_memory_is_refused(shared: Cluster, job: str, trainer: Trainer) -> None:

@@ -35,9 +35,11 @@ OVERLAYS = GPU, GRAFANA = ("docker-compose.gpu.yml", "docker-compose.grafana.yml
 SHARDS = ("shard-0", "shard-1")
 SERVERS = ("coordinator", *SHARDS)
 TABLES = ("clicks", "movielens")
-WORKERS = ("worker", *TABLES)
-UNPROBED = (*WORKERS, "certs", "certs-renewal", "admin")
-ALL_OURS = (*SERVERS, "page", *UNPROBED)
+WORKERS = ("worker", *TABLES, "rl-trainer")
+READERS = ("serve", "rl-rollout")  # of a job's weights
+PROBED = ("page", "serve", "rl-pool")  # and servers
+UNPROBED = (*WORKERS, "rl-rollout", "certs", "certs-renewal", "admin")
+ALL_OURS = (*SERVERS, *PROBED, *UNPROBED)
 DASHBOARD = ROOT / "deploy/grafana/dashboards/parameter-server.json"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 
@@ -80,12 +82,19 @@ PROMISES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (COMPOSE, ("page", "prometheus"), {"depends_on": {"coordinator": HEALTHY}}),
     (COMPOSE, (*SERVERS, "page", "prometheus"), {"healthcheck": {"test": ["CMD"]}}),
     # A start on a busy machine is no failure.
-    (COMPOSE, (*SERVERS, "page"), {"healthcheck": {"start_period": "600s", "interval": "15s"}}),
+    (COMPOSE, (*SERVERS, *PROBED), {"healthcheck": {"start_period": "600s", "interval": "15s"}}),
     # Two workers by default; a container name could not be scaled.
     (COMPOSE, WORKERS, {"entrypoint": ["ps-worker"], "deploy": {"replicas": 2}, "container_name": None}),
     # Jobs with tables are started when they are asked for. The folder of data is read, and may be missing.
     (COMPOSE, TABLES, {"profiles": ["tables"]}),
     (COMPOSE, ("worker",), {"profiles": None}),
+    # Who follows a job's weights has a reader's certificate, and waits for the job itself.
+    (COMPOSE, ("serve",), {"profiles": ["serve"], "ports": ["127.0.0.1:8000:8000"], "command": ["--job=default"]}),
+    (COMPOSE, ("rl-pool", "rl-trainer", "rl-rollout"), {"profiles": ["rl"], "networks": ["data"]}),
+    (COMPOSE, ("rl-rollout",), {"deploy": {"replicas": 2}, "ports": [], "healthcheck": {"disable": True}}),
+    (COMPOSE, ("rl-trainer", "rl-rollout"), {"command": ["--job=rl", "--pool=rl-pool:8100"]}),
+    (COMPOSE, READERS, {"environment": {**certificates("reader"), "PS_TOKENS": None}, "networks": ["data"]}),
+    (COMPOSE, READERS, {"volumes": ["reader-certs:/certs:ro"], "depends_on": {"coordinator": STARTED}}),
     (
         COMPOSE,
         ("movielens",),
@@ -219,7 +228,7 @@ def test_certificates_are_made_for_every_holder(name: str, tmp_path: Path) -> No
     }
     assert folders == made, "each in a volume of its own"
     holders = {holder for holder in read(COMPOSE)["services"] if held_by(holder)} - {"certs", "certs-renewal"}
-    assert holders == {*SERVERS, *WORKERS, "admin", "page", "prometheus"}
+    assert holders == {*SERVERS, *WORKERS, *READERS, "admin", "page", "prometheus"}
     for holder in holders:
         assert len(held_by(holder)) == 1, f"{holder} sees its own key and no other"
         assert "ca" not in held_by(holder), "the CA's key could make any certificate"
@@ -273,6 +282,21 @@ def test_the_workers_command_is_ours(file: str, name: str) -> None:
     options = [word.split("=")[0] for word in command[command.index(script) + 1 :]]
     told = help_of(script)
     assert all(option in told for option in options), f"{script} knows {options}"
+
+
+@pytest.mark.parametrize("name", [*READERS, "rl-pool"])
+def test_the_commands_of_what_follows_a_job_are_ours(name: str) -> None:
+    service = read(COMPOSE)["services"][name]
+    python_, script = service["entrypoint"]
+    assert python_ == "python"
+    assert (ROOT / script).is_file()
+    given = dict(word.split("=") for word in service["command"])
+    told = help_of(script)
+    assert all(option in told for option in given), f"{script} knows {[*given]}"
+    if name in READERS:
+        assert f"--advertise={given['--server']}" in read(COMPOSE)["services"]["coordinator"]["command"]
+    if "healthcheck" in service and "test" in service["healthcheck"]:
+        assert service["healthcheck"]["test"][-2] == given["--port"]
 
 
 def must_end_before(name: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,23 +65,40 @@ def test_the_other_examples_of_docstrings_run_in_a_session(
     shared: Cluster, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = {name: text for name, text in _examples().items() if name not in ("connect", "session.prepare")}
+    elsewhere = {"connect", "session.prepare", *FEED_EXAMPLES}
+    examples = {name: text for name, text in _examples().items() if name not in elsewhere}
     assert len(examples) > 8
-    of_readers = ("ps_torch.subscribe", "weights.reading")
     embedding = ps_torch.Embedding(8)
     with shared.connect("sync", job=job) as session:
         model = torch.nn.Linear(4, 1)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         there = {"session": session, "model": model, "optimizer": optimizer, "x": torch.ones(2, 4), "loader": [1, 2]}
-        for name, text in examples.items():
-            if name not in of_readers:
-                exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
-        reader: dict[str, Any] = {"ps_torch": ps_torch, "Model": lambda: torch.nn.Linear(4, 1), "question": there["x"]}
-        for name in of_readers:  # the second goes on with what the first has made
-            exec(examples[name].replace('"trainer:50051"', f'"{shared.address}", job="{job}"'), reader)
-        reader["feed"].close()
+        for text in examples.values():
+            exec(text, {"torch": torch, "ps_torch": ps_torch, "embedding": embedding, **there})
         assert session.clock == 1
     assert set(torch.load("model.pt", weights_only=True)) == {"weight", "bias"}
+
+
+FEED_EXAMPLES = ("ps_torch.subscribe", "weights.reading", "weights.reading_async", "ps_torch.MadeOf")
+
+
+def test_the_examples_of_feeds_follow_a_job(shared: Cluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_JOB", job)
+    with shared.connect("sync", job=job) as session:
+        model = torch.nn.Linear(4, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ps_torch.subscribe(shared.address) as feed:
+            there = {"feed": feed, "model": feed.load(torch.nn.Linear(4, 1)), "question": torch.ones(2, 4)}
+            there |= {"ps_torch": ps_torch, "torch": torch, "asyncio": asyncio, "Model": lambda: torch.nn.Linear(4, 1)}
+            for name in FEED_EXAMPLES:
+                text = _examples()[name].replace("trainer:50051", shared.address)
+                left = dict(there)
+                waited = eval(compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), left)
+                if waited is not None:
+                    asyncio.run(waited)
+                assert name == "ps_torch.MadeOf" or torch.equal(left["answer"], model(torch.ones(2, 4)))
+                if left["feed"] is not feed:
+                    left["feed"].close()
 
 
 def test_the_page_of_settings_has_each_as_it_is_declared() -> None:

@@ -24,6 +24,10 @@ GENERATED = ROOT / "ps_protocol" / "v1"
 FRAMEWORKS = {
     "ps_worker/accelerate.py": "accelerate",
     "ps_torch/accelerate.py": "accelerate",
+    "ps_worker/engines/huggingface.py": "transformers",
+    "ps_torch/engines/huggingface.py": "transformers",
+    "ps_worker/engines/vllm.py": "vllm",
+    "ps_torch/engines/vllm.py": "vllm",
     "ps_worker/huggingface.py": "transformers",
     "ps_torch/huggingface.py": "transformers",
     "ps_worker/lightning.py": "lightning",

@@ -64,11 +64,13 @@ MAY_IMPORT = {
         "ps_tables.sizes",
     },
     "ps_worker.values": set[str](),
+    "ps_worker.group": set[str](),
     "ps_worker.metrics": {"ps_worker.values", "ps_runtime"},
     "ps_worker.timeline": {"ps_worker.values"},
     "ps_worker.tables": {"ps_tables"},
     "ps_worker.model": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.tables",
@@ -77,6 +79,7 @@ MAY_IMPORT = {
     "ps_worker.data": {"ps_worker.values", "ps_worker.metrics"},
     "ps_worker.cluster": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",
@@ -94,6 +97,7 @@ MAY_IMPORT = {
     },
     "ps_worker.strategies": {
         "ps_worker.values",
+        "ps_worker.group",
         "ps_worker.metrics",
         "ps_worker.timeline",
         "ps_worker.model",

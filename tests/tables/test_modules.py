@@ -95,6 +95,30 @@ def test_the_loop_as_it_was_trains_as_with_torchs_own_modules(
     assert_alike(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own calls, and of where its graphs end
+def test_a_compiled_model_trains_as_one_that_is_not(session: ps_worker.Session) -> None:
+    torch._dynamo.reset()
+    ours, plain = (
+        Model(
+            ps_worker.Embedding(4, seed=1), ps_worker.EmbeddingBag(4, seed=2), ps_worker.EmbeddingBag(4, "sum", seed=3)
+        )
+        for _ in range(2)
+    )
+    plain.top.load_state_dict(ours.top.state_dict())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiled(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model, stepper = session.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    faster = torch.compile(model, backend=compiled)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in batches(4):
+        assert torch.equal(trains(faster, stepper, batch), trains(plain, reference, batch))
+    assert graphs, "nothing was compiled"
+
+
 def test_a_table_has_an_optimizer_of_its_own(session: ps_worker.Session) -> None:
     model = nn.Sequential(ps_worker.Embedding(4, optimizer=ps_worker.RowWiseAdagrad(lr=0.5)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+# Threads that look around now and then, whatever else happens.
+QUIET = {"view", "watch", "status", "leases", "metrics", "slow-peers", "notices", "state", "held-jobs", "health"}
 
 
 class FilesThatRun:
@@ -44,4 +46,5 @@ class FilesThatRun:
         code = frame.f_code
         if self._is_on and event == "call" and code.co_filename.startswith(self._start):
             thread = threading.current_thread().name.rpartition("_")[0] or threading.current_thread().name
-            self.found.setdefault(code.co_filename[len(str(ROOT)) + 1 :], (thread, code.co_name))
+            if thread not in QUIET:
+                self.found.setdefault(code.co_filename[len(str(ROOT)) + 1 :], (thread, code.co_name))

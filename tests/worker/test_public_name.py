@@ -18,10 +18,10 @@ from tests.tools.launching import ROOT
 MODULES = sorted(path.stem for path in (ROOT / "ps_torch").glob("[!_]*.py"))
 
 
-def loaded_by(module: str) -> set[str]:
-    """The modules that an import loads in a new process."""
-    program = f"import {module}, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def loaded_by(program: str) -> set[str]:
+    """The modules that a program loads in a new process."""
+    words = [sys.executable, "-c", f"{program}; import sys; print(*sys.modules)"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -36,9 +36,16 @@ def test_every_public_name_is_the_same_object_under_both_names() -> None:
 
 
 def test_the_import_loads_nothing_beside_what_it_names() -> None:
-    loaded = loaded_by("ps_torch")
-    assert loaded - loaded_by("ps_worker") == {"ps_torch"}
+    loaded = loaded_by("import ps_torch")
+    assert loaded - loaded_by("import ps_worker") == {"ps_torch"}
     assert "torch" not in loaded
+
+
+def test_no_name_loads_torchs_compiler() -> None:
+    """Its import takes as long as that of torch; a process that trains loads it with its first optimizer or table."""
+    loaded = loaded_by("import ps_torch; [getattr(ps_torch, name) for name in ps_torch.__all__]")
+    assert "torch" in loaded
+    assert "torch._dynamo" not in loaded
 
 
 def test_every_name_of_the_reference_that_needs_a_framework_is_there_too() -> None:

@@ -63,7 +63,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
         fully_sharded,
         r"the model is sharded by fully_shard \(FSDP2\); hand the plain model to prepare",
     ),
-    (with_dtensors, r"0\.weight is a DTensor, of which each process has a part; hand the plain model to prepare"),
+    (with_dtensors, r"0\.weight is a DTensor, of which each process has a piece; hand the plain model to prepare"),
     (in_deepspeed, "the model is a DeepSpeedEngine, which steps an optimizer of its own; hand the plain model"),
 ]
 

@@ -1,0 +1,5 @@
+"""vLLM follows a job: an engine for its weight transfer. Needs `vllm`."""
+
+from ps_worker.engines.vllm import BACKEND, FeedTransferEngine, FollowInfo, WantedVersion, register
+
+__all__ = ["BACKEND", "FeedTransferEngine", "FollowInfo", "WantedVersion", "register"]

@@ -1,0 +1,62 @@
+"""The place of a group in its job, as one of its members has it.
+
+Every member sends heartbeats: the lease of a group is that of its most silent one. But a heartbeat's thread takes no
+other place by itself. A group whose member hangs would join again and again, and others would wait for it each time.
+So the group joins again once all of its members have met, in their training threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ps_protocol.errors import Fenced
+from ps_protocol.messages.workers import JoinResult, read_joined, write_joined
+from ps_protocol.v1 import membership_pb2
+from ps_worker.cluster.own_membership import OwnMembership
+from ps_worker.group import Group, place_of_member
+
+
+class GroupMembership(OwnMembership):
+    """As OwnMembership, for a member of a group. `join` and `renewed` are calls of all members."""
+
+    def __init__(self, group: Group, *args: Any) -> None:
+        super().__init__(*args)
+        self._group = group
+        self._lost: JoinResult | None = None
+
+    def holds(self, place: JoinResult) -> bool:
+        """Whether a place is this worker's still, as far as it has heard."""
+        return self.place is place and self._lost is not place
+
+    def renewed(self, place: JoinResult, cause: BaseException | None) -> JoinResult:
+        """Takes the place that follows one, with all members. Raises the error of the first one if there is none."""
+        with self._changed:
+            self._lost = place  # from here on what is heard of it means nothing
+        taken = self._take(place.identity.run, place)
+        with self._changed:
+            self.place = taken
+            self._changed.notify_all()
+            watching = self._watching
+        if watching is not None:
+            watching.stop()
+        return taken
+
+    def _first_place(self, run: str) -> JoinResult:
+        return self._take(run, None)
+
+    def _take(self, run: str, before: JoinResult | None) -> JoinResult:
+        """Joins, if this is the first member; returns the place on all members."""
+        told = self._group.from_first(lambda: write_joined(self._ask(run, before)).SerializeToString())
+        return place_of_member(read_joined(membership_pb2.JoinResponse.FromString(told)), self._group)
+
+    def _join_again(self, lost: JoinResult) -> None:
+        """Notes that a place is lost, and ends what is under way there."""
+        with self._changed:
+            self._lost = lost
+            self._changed.notify_all()
+        self._moved(None)
+
+    def _is_for_good(self, error: BaseException) -> bool:
+        """Whether an error ends this worker's part. The first member may have joined again, which fences the others'
+        place, before they hear of it."""
+        return self._group.member == 0 or not isinstance(error, Fenced)

@@ -1,0 +1,97 @@
+"""ASGI middleware for an engine's HTTP server: every answer says its version, and there is none before the first.
+
+An engine that was started again has the weights of its checkpoint, not those of training. It must not answer with them
+as if they were new.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+HEADER = b"x-model-version"
+_UPDATE, _FINISH = "/update_weights", "/finish_weight_update"  # the routes by which vLLM is given weights
+
+
+class TellsVersion:
+    """ASGI middleware for `vllm serve --middleware ps_torch.engines.answers.TellsVersion`.
+
+    It sees the requests that give the engine weights: a POST to /update_weights names a version, and one to
+    /finish_weight_update has the engine use it. From then on every answer has the header `x-model-version`: its weights
+    contain at least so many updates. Before, and when a request to either has failed, requests below /v1 get 503.
+
+    Args:
+        app: The engine's own application.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._named: int | None = None
+        self.version: int | None = None
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        path = scope.get("path", "")
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif path.endswith((_UPDATE, _FINISH)):
+            await self._watch(scope, receive, send)
+        elif self.version is None and path.startswith("/v1"):
+            await _refuse(send)
+        else:
+            await self._app(scope, receive, _telling(send, self.version))
+
+    async def _watch(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Lets a request that gives the engine weights through, and notes what became of it."""
+        body, status = bytearray(), 500
+
+        async def seen() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        named, is_update = self._named, scope["path"].endswith(_UPDATE)
+        self.version = None  # the weights are being replaced: they are of no version
+        try:
+            await self._app(scope, seen, told)
+        finally:
+            self._named = _version(body) if is_update and status < 400 else None
+            if not is_update and status < 400:
+                self.version = named
+
+
+def _version(body: bytes | bytearray) -> int | None:
+    """Returns the version that a request to /update_weights names; None: it names none."""
+    try:
+        return int(json.loads(body)["update_info"]["version"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _telling(send: Send, version: int | None) -> Send:
+    """Returns a `send` that adds the version to an answer's headers."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start" and version is not None:
+            message["headers"] = [*message.get("headers", ()), (HEADER, str(version).encode())]
+        await send(message)
+
+    return sending
+
+
+async def _refuse(send: Send) -> None:
+    text = b'{"error": "the engine has not been given weights of training yet"}'
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": text})

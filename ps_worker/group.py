@@ -1,0 +1,159 @@
+"""A worker that is a group of processes: how its members agree.
+
+All members are one worker: one rank, one incarnation, one clock. The first member joins the job; the others get the
+place from it. They talk over a gloo group of their own, in the threads that train.
+
+A step counts on all members or on none of them. No process may go on into a collective that its neighbour, which has
+lost the place or refuses the step, never enters. So they compare before the step is pushed, and when it is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ps_protocol.errors import BY_REASON, InvalidRequest, PSError
+from ps_protocol.messages.workers import JoinResult, member_states
+
+T = TypeVar("T")
+
+# What a member says of its part in something that all do together. The highest counts.
+THROUGH, EMPTY, LOST, FAILED = range(4)
+
+
+class PlaceLost(Exception):
+    """A call failed because the place it was made from was lost; its cause says how."""
+
+
+class Group:
+    """The processes that together are this worker. For the training thread; all members make the same calls.
+
+    size:   how many there are
+    member: which of them this one is, from 0
+    ranks:  of the processes in the default process group
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self.size = tuple(ranks), len(ranks)
+        self._gloo: Any = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        self.member = dist.get_rank(self._gloo)
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Returns what each member gives, by member."""
+        size = torch.tensor([len(own)])
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self._gloo)
+        most = max(int(each) for each in sizes)
+        padded = torch.zeros(most, dtype=torch.uint8)
+        if own:
+            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        parts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._gloo)
+        return [part[: int(each)].numpy().tobytes() for part, each in zip(parts, sizes, strict=True)]
+
+    def from_first(self, make: Callable[[], bytes]) -> bytes:
+        """Returns what the first member makes, on all members. Raises its error on all of them."""
+        error: Exception | None = None
+        made = b""
+        if self.member == 0:
+            try:
+                made = b"+" + make()
+            except Exception as raised:
+                error, made = raised, b"-" + _error_bytes(raised)
+        told = self.gather(made)[0]
+        if error is not None:
+            raise error
+        if told[:1] != b"+":
+            raise _error_of(told[1:], 0)
+        return told[1:]
+
+    def check_alike(self, own: str) -> None:
+        """Raises InvalidRequest, on all members, where one says another thing of this worker than the first one."""
+        told = [each.decode() for each in self.gather(own.encode())]
+        member = next((index for index, each in enumerate(told) if each != told[0]), None)
+        if member is not None:
+            raise InvalidRequest(
+                f"the members of a group are one worker: member 0 is {told[0]}, and member {member} is {told[member]}. "
+                "connect(rank=..., world_size=...) takes the number of the group, and how many groups there are"
+            )
+
+    def all_through(self, make: Callable[[], T]) -> T:
+        """Returns what a call of this member returns, once those of all members are through.
+
+        Raises PlaceLost where the place was lost for one of them, and where the call of one fails, its error.
+        """
+        error: Exception | None = None
+        made: T | None = None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        self.agree(error)
+        return made  # type: ignore[return-value]
+
+    def agree(self, error: Exception | None, is_empty: bool = False) -> bool:
+        """Compares with the other members. Returns whether the step of one is empty; raises as `all_through`."""
+        own = EMPTY if is_empty else THROUGH
+        if error is not None:
+            own = LOST if isinstance(error, PlaceLost) else FAILED
+        flag = torch.tensor([own])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._gloo)
+        worst = int(flag)
+        if worst == FAILED:
+            told = self.gather(_error_bytes(error) if error is not None and own == FAILED else b"")
+            if error is not None and own == FAILED:
+                raise error
+            member = next(index for index, each in enumerate(told) if each)
+            raise _error_of(told[member], member) from error
+        if worst == LOST:
+            raise error if error is not None else PlaceLost
+        return worst == EMPTY
+
+
+def group_of(given: Any) -> Group:
+    """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
+
+    Raises InvalidRequest for anything else, and where there is no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidRequest(
+            "prepare(..., group=...) needs a process group: call torch.distributed.init_process_group in each process "
+            "of the group before"
+        )
+    mesh = getattr(given, "mesh", None)
+    if isinstance(mesh, torch.Tensor):
+        ranks = [int(rank) for rank in mesh.flatten()]
+    elif isinstance(given, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(given)
+    else:
+        raise InvalidRequest(
+            "prepare(..., group=...) takes a DeviceMesh or a process group, such as torch.distributed.group.WORLD, got "
+            f"{type(given).__name__}"
+        )
+    if dist.get_rank() not in ranks:
+        raise InvalidRequest(f"this process, {dist.get_rank()}, is not in the group that prepare got: {ranks}")
+    return Group(ranks)
+
+
+def place_of_member(place: JoinResult, group: Group) -> JoinResult:
+    """Returns the place of a group as one of its members has it: with its own number, and its own state."""
+    state = place.state
+    if state is not None and group.size > 1:
+        content = member_states(state.content)
+        state = replace(state, content=content[group.member]) if len(content) == group.size else None
+    return replace(place, identity=replace(place.identity, member=group.member), state=state)
+
+
+def _error_bytes(error: BaseException) -> bytes:
+    reason = error.reason if isinstance(error, PSError) else ""
+    return f"{reason}\n{type(error).__name__}: {error}".encode()
+
+
+def _error_of(told: bytes, member: int) -> PSError:
+    """Returns the error of another member, as this one raises it."""
+    reason, _, text = told.decode(errors="replace").partition("\n")
+    return BY_REASON.get(reason, InvalidRequest)(f"member {member} of this worker's group: {text}")

@@ -1,0 +1,99 @@
+"""One job out of what the members of a group hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ps_protocol.convert import job_spec_data, job_spec_from_data
+from ps_protocol.errors import InvalidRequest, JobMismatch, Unsupported
+from ps_protocol.job import BLOCK_WIRES, JobSpec, difference
+from ps_protocol.layout import ParameterSpec
+from ps_protocol.tensors import TORCH_DTYPES
+from ps_worker.group import Group
+
+
+def check_group(spec: JobSpec) -> None:
+    """Raises Unsupported for what groups cannot do yet, with the way out."""
+    if spec.mode != "sync":
+        raise Unsupported(f"a worker that is a group of processes trains in mode sync, and the mode is {spec.mode}")
+    if not spec.world_size:
+        raise Unsupported(
+            "an elastic job has workers of one process: name the number of groups, connect(world_size=...)"
+        )
+    if spec.tables:
+        raise Unsupported(
+            f"workers that are groups of processes have no tables of rows, and the model has "
+            f"{spec.tables[0].rows.name!r}"
+        )
+    wire = next((wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES), None)
+    if wire is not None:
+        raise Unsupported(f"the gradients and weights of a group travel as floats, got {wire}: use bfloat16 or float16")
+    whole = next((each for each in spec.parameters if each.piece is None and each.group is not None), None)
+    if whole is not None:
+        raise Unsupported(
+            f"{whole.name} is whole in each process of the group, and an optimizer steps it: shard it, too, by calling "
+            "fully_shard on the model as a whole after its layers"
+        )
+
+
+def described_together(
+    group: Group, describe: Callable[[], tuple[JobSpec, list[torch.Tensor]]]
+) -> tuple[JobSpec, list[torch.Tensor]]:
+    """Returns the job of a group, and its tensors as this member has them.
+
+    describe: returns what this member has of it
+    Raises what `describe` raises in any member, Unsupported, or JobMismatch where members describe unlike jobs, on all.
+    """
+
+    def own() -> tuple[JobSpec, list[torch.Tensor]]:
+        spec, tensors = describe()
+        check_group(spec)
+        return replace(spec, group_size=group.size), tensors
+
+    spec, tensors = group.all_through(own)
+    told = group.gather(json.dumps(job_spec_data(spec)).encode())
+    combined = _combined(told)
+    return combined, _tensors(combined, spec.parameters, tensors, group.member)
+
+
+def _combined(told: Sequence[bytes]) -> JobSpec:
+    """Returns the job of a group: the pieces of all members, and the whole tensors of the first one."""
+    specs = [job_spec_from_data(json.loads(each)) for each in told]
+    parameters: list[ParameterSpec] = []
+    for member, spec in enumerate(specs):
+        unlike = difference(replace(specs[0], parameters=()), replace(spec, parameters=()))
+        if unlike is not None:
+            raise JobMismatch(f"members 0 and {member} of this worker's group describe unlike jobs: {unlike}")
+        wholes = [each for each in spec.parameters if each.piece is None]
+        if wholes != [each for each in specs[0].parameters if each.piece is None]:
+            raise JobMismatch(
+                f"members 0 and {member} of this worker's group have unlike tensors that are not sharded: "
+                "parameters and buffers of a model are the same in all of its processes"
+            )
+        pieces = [replace(each, member=member) for each in spec.parameters if each.piece is not None]
+        parameters += [*wholes, *pieces] if member == 0 else pieces
+    return replace(specs[0], parameters=tuple(parameters))
+
+
+def _tensors(
+    spec: JobSpec, parameters: Sequence[ParameterSpec], tensors: Sequence[torch.Tensor], member: int
+) -> list[torch.Tensor]:
+    """Returns the tensors of a group's job as one member has them: in the place of others' pieces, tensors without
+    memory.
+
+    parameters, tensors: of this member
+    """
+    own = {each.key: tensor for each, tensor in zip(parameters, tensors, strict=True)}
+    found = []
+    for each in spec.parameters:
+        if each.piece is None or each.member == member:
+            if each.key not in own:
+                raise InvalidRequest(f"{each.name} is not in this process")
+            found.append(own[each.key])
+        else:
+            found.append(torch.empty(each.shape, dtype=TORCH_DTYPES[each.dtype], device="meta"))
+    return found

@@ -1,0 +1,87 @@
+"""Steps of a group: all members make one, or none does.
+
+end    Each member ends the step at hand, and they compare before any of them pushes: what one refuses, all refuse, and
+       where one leaves the step out, because its gradient is not finite, all do.
+push   Each pushes what it holds, and they compare again when all is through: where the place was lost for one of them,
+       all take the next one, and push the step again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
+from ps_worker.group import Group
+
+
+@dataclass(frozen=True)
+class StepsTogether:
+    """What one member does of a step with the others. For the training thread.
+
+    end:       ends the step of an optimizer, or of none, on this member; returns whether it has no gradient
+    leave_out: has the step that has ended be one without a gradient
+    push:      pushes it, with all members
+    come_back: takes the next place, with all members
+    broke_off: ends what an error has broken off
+    """
+
+    group: Group
+    participation: Participation
+    end: Callable[[int | None], bool]
+    leave_out: Callable[[], None]
+    push: Callable[[], None]
+    come_back: Callable[[], bool]
+    broke_off: Callable[[BaseException], None]
+
+    def step(self, index: int | None) -> bool | None:
+        """Makes a step of one optimizer, or of none. Returns what JobTraining.in_place does."""
+        try:
+            self._end(index)
+            self.push()
+            return None
+        except PlaceLost:
+            pass
+        except BaseException as error:
+            self.broke_off(error)
+            raise
+        return self.come_back()
+
+    def run(self, exchange: Callable[[], None]) -> bool | None:
+        """Runs an exchange with the shards that is no step."""
+
+        def here() -> None:
+            self.participation.members.raise_lost()
+            if not self.participation.has_place:
+                raise PlaceLost
+            exchange()
+
+        try:
+            self.group.all_through(here)
+            return None
+        except PlaceLost:
+            pass
+        except BaseException as error:
+            self.broke_off(error)
+            raise
+        return self.come_back()
+
+    def _end(self, index: int | None) -> None:
+        """Ends the step at hand on all members. Raises what any of them raises."""
+        error: Exception | None = None
+        is_empty = False
+        try:
+            self.participation.members.raise_lost()
+            if self.participation.has_place:
+                end_last_step(self.participation)
+        except Exception as raised:
+            error = raised
+        if error is None or isinstance(error, PlaceLost):
+            try:
+                is_empty = self.end(index)
+            except Exception as raised:
+                error = raised
+        if error is None and not self.participation.has_place:
+            error = PlaceLost()
+        if self.group.agree(error, is_empty) and not is_empty:
+            self.leave_out()

@@ -1,0 +1,432 @@
+"""Engines are given a job's newest weights, and never pass old ones off as new.
+
+vLLM and SGLang need GPUs. Here stand-ins have the interfaces that ps_worker/engines names; the job, its feed and the
+files are real. tests/frameworks/test_followed_models.py has transformers itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import queue
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import ps_torch as ps
+from ps_protocol.errors import InvalidRequest, Unreachable
+from ps_torch.engines.answers import TellsVersion
+from ps_torch.engines.sglang import DiskFollower
+from tests.tools.cluster import Cluster, in_parallel, until
+from tests.tools.launching import ROOT
+from tests.tools.remembering_trainer import RememberingTrainer
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.fixture
+def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[nn.Sequential]]:
+    with shared.connect("sync", job=job) as session:
+        yield RememberingTrainer(session, make_model(), lambda model: model(torch.randn(4, 6)).square().mean())
+
+
+# -- vLLM ------------------------------------------------------------------------------------------------------------
+
+A, B = TypeVar("A"), TypeVar("B")
+
+
+class TransferEngine(ABC, Generic[A, B]):
+    """The stand-in of WeightTransferEngine."""
+
+    init_info_cls: type[A]
+    update_info_cls: type[B]
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+        self.config, self.vllm_config, self.device, self.model = config, vllm_config, device, model
+        self.model_config = vllm_config.model_config
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> A:
+        return self.init_info_cls(**init_dict)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.update_info_cls(**update_info))
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: A) -> None: ...
+
+    @abstractmethod
+    def start_weight_update(self) -> None: ...
+
+    @abstractmethod
+    def finish_weight_update(self) -> None: ...
+
+    @abstractmethod
+    def receive_weights(self, update_info: B) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None: ...
+
+
+class Factory:
+    """The stand-in of WeightTransferEngineFactory."""
+
+    _registry: dict[str, type[Any]] = {}  # noqa: RUF012  # as vLLM has it
+
+    @classmethod
+    def register_engine(cls, name: str, engine: type[Any], class_name: str | None = None) -> None:
+        assert name not in cls._registry
+        cls._registry[name] = engine
+
+
+class Group:
+    """The stand-in of the group of an engine's workers; each is a thread here."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self._ranks = threading.local()
+        self._handed = [queue.SimpleQueue[Any]() for _ in range(self.world_size)]
+
+    def enter(self, rank: int) -> None:
+        self._ranks.own = rank
+
+    @property
+    def rank_in_group(self) -> int:
+        return int(self._ranks.own)
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        if self.rank_in_group == src:
+            for rank in {*range(self.world_size)} - {src}:
+                self._handed[rank].put(obj)
+            return obj
+        return self._handed[self.rank_in_group].get(timeout=60)
+
+    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+        return input_.copy_(self.broadcast_object(input_, src))
+
+
+class EngineModel(nn.Module):
+    """The stand-in of vLLM's model: it takes a checkpoint's tensors, and fuses them as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.is_reloading = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        assert self.is_reloading
+        self.loaded.update((name, tensor.clone()) for name, tensor in weights)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The adapter, with stand-ins for what it imports of vLLM."""
+    group = Group()
+
+    def initialize(model: EngineModel) -> None:
+        assert not model.is_reloading
+        model.is_reloading, model.loaded = True, {}
+
+    def finalize(model: EngineModel, model_config: Any) -> None:
+        assert model.is_reloading
+        assert model_config == "its config"
+        model.is_reloading = False
+
+    parts: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: group},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": TransferEngine,
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+        },
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": Factory},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": initialize,
+            "finalize_layerwise_reload": finalize,
+        },
+    }
+    for name, contents in parts.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Factory, "_registry", {})
+    for name in ("ps_worker.engines.vllm", "ps_torch.engines.vllm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    adapter = importlib.import_module("ps_torch.engines.vllm")
+    yield SimpleNamespace(adapter=adapter, group=group)
+    for name in ("ps_worker.engines.vllm", "ps_torch.engines.vllm"):
+        sys.modules.pop(name, None)
+
+
+class Workers:
+    """The workers of one vLLM engine, which makes each call in all of them."""
+
+    def __init__(self, vllm: Any) -> None:
+        self._group = vllm.group
+        vllm.adapter.register()
+        vllm.adapter.register()  # vLLM may do so twice in a process
+        config = SimpleNamespace(model_config="its config")
+        made = Factory._registry["ps_torch"]
+        self.engines = [made(SimpleNamespace(), config, torch.device("cpu"), EngineModel()) for _ in range(2)]
+
+    def call(self, method: str, *arguments: Any) -> list[str]:
+        """Calls all; what each of them raised."""
+
+        def work(rank: int) -> str:
+            self._group.enter(rank)
+            try:
+                getattr(self.engines[rank], method)(*arguments)
+            except RuntimeError as error:
+                return str(error)
+            return ""
+
+        return in_parallel(2, work)
+
+    def follow(self, server: str, job: str, **more: Any) -> None:
+        info = self.engines[0].parse_init_info({"server": server, "job": job, "wire": "float32", **more})
+        assert self.call("init_transfer_engine", info) == ["", ""]
+
+    def update(self, version: int, timeout: float = 60.0) -> list[str]:
+        assert self.call("start_weight_update") == ["", ""]
+        said = self.call("update_weights", {"version": version, "timeout": timeout})
+        return said if any(said) else self.call("finish_weight_update")
+
+
+def test_all_workers_of_a_vllm_engine_load_one_version(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any
+) -> None:
+    workers = Workers(vllm)
+    assert [engine.version for engine in workers.engines] == [-1, -1], "its checkpoint's weights are not training's"
+    workers.follow(shared.address, job)
+    try:
+        for _ in range(3):
+            clock = trainer.step()
+            assert workers.update(clock) == ["", ""]
+            assert [engine.version for engine in workers.engines] == [clock, clock]
+            assert all(trainer.has(engine.model.loaded, clock) for engine in workers.engines)
+        assert workers.engines[1]._feed is None, "the weights come over the network once"
+    finally:
+        workers.call("shutdown")
+
+
+def test_a_vllm_engine_that_gets_no_weights_has_no_version(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], vllm: Any
+) -> None:
+    workers = Workers(vllm)
+    assert all("this engine follows no job" in said for said in workers.update(0))
+    workers.follow(shared.address, job, names={"0.weight": "layers.0.weight"})
+    try:
+        assert workers.update(0) == ["", ""]
+        assert torch.equal(workers.engines[1].model.loaded["layers.0.weight"], trainer.past[0]["0.weight"])
+        assert all("did not come to version 5: it is at 0" in said for said in workers.update(5, timeout=0.1))
+        assert [engine.version for engine in workers.engines] == [-1, -1]
+        assert not any(engine.model.is_reloading for engine in workers.engines), "vLLM's own state is in order again"
+        assert workers.call("start_weight_update") == ["", ""]
+        assert all("no weights were received" in said for said in workers.call("finish_weight_update"))
+        assert all("start_weight_update comes first" in said for said in workers.call("update_weights", {}))
+        assert workers.update(trainer.step()) == ["", ""]
+        assert [engine.version for engine in workers.engines] == [1, 1]
+    finally:
+        workers.call("shutdown")
+
+
+def test_vllm_finds_the_engine_by_an_entry_point(vllm: Any) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nps_torch = "ps_torch.engines.vllm:register"\n' in text
+    assert callable(vllm.adapter.register)
+    with pytest.raises(NotImplementedError, match="parameter servers send the weights"):
+        vllm.adapter.FeedTransferEngine.trainer_send_weights(iter(()), {})
+
+
+# -- SGLang ----------------------------------------------------------------------------------------------------------
+
+
+class Engine(ThreadingHTTPServer):
+    """The stand-in of an SGLang server: the two routes that matter, and the answers that 0.5.23 gives there."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Routes)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.weight_version = "default"
+        self.refuses = ""
+        self.updates = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def load(self, folder: Path) -> None:
+        assert json.loads((folder / "config.json").read_text()) == {"model_type": "tiny"}
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            with safe_open(folder / file, "pt") as opened:
+                self.weights[name] = opened.get_tensor(name)
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Routes(BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        assert self.path == "/model_info"
+        self._answer(200, {"model_path": "/models/tiny", "weight_version": self.server.weight_version})
+
+    def do_POST(self) -> None:
+        assert self.path == "/update_weights_from_disk"
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked.keys() <= {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"}
+        if self.server.refuses:
+            self._answer(400, {"success": False, "message": self.server.refuses, "num_paused_requests": 0})
+            return
+        self.server.load(Path(asked["model_path"]))
+        self.server.weight_version = asked["weight_version"]
+        self.server.updates += 1
+        self._answer(200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    def _answer(self, code: int, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The checkpoint that an engine was started with."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "tiny"}')
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"old weights")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return folder
+
+
+def test_sglang_loads_each_newest_version_and_says_it(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    engine, folder = Engine(), tmp_path / "versions"
+    try:
+        with ps.subscribe(shared.address, job) as feed:
+            follower = DiskFollower(feed, engine.address, folder, base, max_shard_bytes=300)
+            for clock in range(4):
+                assert follower.update()
+                assert trainer.has(engine.weights, clock)
+                assert engine.weight_version.split("-")[0] == str(clock)
+                assert not follower.update(), "it has them"
+                feed.wait_for(trainer.step())
+            assert engine.updates == 4
+            assert len([*folder.iterdir()]) == 2, "the one that it has, and the one before"
+            engine.refuses = "there is no room on the device"
+            with pytest.raises(InvalidRequest, match=r"400 .*there is no room on the device"):
+                follower.update()
+            assert engine.weight_version.startswith("3-"), "what it serves it says"
+        engine.stop()
+        with pytest.raises(Unreachable, match="model_info"):
+            follower.update()
+    finally:
+        engine.stop()
+
+
+def test_an_sglang_that_was_started_again_is_given_the_newest_weights(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    engine, ended = Engine(), threading.Event()
+    port = engine.server_address[1]
+    with ps.subscribe(shared.address, job) as feed:
+        follower = DiskFollower(feed, engine.address, tmp_path / "versions", base)
+        thread = threading.Thread(target=follower.follow, args=(ended, 0.01))
+        thread.start()
+        try:
+            until(lambda: engine.weight_version.startswith("0-"), "the first version")
+            engine.stop()
+            clock = trainer.step()
+            engine = Engine(port)
+            assert engine.weight_version == "default", "nobody takes its answers for new ones"
+            until(lambda: engine.weight_version.startswith(f"{clock}-"), "the newest version")
+            assert trainer.has(engine.weights, clock)
+        finally:
+            ended.set()
+            thread.join()
+            engine.stop()
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def ask(app: Any, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes]]:
+    """A request to an ASGI application; the status and the headers of its answer."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "path": path}, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    return sent[0]["status"], dict(sent[0].get("headers", ()))
+
+
+def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
+    failing: set[str] = set()
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        status = 500 if scope["path"] in failing else 200
+        await send({"type": "http.response.start", "status": status, "headers": [(b"own", b"1")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = TellsVersion(engine)
+
+    def update(body: Any) -> int:
+        ask(app, "/start_weight_update", {})
+        ask(app, "/update_weights", body)
+        return ask(app, "/finish_weight_update", {})[0]
+
+    assert ask(app, "/v1/completions", {})[0] == 503
+    assert ask(app, "/health")[0] == 200, "what does not generate is answered"
+    assert ask(app, "/finish_weight_update", {})[0] == 200
+    assert ask(app, "/v1/completions", {})[0] == 503, "nothing was loaded"
+    assert update({"update_info": {"version": 7}}) == 200
+    assert ask(app, "/v1/completions", {}) == (200, {b"own": b"1", b"x-model-version": b"7"})
+    assert update({"update_info": {"version": 9}}) == 200
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9"
+    failing.add("/update_weights")
+    update({"update_info": {"version": 11}})
+    assert ask(app, "/v1/completions", {})[0] == 503, "nobody knows what it has now"
+    failing.clear()
+    update({"update_info": {}})
+    assert ask(app, "/v1/completions", {})[0] == 503, "weights of no version"

@@ -1,0 +1,255 @@
+"""Groups of processes that train a model which `fully_shard` has cut: what they end with, and what they do where one of
+them fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ps_server.storage.checkpoints import CheckpointStore
+from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
+from tests.scripts.train_in_group import Options, batch, clip_by_data, loss, make_model, make_optimizer
+from tests.tools.cluster import Cluster, until
+from tests.tools.forkserver import ROOT, Forked, Nursery
+
+SCRIPT = ROOT / "tests" / "scripts" / "train_in_group.py"
+WAIT_SECONDS = 90
+LEASE = 30.0  # a group loses its place for the reason of the test, and for no other
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Groups:
+    """The processes of a job, each group as a torchrun of its own starts it; ended with the `with`.
+
+    only: this group; None: all
+    """
+
+    def __init__(
+        self, nursery: Nursery, address: str, job: str, directory: Path, options: Options, only: int | None = None
+    ) -> None:
+        self.options, self.directory = options, directory
+        directory.mkdir(exist_ok=True)
+        groups = range(options.groups) if only is None else [only]
+        self.each = [(group, member) for group in groups for member in range(options.members)]
+        self.processes: dict[tuple[int, int], Forked] = {
+            (group, member): nursery.run(
+                SCRIPT,
+                [directory, group, member, json.dumps(asdict(options))],
+                directory / f"log-{group}-{member}",
+                PS_SERVER=address,
+                JOB=job,
+                TORCHELASTIC_RUN_ID=f"{directory}-{group}",
+                RANK=str(member),
+                WORLD_SIZE=str(options.members),
+            )
+            for group, member in self.each
+        }
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def are_held(self, clock: int, groups: tuple[int, ...] = (0, 1)) -> bool:
+        """Whether the processes of groups stand at a clock."""
+        own = [each for each in self.each if each[0] in groups]
+        assert all(self.processes[each].poll() is None for each in own), self.logs()
+        return all((self.directory / f"held-{clock}-{10 * group + member}").exists() for group, member in own)
+
+    def let_go(self, clock: int) -> None:
+        (self.directory / f"go-{clock}").touch()
+
+    def ended(self, *groups: int) -> list[Tensors]:
+        """What each process of these groups ended with; without names, of all."""
+        own = [each for each in self.each if not groups or each[0] in groups]
+        codes = [self.processes[each].wait(WAIT_SECONDS) for each in own]
+        assert codes == [0] * len(own), self.logs()
+        return [load_file(self.directory / f"end-{group}-{member}.safetensors") for group, member in own]
+
+    def logs(self) -> str:
+        return "\n".join((self.directory / f"log-{g}-{m}").read_text()[-1500:] for g, m in self.each)
+
+
+def one_process(options: Options) -> Tensors:
+    """What one process ends with on the combined batches, without servers."""
+    model = make_model()
+    optimizer = make_optimizer(options.optimizer, model)
+    for step in range(options.steps):
+        if step == options.poison:
+            continue
+        loss(model, *batch(step)).backward()
+        if options.clip:
+            clip_by_data(model, options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def distance(found: Tensors, expected: Tensors) -> float:
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5)], ids=lambda each: each.optimizer
+)
+def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
+) -> None:
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert distance(found[0], one_process(options)) <= 1e-6
+    assert all(same(each, found[0]) for each in found)
+    assert int(found[0]["clock"]) == options.steps
+    met = [json.loads((tmp_path / f"met-{group}-{member}").read_text()) for group, member in groups.each]
+    everyone = [[group, member] for group, member in groups.each]
+    assert met == [[everyone, 0.5, [0, 1], each == (0, 0)] for each in groups.each]
+
+
+def test_one_group_ends_as_fully_shard_alone(nursery: Nursery, shared: Cluster, job: str, tmp_path: Path) -> None:
+    options = Options(groups=1)
+    with Groups(nursery, shared.address, job, tmp_path / "group", options) as groups:
+        found = groups.ended()[0]
+    with Groups(nursery, "", "", tmp_path / "alone", Options(groups=1, alone=True)) as alone:
+        expected = alone.ended()[0]
+    assert distance(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("non_finite", ["refuse", "skip"])
+def test_a_step_that_one_member_refuses_counts_on_none(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, non_finite: str
+) -> None:
+    options = Options(groups=1, poison=3, non_finite=non_finite, steps=6)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()[0]
+    assert distance(found, one_process(options)) <= 1e-6
+    refused = {path.name: path.read_text() for path in tmp_path.glob("refused-*")}
+    if non_finite == "skip":
+        assert refused == {}
+        return
+    assert refused.keys() == {"refused-0-0", "refused-0-1"}
+    assert all("the gradient of 0.weight is not finite" in text for text in refused.values())
+    assert "member 1 of this worker's group" in refused["refused-0-0"]
+
+
+def test_members_that_take_their_own_ranks_are_told(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    with Groups(nursery, shared.address, job, tmp_path, Options(astray=True), only=0) as groups:
+        assert all(process.wait(WAIT_SECONDS) != 0 for process in groups.processes.values())
+        said = "the members of a group are one worker: member 0 is rank 0 of 2 in job"
+        assert all(said in (tmp_path / f"log-0-{member}").read_text() for member in (0, 1))
+    assert shared.coordinator.jobs().get(job) is None
+
+
+def test_a_group_that_lost_a_member_leaves_and_the_others_go_on_until_it_starts_again(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    cluster = make_cluster(lease=LEASE, absence_seconds=0.0)
+    with Groups(nursery, cluster.address, job, tmp_path, Options(steps=12, holds=[4, 8])) as groups:
+        until(lambda: groups.are_held(4), "all to stand at clock 4")
+        groups.processes[1, 1].kill()
+        groups.let_go(4)
+        assert groups.processes[1, 0].wait(WAIT_SECONDS) != 0  # its collectives end
+        until(lambda: groups.are_held(8, (0,)), "group 0 to go on alone")
+        members = cluster.coordinator.job(job).members
+        assert {member.rank for member in members.all()} == {0}
+        with Groups(nursery, cluster.address, job, tmp_path / "again", Options(steps=4), only=1) as again:
+            until(lambda: {member.rank for member in members.all()} == {0, 1}, "group 1 to come back")
+            until(lambda: len(list((tmp_path / "again").glob("begun-*"))) == 2, "group 1 to have the weights")
+            groups.let_go(8)
+            found = [*groups.ended(0), *again.ended()]
+    assert [int(each["clock"]) for each in found] == [12] * 4
+    assert all(same(each, found[0]) for each in found)
+    assert cluster.coordinator.jobs() == {}
+
+
+def test_a_group_whose_member_hangs_loses_its_lease_and_comes_back_as_one(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    cluster = make_cluster(lease=LEASE)
+    options = Options(steps=12, holds=[4, 8])
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(4), "all to stand at clock 4")
+        groups.processes[1, 1].send_signal(signal.SIGSTOP)
+        cluster.end_lease(1, job)
+        groups.let_go(4)
+        until(lambda: groups.are_held(8, (0,)), "group 0 to go on alone")
+        assert {member.rank for member in cluster.coordinator.job(job).members.all()} == {0}  # not again and again
+        groups.processes[1, 1].send_signal(signal.SIGCONT)
+        groups.let_go(8)
+        found = groups.ended()
+    assert same(found[0], found[1])
+    assert same(found[2], found[3])
+    assert int(found[2]["clock"]) >= 12
+
+
+def begun(cluster: Cluster, job: str) -> set[int | None]:
+    """The clocks of the checkpoints that the shards have begun last."""
+    captures = [shard.jobs()[job].snapshot_task for shard in cluster.shards]
+    return {capture.clock if capture is not None else None for capture in captures}
+
+
+def last(store: CheckpointStore, job: str) -> int:
+    names = store.names(job)
+    return store.manifest(job, names[-1]).clock if names else 0
+
+
+def test_groups_that_lost_a_shard_end_as_undisturbed_and_checkpoints_have_whole_tensors(
+    nursery: Nursery, shared: Cluster, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """With dropout, noise in the data, a shuffled loader for each process, and a schedule."""
+    with Groups(nursery, shared.address, job, tmp_path / "undisturbed", Options(noisy=True)) as groups:
+        expected = groups.ended()
+    kept = tmp_path / "checkpoints"
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    with Groups(nursery, cluster.address, job, tmp_path / "job", Options(noisy=True, holds=[0, 2, 3, 5])) as groups:
+        for clock, due in ((0, 1), (2, 3)):
+            until(lambda: groups.are_held(clock), "the step before a checkpoint")  # noqa: B023
+            until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")  # noqa: B023
+            groups.let_go(clock)
+        until(lambda: groups.are_held(3), "the clock of the checkpoint")
+        groups.let_go(3)
+        until(lambda: groups.are_held(5), "all to stand at clock 5")
+        until(lambda: last(store, job) == 3, "the checkpoint")
+        export(kept, job, None, tmp_path / "exported")
+        cluster.start_again(1)
+        groups.let_go(5)
+        found = groups.ended()
+    assert all(same(*each) for each in zip(found, expected, strict=True))
+    assert [log_of(tmp_path / "job", each) for each in groups.each] == [
+        log_of(tmp_path / "undisturbed", each) for each in groups.each
+    ]
+    assert_exported(tmp_path / "exported", load_file(tmp_path / "job" / "3-0-0.safetensors"))
+
+
+def log_of(directory: Path, each: tuple[int, int]) -> str:
+    """The random number that a process ended with."""
+    lines = (directory / f"log-{each[0]}-{each[1]}").read_text().splitlines()
+    return next(line for line in lines if line.startswith("random"))
+
+
+def assert_exported(directory: Path, expected: Tensors) -> None:
+    model = make_model()
+    model.load_state_dict(model_state_dict(directory))
+    assert same(dict(model.state_dict()), expected)
+    optimizer = make_optimizer("AdamW", model)
+    optimizer.load_state_dict(optimizer_state_dict(directory))
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert state["exp_avg"].shape == parameter.shape
+        assert int(state["step"]) == 3

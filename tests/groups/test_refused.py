@@ -1,0 +1,192 @@
+"""What groups cannot do is refused with the way out, before anything joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import ps_torch
+from ps_protocol.errors import InvalidRequest, Unsupported
+from ps_protocol.job import JobSpec
+from ps_protocol.layout import PiecePlace
+from ps_protocol.modes import parse_mode
+from ps_worker.cluster.shared_memory import check_transport
+from ps_worker.model.sharded import piece_of
+from tests.tools.cluster import Cluster
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """The mesh of a process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "options", "said"),
+    [
+        ("ssp:2", {}, {}, "a worker that is a group of processes trains in mode sync, and the mode is ssp:2"),
+        ("async", {}, {}, "trains in mode sync, and the mode is async"),
+        ("local:4", {}, {}, "trains in mode sync, and the mode is local:4"),
+        ("sync", {}, {"gradient_wire": "int8"}, "travel as floats, got int8: use bfloat16 or float16"),
+        (
+            "sync",
+            {"elastic": True, "rank": None, "world_size": None},
+            {},
+            "an elastic job has workers of one process: name the number of groups",
+        ),
+    ],
+)
+def test_what_groups_cannot_do_yet(
+    shared: Cluster, job: str, mesh: Any, mode: str, more: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    model = sharded(mesh)
+    session = ps_torch.connect(shared.address, mode, **{"job": job, "rank": 0, "world_size": 1, **more})
+    with session, pytest.raises(Unsupported, match=said):
+        session.prepare(model, sgd(model), group=mesh, **options)
+    assert shared.coordinator.jobs().get(job) is None
+
+
+def test_a_parameter_that_is_not_sharded(shared: Cluster, job: str, mesh: Any) -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(3, 2), mesh=mesh), nn.Linear(2, 1))
+    with shared.connect("sync", job=job) as session, pytest.raises(Unsupported, match=r"1\.weight is whole in each"):
+        session.prepare(model, sgd(model), group=mesh)
+    assert shared.coordinator.jobs().get(job) is None
+
+
+def test_shared_memory_of_groups() -> None:
+    spec = JobSpec("job", (), "SGD", (), parse_mode("sync"), 64, world_size=2, group_size=2)
+    check_transport(spec, "auto")
+    with pytest.raises(Unsupported, match="groups of processes share no memory with shards yet: use --transport auto"):
+        check_transport(spec, "shm")
+
+
+@pytest.mark.parametrize("given", [object(), "mesh"])
+def test_a_group_that_is_none(shared: Cluster, job: str, mesh: Any, given: object) -> None:
+    model = sharded(mesh)
+    with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match="takes a DeviceMesh or a"):
+        session.prepare(model, sgd(model), group=given)
+
+
+def test_a_group_without_a_process_group(shared: Cluster, job: str) -> None:
+    model = nn.Linear(2, 1)
+    with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match="init_process_group"):
+        session.prepare(model, sgd(model), group=object())
+
+
+def test_what_an_optimizer_trains_stays_as_it_is(shared: Cluster, job: str, mesh: Any) -> None:
+    model = sharded(mesh)
+    with shared.connect("sync", job=job) as session:
+        model, optimizer = session.prepare(model, sgd(model), group=mesh)
+        with pytest.raises(Unsupported, match="trains with the optimizers that it began with"):
+            session.prepare(torch.optim.Adam(model.parameters()))
+        with pytest.raises(Unsupported, match="trains the parameters that it began with"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert session.clock == 1
+
+
+class Mesh:
+    """A mesh of processes, as far as a piece depends on it."""
+
+    def __init__(self, *shape: int, at: int = 0) -> None:
+        self.mesh, self.shape, self._at = torch.arange(int(torch.tensor(shape).prod())).view(shape), shape, at
+
+    def get_local_rank(self, dimension: int) -> int:
+        return self._at
+
+
+def dtensor(mesh: Mesh, placements: list[Placement], whole: tuple[int, ...], here: tuple[int, ...]) -> Any:
+    """A DTensor, as far as a piece depends on it: its class is found by its name."""
+    made = type("DTensor", (), {})()
+    made.__dict__.update(device_mesh=mesh, placements=placements, shape=whole, dtype=torch.float32)
+    made._local_tensor = torch.zeros(here)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape", "whole", "here", "at", "piece"),
+    [
+        ([Shard(0)], (2,), (5, 4), (3, 4), 0, PiecePlace((5, 4), (0, 0))),
+        ([Shard(0)], (2,), (5, 4), (2, 4), 1, PiecePlace((5, 4), (3, 0))),
+        ([Shard(1)], (2,), (5, 4), (5, 2), 1, PiecePlace((5, 4), (0, 2))),
+        ([Shard(0)], (4,), (5,), (1,), 2, PiecePlace((5,), (4,))),
+        ([Shard(0)], (4,), (5,), (0,), 3, None),
+        ([Replicate(), Shard(0)], (1, 2), (5, 4), (2, 4), 1, PiecePlace((5, 4), (3, 0))),
+    ],
+)
+def test_where_a_piece_lies(
+    placements: list[Placement],
+    shape: tuple[int, ...],
+    whole: tuple[int, ...],
+    here: tuple[int, ...],
+    at: int,
+    piece: Any,
+) -> None:
+    mesh = Mesh(*shape, at=at)
+    found = piece_of("w", dtensor(mesh, placements, whole, here), range(mesh.mesh.numel()))
+    assert (None if found is None else found.piece) == piece
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape"), [([Replicate()], (2,)), ([Replicate(), Shard(0)], (2, 2)), ([Shard(0), Shard(1)], (2, 2))]
+)
+def test_a_parameter_that_is_placed_otherwise(placements: list[Placement], shape: tuple[int, ...]) -> None:
+    mesh = Mesh(*shape)
+    with pytest.raises(Unsupported, match=r"w is placed .* cut along one dimension over all of its processes"):
+        piece_of("w", dtensor(mesh, placements, (8, 8), (4, 8)), range(mesh.mesh.numel()))
+
+
+def test_a_parameter_over_other_processes() -> None:
+    with pytest.raises(InvalidRequest, match=r"w is sharded over the processes \[0, 1\], and the group"):
+        piece_of("w", dtensor(Mesh(2), [Shard(0)], (4,), (2,)), [0, 1, 2])
+
+
+def changed(model: nn.Module, change: Callable[[Any], object]) -> None:
+    with torch.no_grad():
+        change(model[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.mul_(2), lambda w: w.data.mul_(2), lambda w: w.to_local().mul_(2)],
+    ids=["op", "data", "local"],
+)
+def test_weights_that_a_script_changes_count(
+    shared: Cluster, job: str, mesh: Any, change: Callable[[DTensor], object]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with shared.connect("sync", job=job) as session:
+        model, optimizer = session.prepare(model, optimizer, group=mesh)
+        expected = model[0].weight.full_tensor().detach().clone()
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            changed(model, change)
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = 2 * expected - 0.5
+        assert torch.equal(model[0].weight.full_tensor(), expected)

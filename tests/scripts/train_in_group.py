@@ -1,0 +1,198 @@
+"""One member of a group that trains a model which fully_shard has cut: uneven shards, and empty ones.
+
+python tests/scripts/train_in_group.py DIRECTORY GROUP MEMBER OPTIONS
+
+OPTIONS is JSON: see `Options`. Leaves the whole weights that it ended with in DIRECTORY, and its errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import ps_torch
+from ps_torch import NonFiniteGradient, Session
+from tests.scripts.train_with_state import Noisy, hold
+
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """How it trains.
+
+    alone:      plain FSDP2, without servers
+    micro:      backwards in a step
+    clip:       the norm that gradients are clipped to by way of `.data`, where it is not 0
+    poison:     the clock before which the gradient of member 1 of group 0 is no number
+    non_finite: as of prepare
+    noisy:      trains with a loader, dropout, noise and a schedule, which a checkpoint has to bring back
+    holds:      the clocks at which it waits
+    astray:     each member takes its own number for the group's
+    """
+
+    groups: int = 2
+    members: int = 2
+    optimizer: str = "AdamW"
+    steps: int = 8
+    alone: bool = False
+    micro: int = 1
+    clip: float = 0.0
+    poison: int = -1
+    non_finite: str = "refuse"
+    noisy: bool = False
+    holds: list[int] = field(default_factory=list)
+    astray: bool = False
+
+
+def make_model(noisy: bool = False) -> nn.Sequential:
+    """A model of which two members hold 5 = 3 + 2 rows, 3 = 2 + 1 and 1 = 1 + 0."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 5), nn.Dropout(0.3) if noisy else nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
+    return nn.Sequential(*layers)
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of one step of all processes."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 1, generator=generator)
+
+
+def loss(model: nn.Module, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(rows), wanted)
+
+
+def clip_by_data(model: nn.Module, most: float) -> None:
+    """Scales gradients as scripts do that read `.data`."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(most)
+
+
+class Member:
+    """One process of a group."""
+
+    def __init__(self, directory: Path, group: int, member: int, options: Options) -> None:
+        self.directory, self.group, self.member, self.options = directory, group, member, options
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/group-{group}", rank=member, world_size=options.members
+        )
+        self.mesh: DeviceMesh = init_device_mesh("cpu", (options.members,))
+        self.model: Any = make_model(options.noisy)
+        if group:
+            nn.init.zeros_(self.model[0].weight)  # it is given group 0's
+        for layer in self.model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=self.mesh)
+        fully_shard(self.model, mesh=self.mesh)
+        self.optimizer: Any = make_optimizer(options.optimizer, self.model)
+
+    def train(self) -> None:
+        if self.options.alone:
+            self.steps(None)
+            self.leave_weights("end")
+            return
+        world, rank = self.options.groups, self.member if self.options.astray else self.group
+        with ps_torch.connect(mode="sync", job=os.environ["JOB"], rank=rank, world_size=world) as session:
+            more: dict[str, Any] = {"group": self.mesh, "bucket_bytes": 64, "non_finite": self.options.non_finite}
+            if self.options.noisy:
+                self.with_loader(session, more)
+            else:
+                self.model, self.optimizer = session.prepare(self.model, self.optimizer, **more)
+                (self.directory / f"begun-{self.group}-{self.member}").touch()
+                self.steps(session)
+            (self.directory / f"met-{self.group}-{self.member}").write_text(
+                json.dumps(
+                    [
+                        session.gather([self.group, self.member]),
+                        session.mean(self.member),
+                        session.broadcast([self.group, self.member], source=1),
+                        session.is_main,
+                    ]
+                )
+            )
+            self.leave_weights("end", clock=session.clock)
+
+    def with_loader(self, session: Session, more: dict[str, Any]) -> None:
+        random.seed(10 * self.group + self.member)
+        torch.manual_seed(10 * self.group + self.member)
+        schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.8)
+        loader = DataLoader(Noisy(), 2, shuffle=True)
+        self.model, self.optimizer, loader, schedule = session.prepare(
+            self.model, self.optimizer, loader, schedule, **more
+        )
+        self.pause_at(session.clock)
+        for _ in range(2):
+            for rows in loader:
+                self.model(rows).square().mean().backward()
+                self.optimizer.step()
+                schedule.step()
+                self.optimizer.zero_grad()
+                self.pause_at(session.clock)
+        print("random", torch.rand(()).item(), flush=True)
+
+    def steps(self, session: Session | None) -> None:
+        options, count = self.options, self.options.members * self.options.groups
+        if options.alone:
+            count = options.members
+        own = (self.group * options.members + self.member) % count
+        size = ROWS // count // options.micro
+        for step in range(options.steps):
+            self.pause_at(step)
+            rows, wanted = batch(step)
+            for part in range(options.micro):
+                first = (own * options.micro + part) * size
+                is_last = part == options.micro - 1
+                with nullcontext() if session is None or is_last else session.no_sync():
+                    (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
+            if options.clip:
+                clip_by_data(self.model, options.clip)
+            if step == options.poison and (self.group, self.member) == (0, 1):
+                self.model[0].weight.grad.to_local()[0, 0] = float("nan")
+            try:
+                self.optimizer.step()
+            except NonFiniteGradient as error:
+                (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
+            self.optimizer.zero_grad()
+
+    def pause_at(self, clock: int) -> None:
+        if clock in self.options.holds:
+            self.options.holds.remove(clock)
+            self.leave_weights(str(clock))
+            hold(self.directory, 10 * self.group + self.member, clock)
+
+    def leave_weights(self, when: str, **more: int) -> None:
+        found = {name: tensor.full_tensor().clone() for name, tensor in self.model.state_dict().items()}
+        numbers = {name: torch.tensor(number) for name, number in more.items()}
+        save_file(found | numbers, self.directory / f"{when}-{self.group}-{self.member}.safetensors")
+
+
+def main() -> None:
+    directory, group, member = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    Member(directory, group, member, Options(**json.loads(sys.argv[4]))).train()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
