@@ -73,8 +73,11 @@ def trains(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torc
 
 
 def assert_alike(ours: Model, theirs: Model, difference: float = 3e-6) -> None:
-    """Torch sums gradients in an order that depends on the processor: rows that Adagrad has stepped differ by up to 1.3e-6
-    with AVX2 and AVX-512, five units in the last place of their largest element, and by less than 1e-6 without these."""
+    """Torch sums gradients in an order that depends on the processor.
+
+    Rows that Adagrad has stepped differ by up to 1.3e-6 with AVX2 and AVX-512, five units in the last place of their
+    largest element, and by less than 1e-6 without these.
+    """
     for name in ("item", "tags", "weighted"):
         rows = ours.get_submodule(name).rows(torch.arange(IDS))  # type: ignore[operator]
         assert float((rows - theirs.get_submodule(name).weight.detach()).abs().max()) < difference
