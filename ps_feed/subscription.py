@@ -491,7 +491,10 @@ class Subscription:
         return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
 
     def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
-        return reader.describe(WeightsAsked(self._job, run, with_spec, self._wire))
+        contents = self._contents
+        buckets = () if contents is None or self._wanted is None else tuple(sorted(contents.buckets))
+        asked = WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets)
+        return reader.describe(asked)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import ClassVar
 
 from ps_protocol.errors import OutOfOrder, PSError
@@ -40,8 +40,8 @@ class LastWeights:
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()
 
-    def heard_of_reader(self, now: float) -> None:
-        """Notes that a reader still asks."""
+    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+        """Notes that a reader still asks. pieces: what it wants, of which there is what there is"""
         self._heard = now
 
     def is_wanted(self, now: float) -> bool:

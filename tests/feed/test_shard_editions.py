@@ -435,6 +435,30 @@ def test_the_last_weights_of_a_job_stay_for_those_who_name_its_run(caplog: pytes
         feeding.describe(run="1")
 
 
+def test_the_last_weights_are_kept_for_one_that_has_asked_for_no_edition_of_this_shard_yet() -> None:
+    """As after a restore: it has an edition of before, and waits for the next, for as long as its period says."""
+    feeding = Feeding(run="1").begin()
+    weights = feeding.shard.weight_feeds
+    weights.describe(WeightsAsked("job", "1", wire="bfloat16", follows=True, buckets=(1, 1000)))
+    feeding.step()
+    feeding.shard.drop_job("job")
+    version, cells = feeding.pull(1, "bfloat16", buckets=(1,), run="1").edition("bfloat16")
+    assert version == 1
+    assert set(cells) == {1.0}
+    with pytest.raises(TryLater):
+        feeding.pull(1, "bfloat16", buckets=(0,), run="1")
+
+
+def test_who_only_asks_what_there_is_does_not_follow_and_who_follows_names_a_wire_format() -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.describe()
+    with pytest.raises(InvalidRequest, match="an edition travels in float32, bfloat16 or float16, not in int8"):
+        feeding.shard.weight_feeds.describe(WeightsAsked("job", wire="int8", follows=True))
+    feeding.shard.drop_job("job")
+    with pytest.raises(NotFound):
+        feeding.describe(run="1")
+
+
 def test_a_job_that_nobody_follows_leaves_nothing() -> None:
     feeding = Feeding(run="1").begin()
     feeding.pull(0).edition()
