@@ -363,10 +363,11 @@ class Editions:
         left = free_bytes()
         return left is None or size + self._promised() <= left
 
-    def followed(self) -> frozenset[Piece]:
-        """Returns what readers want that follow the job."""
+    def followed(self, now: float) -> frozenset[Piece] | None:
+        """Returns what readers want that follow the job: it may be of other shards alone. None: nobody follows it."""
         with self._lock:
-            return frozenset(self._pieces)
+            is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
+            return frozenset(self._pieces) if is_followed else None
 
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]

@@ -251,8 +251,9 @@ class WeightFeeds:
         """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
         source = self._source(asked.job, asked.run)
         _check_wire(asked.wire)
-        followed = source.specs.keys() & (asked.buckets or source.specs.keys()) if asked.follows else ()
-        source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))
+        if asked.follows:
+            followed = source.specs.keys() & (asked.buckets or source.specs.keys())
+            source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))
         versions = source.versions
         return WeightsHere(
             source.run,
@@ -275,7 +276,7 @@ class WeightFeeds:
         _check_wire(call.wire)
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
-        bases = call.bases if call.timeline == source.timeline else {}
+        bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
         feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
         source.add(feed, self._limit)
         try:
@@ -328,7 +329,7 @@ def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
     if unknown:
         raise InvalidRequest(f"this shard has no bucket {unknown[0]} of job {call.job!r}")
     has_one_version = source.spec.consistency.has_one_version
-    if has_one_version and call.timeline != source.timeline:
+    if call.timeline != source.timeline:
         raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
     pieces = _pieces(call.wire, call.buckets or source.specs, source)
     return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
