@@ -516,6 +516,8 @@ class Subscription:
         if not here[0].has_one_version:
             lowest = min(each.lowest for each in here)
             return lowest if own is None or lowest >= own + self._every else None
+        if own is not None and self._is_idle() and highest >= own + self._every:
+            return highest  # versions that `every` divides were missed, and who knows when the next one comes
         ahead, least = highest + (0 if self._is_idle() else self._ahead.updates), self._least(own)
         wish = ahead if own is None else max(least, -(-ahead // self._every) * self._every)
         # What another reader waits for beyond that may be far away.

@@ -361,7 +361,7 @@ def subscribe(
             does not answer, the feed goes on from the next.
         job: The job's name (PS_JOB); "default" by default.
         every: The smallest number of updates between two editions. In sync and local modes editions have versions that
-            it divides.
+            it divides, unless these were missed and the job makes no update for a while.
         period: The smallest number of seconds between two editions.
         wire: The element type in which float32 weights are transferred and kept: "float32", "bfloat16" or "float16".
             Other types stay as they are.
