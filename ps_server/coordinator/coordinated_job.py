@@ -24,7 +24,6 @@ from typing import Any
 
 from ps_protocol.convert import job_spec_data
 from ps_protocol.errors import (
-    Fenced,
     InvalidRequest,
     JobMismatch,
     LimitExceeded,
@@ -265,14 +264,9 @@ class CoordinatedJob:
         state = _if_small(self.spec.name, rank, state, self._cluster.limits.state_bytes)
         with self.life.deciding():  # not between what a rollback decides and what it books
             if self.spec.group_size > 1:
-                self.check_member(of)
-                with contextlib.suppress(UnknownWorker, Fenced):  # it is not live: `leave` says so
-                    if done and self.members.member_leaves(rank, incarnation, key, of):
-                        if self.checkpoints is not None:
-                            self.checkpoints.member_left(rank, of, state)
-                        return False
-                if self.checkpoints is not None:
-                    state = self.checkpoints.member_left(rank, of, state if done else None)
+                stays, state = self._member_leaves((rank, incarnation, key), of, state, done)
+                if stays:
+                    return False
             left = self.members.leave(rank, incarnation, key, done)
             if left is None:
                 return self.life.has_ended
@@ -288,6 +282,23 @@ class CoordinatedJob:
         self._registry.save()
         self.members.removals.tell()
         return self.finish()
+
+    def _member_leaves(
+        self, worker: tuple[int, int, bytes], of: int, state: tuple[int, bytes] | None, done: bool
+    ) -> tuple[bool, tuple[int, bytes] | None]:
+        """Takes what a member of a group leaves behind; returns whether the group stays, and what it leaves behind.
+
+        A caller that is no live worker changes nothing here: its states would be nobody's. Raises Forbidden.
+        """
+        self.check_member(of)
+        try:
+            self.members.check(*worker)
+            stays = done and self.members.member_leaves(*worker, of)
+        except UnknownWorker:  # or it is fenced: `leave` says so
+            return False, None
+        if self.checkpoints is None:
+            return stays, None
+        return stays, self.checkpoints.member_left(worker[0], of, state if done else None)
 
     def absent_awaited(self) -> tuple[Member, ...]:
         """Returns the workers for whose return the job waits before it ends, as all others have left; else none."""

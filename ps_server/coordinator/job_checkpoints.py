@@ -64,7 +64,7 @@ class JobCheckpoints:
         self._spec, self._timing, self._clock = placed.spec, cluster.timing, cluster.clock
         self._policy = checkpointing.policy
         self._progress, self._requests = CheckpointProgress(cluster.clock.now()), Requests()
-        self._states = WorkerStates(checkpointing.room, owner, placed.spec.group_size)
+        self._states = WorkerStates(checkpointing.room, owner, placed.spec.group_size, cluster.limits.state_bytes)
         self._changed = threading.Condition()
         self._changes = 0  # rises with every notice
         self._stopping, self._running = False, False
@@ -185,7 +185,11 @@ class JobCheckpoints:
 
     def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
         """Takes what a member of a group leaves behind; returns what the group does, once each member has."""
-        return self._states.member_left(rank, of, state)
+        try:
+            return self._states.member_left(rank, of, state)
+        except LimitExceeded as error:
+            log.warning("job %s: worker %d leaves no state: %s", self._spec.name, rank, error)
+            return None
 
     def left(self, rank: int, state: tuple[int, bytes] | None) -> None:
         """Notes that a worker has left. state: its clock then and its own part, where it has sent it"""

@@ -3,6 +3,7 @@ what the last checkpoint has."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -45,10 +46,13 @@ class WorkerStates:
     owner: of the job
     kept: those in the last checkpoint
     group_size: of each worker. The state of a group counts once those of all its members are here, of one clock
+    state_bytes: the limit for the state of one worker, and so for those of a group's members together
     """
 
-    def __init__(self, room: SharedRoom, owner: Owner | None = None, group_size: int = 1) -> None:
-        self._group_size = group_size
+    def __init__(
+        self, room: SharedRoom, owner: Owner | None = None, group_size: int = 1, state_bytes: float = math.inf
+    ) -> None:
+        self._group_size, self._state_bytes = group_size, state_bytes
         # By rank, and whether they were left behind, what members have sent: by member.
         self._of_members: dict[tuple[int, bool], dict[int, tuple[int, bytes]]] = {}
         self._room = room.of_job(owner or Owner())
@@ -74,7 +78,8 @@ class WorkerStates:
 
     def member_left(self, rank: int, of: int, state: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
         """Takes what a member of a group leaves behind; returns what the group does, once each member has left a state
-        of one clock. There may be no room for it: then it has left nothing."""
+        of one clock. Raises LimitExceeded where there is no room for it, or it is too large: the group leaves nothing.
+        """
         with self._lock:
             if self._closed:
                 return None
@@ -85,11 +90,20 @@ class WorkerStates:
                 return self._together(rank, True, of, state)
             except LimitExceeded:
                 self._drop_of_members(rank)
-                return None
+                raise
 
     def _together(self, rank: int, left: bool, of: int, state: tuple[int, bytes]) -> tuple[int, bytes] | None:
-        """Takes the state of a member; returns that of the group if it is complete with it. Raises LimitExceeded."""
+        """Takes the state of a member; returns that of the group if it is complete with it.
+
+        Raises LimitExceeded where those of its clock are too large together: all of them come back in one message.
+        """
         states = self._of_members.setdefault((rank, left), {})
+        others = sum(_size(each) for member, each in states.items() if member != of and each[0] == state[0])
+        if others + _size(state) > self._state_bytes:
+            raise LimitExceeded(
+                f"max-state-bytes is {self._state_bytes}, got states of {others + _size(state)} bytes of members of "
+                "one group, which are one worker's state"
+            )
         self._room.hold(_size(state) - _size(states.get(of)))
         states[of] = state
         if len(states) < self._group_size or any(clock != state[0] for clock, _ in states.values()):
@@ -111,6 +125,7 @@ class WorkerStates:
                 return
             self._room.hold(-_size(self._sent.pop(rank, None)) - _size(self._left.get(rank)))
             self._left[rank] = None
+            self._drop_of_members(rank)
             self._room.hold(_size(state))
             self._left[rank] = state
 

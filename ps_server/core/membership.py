@@ -381,15 +381,23 @@ class Membership:
         of: the member of the worker's group whose heartbeat it is. The lease of a group is that of its most silent one
         """
         member = self.check(rank, incarnation, key)
-        expires = now + self.lease
-        if self.group_size > 1:
-            signs = self._signs.setdefault(rank, {})
-            signs[of] = max(now, signs.get(of, now))
-            expires = min(signs.values()) + self.lease if len(signs) == self.group_size else member.expires
-        member = replace(member, expires=expires, clock=max(clock, member.clock))
-        if now - member.heard > self.lease / TOGETHER_PER_LEASE:
-            member = replace(member, heard=now, heard_before=member.heard)
-        self.members[rank] = member
+        sign = now if self.group_size == 1 else self._group_sign(rank, of, now)
+        if sign is not None:
+            member = replace(member, expires=max(sign + self.lease, member.expires))
+            if sign - member.heard > self.lease / TOGETHER_PER_LEASE:
+                member = replace(member, heard=sign, heard_before=member.heard)
+        self.members[rank] = replace(member, clock=max(clock, member.clock))
+
+    def _group_sign(self, rank: int, of: int, now: float) -> float | None:
+        """Takes a sign of life of a member of a group; returns when the most silent one of the group gave its last.
+
+        None: one has given none yet, or this one is done, and what it says means nothing.
+        """
+        signs = self._signs.setdefault(rank, {})
+        if signs.get(of) == math.inf:
+            return None
+        signs[of] = now
+        return min(signs.values()) if len(signs) == self.group_size else None
 
     def member_leaves(self, rank: int, of: int) -> bool:
         """Notes that a member of a group is done; returns whether all of its members are now. Its silence means nothing

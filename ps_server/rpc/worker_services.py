@@ -147,6 +147,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         job = self._coordinator.job(worker.job, worker.run)
         if told is not None or request.script_request:
             job.members.check(*identity)
+        if (told is not None or request.script_request) and not worker.member:  # the first member speaks for its group
             job.script.tell(worker.rank, request.script_request, told)
         if request.HasField("state") or not request.script_request:
             job.save_worker_state(*identity, state.clock, state.content, worker.member)
@@ -158,12 +159,13 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):  # type:
         identity = worker.job, worker.rank, worker.incarnation
         state = (request.state.clock, request.state.content) if request.HasField("state") else None
         told = _told(request)
-        if told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
+        speaks = not worker.member  # for its group
+        if speaks and told is not None and len(told[1]) <= MAX_SCRIPT_BYTES:
             with suppress(PSError):  # it has lost its place, and leaves all the same
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
                 job.script.tell(worker.rank, 0, told)
-        if request.done and request.HasField("figures"):
+        if speaks and request.done and request.HasField("figures"):
             with suppress(PSError):  # the same; and what is wrong with them keeps nobody from leaving
                 job = self._coordinator.job(worker.job, worker.run)
                 job.members.check(worker.rank, worker.incarnation, worker.lease_key)
