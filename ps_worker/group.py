@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,19 @@ from ps_protocol.messages.workers import JoinResult, member_states
 T = TypeVar("T")
 
 # What a member says of its part in something that all do together. The highest counts.
-THROUGH, EMPTY, LOST, FAILED = range(4)
+THROUGH, LOST, FAILED = range(3)
+
+# How long a member waits for the others. The first one may be at the coordinator for long, behind another worker's
+# evaluation. The connection to one that is dead breaks at once.
+WAIT = timedelta(days=365)
 
 
 class PlaceLost(Exception):
     """A call failed because the place it was made from was lost; its cause says how."""
+
+
+class RaisedByAll(Exception):
+    """All members raise the error that is this one's cause, and none is to be told of it."""
 
 
 class Group:
@@ -39,37 +48,52 @@ class Group:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.size = tuple(ranks), len(ranks)
-        self._gloo: Any = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        self.member = dist.get_rank(self._gloo)
+        # The others may never come: here torch's own timeout holds.
+        here = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        self._gloo: Any = dist.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
+        dist.destroy_process_group(here)
+        self.member, self._first = dist.get_rank(self._gloo), dist.get_global_rank(self._gloo, 0)
 
     def gather(self, own: bytes) -> list[bytes]:
         """Returns what each member gives, by member."""
-        size = torch.tensor([len(own)])
+        size = torch.tensor([len(own)], device="cpu")  # a script may have set another default
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         dist.all_gather(sizes, size, group=self._gloo)
         most = max(int(each) for each in sizes)
-        padded = torch.zeros(most, dtype=torch.uint8)
-        if own:
-            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        padded = torch.zeros(most, dtype=torch.uint8, device="cpu")
+        padded[: len(own)] = _tensor(own)
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._gloo)
         return [part[: int(each)].numpy().tobytes() for part, each in zip(parts, sizes, strict=True)]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
-        """Returns what the first member makes, on all members. Raises its error on all of them."""
+        """Returns what the first member makes, on all members. Raises its error on all of them.
+
+        Where it makes a call of all members, which fails for all of them, it raises RaisedByAll: nobody is told.
+        """
         error: Exception | None = None
         made = b""
         if self.member == 0:
             try:
                 made = b"+" + make()
+            except RaisedByAll as raised:
+                raise raised.__cause__ or raised from None
             except Exception as raised:
                 error, made = raised, b"-" + _error_bytes(raised)
-        told = self.gather(made)[0]
+        told = self._broadcast(made)
         if error is not None:
             raise error
         if told[:1] != b"+":
             raise _error_of(told[1:], 0)
         return told[1:]
+
+    def _broadcast(self, made: bytes) -> bytes:
+        """Returns what the first member has made. Each member needs memory for that alone."""
+        size = torch.tensor([len(made)], device="cpu")
+        dist.broadcast(size, self._first, group=self._gloo)
+        content = _tensor(made) if self.member == 0 else torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        dist.broadcast(content, self._first, group=self._gloo)
+        return made if self.member == 0 else content.numpy().tobytes()
 
     def check_alike(self, own: str) -> None:
         """Raises InvalidRequest, on all members, where one says another thing of this worker than the first one."""
@@ -86,32 +110,42 @@ class Group:
 
         Raises PlaceLost where the place was lost for one of them, and where the call of one fails, its error.
         """
+        return self.any_through(lambda: (make(), False))[0]
+
+    def any_through(self, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+        """As `all_through`, of a call that also returns whether something is so: true where it is for one member."""
         error: Exception | None = None
         made: T | None = None
+        own = False
         try:
-            made = make()
+            made, own = make()
         except Exception as raised:
             error = raised
-        self.agree(error)
-        return made  # type: ignore[return-value]
+        lost, (anywhere,) = self.compare(error, own)
+        if lost is not None:
+            raise lost
+        return made, bool(anywhere)  # type: ignore[return-value]
 
-    def agree(self, error: Exception | None, is_empty: bool = False) -> bool:
-        """Compares with the other members. Returns whether the step of one is empty; raises as `all_through`."""
-        own = EMPTY if is_empty else THROUGH
+    def compare(self, error: Exception | None, *own: int) -> tuple[PlaceLost | None, list[int]]:
+        """Compares with the other members. Raises the error of a member whose call has failed.
+
+        Returns the loss of the place, where it is lost for one of them, and of each number the highest of any member.
+        """
+        worst = THROUGH
         if error is not None:
-            own = LOST if isinstance(error, PlaceLost) else FAILED
-        flag = torch.tensor([own])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._gloo)
-        worst = int(flag)
+            worst = LOST if isinstance(error, PlaceLost) else FAILED
+        numbers = torch.tensor([worst, *own], dtype=torch.int64, device="cpu")
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._gloo)
+        own_worst, (worst, *highest) = worst, numbers.tolist()
         if worst == FAILED:
-            told = self.gather(_error_bytes(error) if error is not None and own == FAILED else b"")
-            if error is not None and own == FAILED:
+            told = self.gather(_error_bytes(error) if error is not None and own_worst == FAILED else b"")
+            if error is not None and own_worst == FAILED:
                 raise error
             member = next(index for index, each in enumerate(told) if each)
             raise _error_of(told[member], member) from error
         if worst == LOST:
-            raise error if error is not None else PlaceLost
-        return worst == EMPTY
+            return error if isinstance(error, PlaceLost) else PlaceLost(), highest
+        return None, highest
 
 
 def group_of(given: Any) -> Group:
@@ -146,6 +180,12 @@ def place_of_member(place: JoinResult, group: Group) -> JoinResult:
         content = member_states(state.content)
         state = replace(state, content=content[group.member]) if len(content) == group.size else None
     return replace(place, identity=replace(place.identity, member=group.member), state=state)
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    if not content:  # torch makes no tensor of that
+        return torch.zeros(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _error_bytes(error: BaseException) -> bytes:

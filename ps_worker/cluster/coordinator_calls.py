@@ -41,6 +41,8 @@ log = logging.getLogger("ps_worker")
 CALL_SECONDS = 15.0
 ROUND_SECONDS = 30.0  # longer than the coordinator keeps a caller waiting before it has it ask again
 # How a server, or gRPC itself, ends a call whose request is past a limit, or does not arrive in time.
+_UNANSWERED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+LEAVE_PAUSE_SECONDS = 0.5
 _TOO_LARGE = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
 
 
@@ -212,11 +214,13 @@ class CoordinatorClient:
         state: SavedState | None = None,
         done: bool = False,
         script: SavedState | None = None,
+        attempts: int = 1,
     ) -> None:
         """Leaves the job, and leaves this worker's own state behind; one attempt, because the lease ends it anyway.
 
-        done:   the script has come to its end
-        script: what it has set that is the job's
+        done:     the script has come to its end
+        script:   what it has set that is the job's
+        attempts: where the coordinator does not answer
         One more, without the state, where that is too large for a message or arrives too slowly.
         """
         request = membership_pb2.LeaveRequest(
@@ -231,7 +235,10 @@ class CoordinatorClient:
         except grpc.RpcError as error:
             if state is not None and error.code() in _TOO_LARGE:
                 log.warning("this worker leaves without its state at clock %d: %s", state.clock, error.details())
-                self.leave(worker, done=done, script=script)
+                self.leave(worker, None, done, script, attempts)
+            elif attempts > 1 and error.code() in _UNANSWERED:
+                time.sleep(LEAVE_PAUSE_SECONDS)
+                self.leave(worker, state, done, script, attempts - 1)
 
     def watch(self, job: str) -> RosterWatch:
         """Watches the roster: as it is now, and after every change."""

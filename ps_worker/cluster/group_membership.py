@@ -19,6 +19,8 @@ from ps_worker.group import Group, place_of_member
 class GroupMembership(OwnMembership):
     """As OwnMembership, for a member of a group. `join` and `renewed` are calls of all members."""
 
+    _leave_attempts = 3  # one Leave that is lost makes the end of a whole group the loss of it
+
     def __init__(self, group: Group, *args: Any) -> None:
         super().__init__(*args)
         self._group = group

@@ -80,6 +80,8 @@ class OwnMembership:
     script:          what this worker tells of its script
     """
 
+    _leave_attempts = 1
+
     def __init__(
         self,
         coordinator: CoordinatorClient,
@@ -139,7 +141,8 @@ class OwnMembership:
             self._changed.notify_all()  # `prepare` in another thread may be waiting
         join_within(self._threads[:1], CLOSE_SECONDS)  # otherwise it could join once more after this worker has left
         if self.place is not None and not isinstance(self._error, UnknownWorker):
-            self._coordinator.leave(self.place.identity, state, done, self._script.last())
+            attempts = self._leave_attempts if done else 1
+            self._coordinator.leave(self.place.identity, state, done, self._script.last(), attempts)
         self._telling.close()
 
     def join_threads(self) -> None:

@@ -103,7 +103,7 @@ class Participation:
             is_late = self.options.launch.is_unique and self._where not in _taken_part  # if the job has finished
             launch = self.options.launch.name if is_late else ""
             place = self.options.memory_place
-            registered = self.together(lambda: self.coordinator.register(spec, launch, place))  # noqa: B023
+            registered = self._together(lambda: self.coordinator.register(spec, launch, place))  # noqa: B023
             if last:
                 log.warning("job %r ended while this worker waited for a place: it begins the job anew", spec.name)
             self._shard_map, self.stage_limit = registered.shard_map, registered.stage_limit
@@ -151,7 +151,8 @@ class Participation:
         """Connects from a place; should it be lost on the way, from the next one."""
         while True:
             try:
-                checkpoint_wanted = self.together(lambda: self._enter_or_lose(place, model, states))  # noqa: B023
+                enter = lambda: (None, self._enter_or_lose(place, model, states))  # noqa: B023, E731
+                _, checkpoint_wanted = self.together_or(enter)
                 self._lost = None
                 return checkpoint_wanted
             except PlaceLost as lost:
@@ -160,9 +161,14 @@ class Participation:
                 self._connection.end()
             place = self.members.renewed(place, cause)
 
-    def together(self, make: Callable[[], T]) -> T:
+    def _together(self, make: Callable[[], T]) -> T:
         """Returns what a call returns; in a group, once the calls of all members are through: Group.all_through."""
         return make() if self.group is None else self.group.all_through(make)
+
+    def together_or(self, make: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+        """Returns what a call returns, and whether something is so. In a group, once the calls of all members are
+        through, and whether it is so for one of them: Group.any_through."""
+        return make() if self.group is None else self.group.any_through(make)
 
     def _enter_or_lose(self, place: JoinResult, model: FlatModel, states: States) -> bool:
         """As `_enter`. Raises PlaceLost where an error comes of the loss of the place."""

@@ -14,13 +14,13 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ps_protocol.errors import InvalidRequest, LimitExceeded
 from ps_protocol.messages.workers import RoundNews, group_state, member_states
 from ps_runtime.troubles import Troubles
 from ps_worker.cluster.participation import Participation, PlaceLost
-from ps_worker.group import Group
+from ps_worker.group import Group, RaisedByAll
 
 log = logging.getLogger("ps_worker")
 
@@ -29,6 +29,7 @@ NOTICE_SECONDS, AGAIN_SECONDS = 1.5, 10.0
 # What the first member of a group tells the others while it is in a round.
 _DONE, _STEP, _BACK = b"d", b"s", b"b"
 
+T = TypeVar("T")
 Heard = Callable[[RoundNews], bool]
 
 
@@ -176,12 +177,18 @@ class _Leading:
         return self._stepper.stepped
 
     def empty_step(self) -> None:
-        self._group.from_first(lambda: _STEP)
-        self._stepper.empty_step()
+        self._with_all(_STEP, self._stepper.empty_step)
 
     def come_back(self) -> bool:
-        self._group.from_first(lambda: _BACK)
-        return self._stepper.come_back()
+        return self._with_all(_BACK, self._stepper.come_back)
+
+    def _with_all(self, told: bytes, make: Callable[[], T]) -> T:
+        """Makes a call with the others. What it raises all of them raise: they do not listen for it any more."""
+        self._group.from_first(lambda: told)
+        try:
+            return make()
+        except Exception as error:
+            raise RaisedByAll from error
 
 
 class Waiting:

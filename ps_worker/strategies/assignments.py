@@ -67,6 +67,7 @@ class Assignments:
         self._relied_on: int | None = None  # the rank whose assignments counted in the last step
         self._of_step: list[BucketAssignment] = []  # which the step at hand takes along, until it counts
         self._states_of_step: dict[int, Mapping[str, torch.Tensor]] = {}  # likewise, by parameter
+        self._sent_over: Connection | None = None  # what the step at hand takes along
         self._between_passes: deque[int] = deque(maxlen=64)  # clocks of assignments that the loop may not repeat
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Assignments:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def gather(
-        self, place: JoinResult, clock: int, ranks: Sequence[int], began_late: bool, at_pass_begin: bool
+        self, place: JoinResult, clock: int, ranks: Sequence[int], began_late: bool, at_pass_begin: bool, later: bool
     ) -> None:
         """Has the step of a clock, which comes next, take the assignments along.
 
@@ -181,6 +182,7 @@ class Assignments:
         ranks:         those that take part
         began_late:    the job was under way when this process joined, and it has made no step yet
         at_pass_begin: the step is the first of a pass over the data, but not of the first pass
+        later:         `rely_on` says whose assignments count
         """
         rank, has_rows = place.identity.rank, bool(self._tables.assigned())
         if at_pass_begin and (self._weights or self._states is not None or has_rows):
@@ -188,7 +190,7 @@ class Assignments:
         self._warn_of_relied_on(ranks)
         weights, self._weights = self._weights, set()
         states, self._states = self._states, None
-        self._of_step, self._states_of_step = [], {}
+        self._of_step, self._states_of_step, self._sent_over = [], {}, None
         if began_late and (weights or states is not None or has_rows):
             log.warning(
                 "the job was at clock %d when this worker joined: what the script has loaded or changed before its "
@@ -200,7 +202,7 @@ class Assignments:
         if not weights and states is None:
             return
         lowest = min(ranks, default=rank)
-        if self._spec.consistency.aggregate and rank != lowest:
+        if self._spec.consistency.aggregate and rank != lowest and not later:
             self._relied_on = lowest
             return
         for bucket in self._model.layout.buckets:
@@ -212,11 +214,18 @@ class Assignments:
         self._of_step += state_assignments(self._spec, self._model.layout, states or {})
         self._states_of_step = states or {}
 
-    def send(self, connection: Connection, begun: int | None = None) -> bool:
-        """Sends what the step that comes next takes along; returns whether there are calls to settle.
+    def rely_on(self, lowest: int, rank: int) -> None:
+        """Leaves it to the worker of the lowest rank to send what this one's step would take along."""
+        if self.has_some and rank != lowest:
+            self._relied_on, self._of_step, self._states_of_step = lowest, [], {}
 
-        begun: as in Connection.push_pull
+    def send(self, connection: Connection, begun: int | None = None) -> bool:
+        """Sends what the step that comes next takes along, once over a connection; returns whether there are calls to
+        settle. begun: as in Connection.push_pull
         """
+        if self._sent_over is connection:
+            return False
+        self._sent_over = connection
         of_step = [each for each in self._of_step if begun is None or not connection.has_had(each.bucket, begun)]
         for assignment in of_step:
             connection.assign(connection.clock + 1, replace(assignment, stage=self._stage))

@@ -51,6 +51,7 @@ from ps_worker.timeline.profiler import PULL, PUSH, WAIT, named
 from ps_worker.values import PullResult, PushResult
 
 log = logging.getLogger("ps_worker")
+_Calls = tuple[list[Future[PushResult]], list[Future[PullResult]], float]  # and when this worker began to wait for them
 
 
 class JobTraining:
@@ -95,7 +96,7 @@ class JobTraining:
         self.stages = JobStages(participation, steps, self.assignments, added, lambda: self.checkpoint)
         self._metrics = metrics
         group, to_come = participation.group, (self._end, self._leave_out, self._push, self.come_back, self._broke_off)
-        self._together = None if group is None else StepsTogether(group, participation, *to_come)
+        self._together = None if group is None else StepsTogether(group, participation, self.assignments, *to_come)
         self._sender = StateSender(participation.coordinator, participation.members)
         self.sent: SentStep | None = None
         self.unfinished: Unfinished | None = None
@@ -306,8 +307,8 @@ class JobTraining:
 
     def gather_assignments(self, began_late: bool = False, at_pass_begin: bool = False) -> None:
         """Has the step at hand, which comes next, take along what the script has set; see Assignments.gather."""
-        place, ranks = self.participation.connection.place, self.participation.ranks
-        self.assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin)
+        place, ranks, later = self.participation.connection.place, self.participation.ranks, self._together is not None
+        self.assignments.gather(place, self.clock + 1, ranks, began_late, at_pass_begin, later)
 
     def _push(self) -> None:
         """Pushes the step at hand, which has ended, to the shards that have not had it, and pulls all weights. In a
@@ -315,19 +316,20 @@ class JobTraining:
         unfinished, clock = self.unfinished, self.participation.connection.clock
         assert unfinished is not None
         try:
-            pushed, pulls, began = self.participation.together(self._pushed)
+            calls, is_wanted = self.participation.together_or(self._pushed)
         except PlaceLost:
             if self.participation.group is not None and unfinished.begun is None:
                 unfinished.begun = clock + 1  # other members may have pushed what is theirs
             raise
-        self._finish(pushed, pulls, began)
+        self._finish(calls, is_wanted)
         if self._steps.tables.are_some:
             self._steps.tables.forget_assigned()
         if self.data.accounts:
             self.data.pushed()
 
-    def _pushed(self) -> tuple[list[Future[PushResult]], list[Future[PullResult]], float]:
-        """Pushes the step at hand, and pulls; returns its calls, once all are over, and when it began to wait."""
+    def _pushed(self) -> tuple[_Calls, bool]:
+        """Pushes the step at hand, and pulls; returns its calls, once all are over, and when it began to wait; and
+        whether a checkpoint wants this worker's state after it."""
         unfinished, connection = self.unfinished, self.participation.connection
         assert unfinished is not None
         step, begun = unfinished.step, unfinished.begun
@@ -354,14 +356,14 @@ class JobTraining:
         began = self._metrics.timer.now()
         with named(WAIT):
             self.participation.settle()
-        return pushed, pulls, began
+        return (pushed, pulls, began), any(pull.result().checkpoint for pull in pulls)
 
-    def _finish(self, pushes: list[Future[PushResult]], pulls: list[Future[PullResult]], began: float) -> None:
-        """Counts a step's pushes and pulls, which are over. began: when this worker began to wait for them"""
+    def _finish(self, calls: _Calls, is_wanted: bool) -> None:
+        """Counts a step's pushes and pulls, which are over. is_wanted: a checkpoint wants this worker's state, too"""
         with named(PULL):
             self.model.end_pull()
         self.stages.told()
-        is_wanted = count_step(self._metrics, pushes, pulls, began, self.clock)
+        count_step(self._metrics, *calls, self.clock)
         self._allow_drafts()
         with undisturbed():
             self.end_sent(counts=True)
@@ -426,6 +428,7 @@ class JobTraining:
             else:
                 rolled_back = False
             fate = self._fate(place, rolled_back, is_leased)
+            fate = fate if self._together is None else self._together.fate(fate)
             if fate is Fate.AGAIN and unfinished is not None:
                 unfinished.goes_on_from(place)
                 self.model.hold_gradients(gradients)

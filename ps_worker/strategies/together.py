@@ -1,7 +1,8 @@
 """Steps of a group: all members make one, or none does.
 
 end    Each member ends the step at hand, and they compare before any of them pushes: what one refuses, all refuse, and
-       where one leaves the step out, because its gradient is not finite, all do.
+       where one leaves the step out, because its gradient is not finite, all do. Whether the group's assignments count,
+       they decide here, too, and send them: what the servers refuse of these, all refuse before a push.
 push   Each pushes what it holds, and they compare again when all is through: where the place was lost for one of them,
        all take the next one, and push the step again there.
 """
@@ -13,12 +14,22 @@ from dataclasses import dataclass
 
 from ps_worker.cluster.participation import Participation, PlaceLost, end_last_step
 from ps_worker.group import Group
+from ps_worker.strategies.assignments import Assignments
+from ps_worker.strategies.unfinished import Fate
+
+# What becomes of a step, the last one first where members differ: what is pushed again by one is by all. Shards skip
+# what they have had.
+_FATES = (
+    *(Fate.COUNTS, Fate.NO_STEP, Fate.INTERRUPTED, Fate.NOT_KNOWN, Fate.OF_LATER_WEIGHTS, Fate.DATA_COMES_AGAIN),
+    Fate.AGAIN,
+)
 
 
 @dataclass(frozen=True)
 class StepsTogether:
     """What one member does of a step with the others. For the training thread.
 
+    assignments: what the script has set
     end:       ends the step of an optimizer, or of none, on this member; returns whether it has no gradient
     leave_out: has the step that has ended be one without a gradient
     push:      pushes it, with all members
@@ -28,6 +39,7 @@ class StepsTogether:
 
     group: Group
     participation: Participation
+    assignments: Assignments
     end: Callable[[int | None], bool]
     leave_out: Callable[[], None]
     push: Callable[[], None]
@@ -83,5 +95,23 @@ class StepsTogether:
                 error = raised
         if error is None and not self.participation.has_place:
             error = PlaceLost()
-        if self.group.agree(error, is_empty) and not is_empty:
+        own_lowest = min(self.participation.ranks, default=self.participation.rank)
+        lost, (some_empty, lowest, some_assign) = self.group.compare(
+            error, is_empty, -own_lowest, self.assignments.has_some
+        )
+        if some_empty and not is_empty:
             self.leave_out()
+        self.assignments.rely_on(-lowest, self.participation.rank)
+        if lost is not None:
+            raise lost
+        if some_assign:
+            self.group.all_through(self._assign)
+
+    def _assign(self) -> None:
+        if self.assignments.send(self.participation.connection):
+            self.participation.settle()
+
+    def fate(self, own: Fate) -> Fate:
+        """Returns what becomes of the step at hand in a new place, for all members. own: for this one"""
+        _, (highest,) = self.group.compare(None, _FATES.index(own))
+        return _FATES[highest]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ps_server.storage.checkpoints import CheckpointStore
 from ps_server.storage.export import export, model_state_dict, optimizer_state_dict
-from tests.scripts.train_in_group import Options, batch, clip_by_data, loss, make_model, make_optimizer
+from tests.scripts.train_in_group import LOST_STEP, Options, batch, clip_by_data, loss, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
 from tests.tools.forkserver import ROOT, Forked, Nursery
 
@@ -85,7 +85,7 @@ def one_process(options: Options) -> Tensors:
     model = make_model()
     optimizer = make_optimizer(options.optimizer, model)
     for step in range(options.steps):
-        if step == options.poison:
+        if step in (options.poison, options.unassigned):
             continue
         loss(model, *batch(step)).backward()
         if options.clip:
@@ -163,6 +163,49 @@ def test_a_step_that_one_member_refuses_counts_on_none(
     assert refused.keys() == {"refused-0-0", "refused-0-1"}
     assert all("the gradient of 0.weight is not finite" in text for text in refused.values())
     assert "member 1 of this worker's group" in refused["refused-0-0"]
+
+
+def test_a_step_that_one_member_leaves_out_is_left_out_where_another_loses_the_place(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, poison=LOST_STEP, non_finite="skip", steps=6, loses="end")
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert "lost its place" in groups.logs()
+    assert all(same(each, found[0]) for each in found)
+    assert distance(found[0], one_process(options)) <= 1e-6
+
+
+def test_what_servers_refuse_of_one_members_assignments_stops_all_before_they_push(
+    nursery: Nursery, shared: Cluster, job: str, tmp_path: Path
+) -> None:
+    options = Options(groups=1, unassigned=3, steps=6)
+    with Groups(nursery, shared.address, job, tmp_path, options) as groups:
+        found = groups.ended()
+    assert {path.name for path in tmp_path.glob("refused-*")} == {"refused-0-0", "refused-0-1"}
+    assert "there is no room" in (tmp_path / "refused-0-0").read_text()
+    assert [int(each["clock"]) for each in found] == [options.steps - 1] * 2
+    assert all(same(each, found[0]) for each in found)
+    assert distance(found[0], one_process(options)) <= 1e-6
+
+
+def test_a_member_that_holds_nothing_has_its_state_in_checkpoints(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """It pulls nothing, and hears by the others that a checkpoint is wanted."""
+    kept = tmp_path / "checkpoints"
+    cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
+    store = CheckpointStore(kept)
+    options = Options(groups=1, empty=True, holds=[2, 5])
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(2, (0,)), "the step before the checkpoint")
+        until(lambda: begun(cluster, job) >= {3}, "the beginning of the checkpoint")
+        groups.let_go(2)
+        until(lambda: groups.are_held(5, (0,)), "all to stand at clock 5")
+        until(lambda: last(store, job) == 3, "the checkpoint")
+        assert set(store.manifest(job, store.names(job)[-1]).workers) == {0}
+        groups.let_go(5)
+        groups.ended()
 
 
 def test_members_that_take_their_own_ranks_are_told(

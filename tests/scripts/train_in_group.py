@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import ps_torch
-from ps_torch import NonFiniteGradient, Session
+from ps_torch import LimitExceeded, NonFiniteGradient, Session
 from tests.scripts.train_with_state import Noisy, hold
 
 ROWS = 16
@@ -45,7 +45,10 @@ class Options:
     noisy:      trains with a loader, dropout, noise and a schedule, which a checkpoint has to bring back
     holds:      the clocks at which it waits
     astray:     each member takes its own number for the group's
-    loses:      "before" or "after": the place of member 1 of group 1 is lost for it before or after it pushes step 3
+    loses:      "before" or "after": the place of member 1 of the last group is lost for it before or after it pushes
+                step 3. "end": that of member 0, before it ends that step
+    empty:      the model is so small that member 1 holds nothing of it
+    unassigned: the clock before which member 1 of group 0 sets weights that the servers refuse
     """
 
     groups: int = 2
@@ -61,6 +64,8 @@ class Options:
     holds: list[int] = field(default_factory=list)
     astray: bool = False
     loses: str = ""
+    empty: bool = False
+    unassigned: int = -1
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -68,6 +73,12 @@ def make_model(noisy: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 5), nn.Dropout(0.3) if noisy else nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
     return nn.Sequential(*layers)
+
+
+def make_empty() -> nn.Sequential:
+    """A model of which member 0 holds all: it has 1 row."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1))
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -93,11 +104,30 @@ def clip_by_data(model: nn.Module, most: float) -> None:
             parameter.grad.data.mul_(most)
 
 
+def participation_of(session: Session) -> Any:
+    return session._strategy._training.participation  # type: ignore[attr-defined]
+
+
+def refuse_assignments(session: Session) -> None:
+    """Has what this member sets next be refused, as by servers that have no room for it."""
+    connection = participation_of(session).connection
+    assign = connection.assign
+
+    def refuse(*given: Any) -> None:
+        connection.assign = assign
+        raise LimitExceeded("there is no room")
+
+    connection.assign = refuse
+
+
 def lose_place(session: Session, when: str) -> None:
     """Has the next step meet the loss of the place on this member alone, before its pushes leave or after."""
-    participation: Any = session._strategy._training.participation  # type: ignore[attr-defined]
+    participation = participation_of(session)
     connection = participation.connection
     push_pull = connection.push_pull
+    if when == "end":
+        participation.members._join_again(connection.place)
+        return
 
     def losing(*given: Any, **more: Any) -> Any:
         if when == "before":
@@ -121,7 +151,7 @@ class Member:
             "gloo", init_method=f"file://{directory}/group-{group}", rank=member, world_size=options.members
         )
         self.mesh: DeviceMesh = init_device_mesh("cpu", (options.members,))
-        self.model: Any = make_model(options.noisy)
+        self.model: Any = make_empty() if options.empty else make_model(options.noisy)
         if group:
             nn.init.zeros_(self.model[0].weight)  # it is given group 0's
         for layer in self.model:
@@ -190,13 +220,17 @@ class Member:
                     (loss(self.model, rows[first:][:size], wanted[first:][:size]) / options.micro).backward()
             if options.clip:
                 clip_by_data(self.model, options.clip)
-            if session is not None and step == LOST_STEP and (self.group, self.member) == (1, 1):
+            loser = options.groups - 1, 0 if options.loses == "end" else 1
+            if session is not None and step == LOST_STEP and (self.group, self.member) == loser:
                 lose_place(session, options.loses)
+            if session is not None and step == options.unassigned and (self.group, self.member) == (0, 1):
+                self.model[0].weight.to_local().data.add_(1e-7)
+                refuse_assignments(session)
             if step == options.poison and (self.group, self.member) == (0, 1):
                 self.model[0].weight.grad.to_local()[0, 0] = float("nan")
             try:
                 self.optimizer.step()
-            except NonFiniteGradient as error:
+            except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
             self.optimizer.zero_grad()
 
