@@ -15,7 +15,7 @@ from functools import partial
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
-from ps_protocol.errors import InvalidRequest, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
 from ps_runtime.memory import free_bytes
@@ -82,9 +82,12 @@ class FollowedJob:
         kept = self._kept
         return kept[-1] if kept else None
 
-    def is_over(self, kept: KeptEdition) -> bool:
-        """Whether an edition is of a run that has ended, in whose place another one has begun."""
-        return not self.ended and kept.arrays.run == self._ended_run
+    @property
+    def current(self) -> KeptEdition | None:
+        """The newest edition, for those who name no run; None: there is none of the run that is followed now."""
+        newest = self.newest
+        is_over = newest is not None and not self.ended and newest.arrays.run == self._ended_run
+        return None if is_over else newest
 
     def kept(self) -> list[KeptEdition]:
         """Returns the editions that are kept, the oldest first."""
@@ -236,7 +239,7 @@ class FollowedJob:
         """Returns the newest edition. Raises TryLater where there is none of that run; NotFound if it is over."""
         kept = self.newest
         if kept is None:
-            if isinstance(self.trouble, NotFound):
+            if isinstance(self.trouble, (NotFound, LimitExceeded)):
                 raise anew(self.trouble)
             why = f": {self.trouble}" if self.trouble else ""
             raise TryLater(f"this relay has no whole edition of job {self.name!r} yet{why}")
@@ -244,7 +247,7 @@ class FollowedJob:
             if run < kept.arrays.run:
                 raise RunEnded(f"run {run} of job {self.name!r} has ended")
             raise TryLater(f"this relay has no edition of run {run} of job {self.name!r} yet")
-        if not run and self.is_over(kept):
+        if not run and self.current is None:
             raise TryLater(f"this relay has no edition of the new run of job {self.name!r} yet")
         return kept
 

@@ -130,8 +130,8 @@ class RelaySite:
         self, asked: WebRequest, job: FollowedJob, which: str | None, reader: Download, over: contextlib.ExitStack
     ) -> Reply:
         known = asked.headers.get("if-none-match")
-        kept = job.newest
-        if kept is None or (which is None and job.is_over(kept)):
+        kept = job.current if which is None else job.newest
+        if kept is None:
             job.describe(False)  # says why there is none
         if known is not None and kept is not None and known == kept.etag and which is None:
             return _reply(job, kept, which)  # it is not held: no byte of it leaves

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load
 
 import ps_torch as ps
+from ps_protocol.errors import LimitExceeded
 from ps_protocol.v1 import feed_pb2
 from ps_runtime import downloads
 from ps_runtime.channel import open_channel
@@ -234,6 +235,32 @@ def test_while_a_job_has_a_new_run_without_an_edition_the_one_before_is_not_the_
     with shared.connect("sync", job=job) as session:
         FollowedTrainer(session)
         assert newest(near, job, 0)[1]["x-model-run"] > old[1]["x-model-run"]
+
+
+def test_without_memory_for_an_edition_none_is_received(
+    near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.receiving.free_bytes"
+    monkeypatch.setattr(free, lambda: 999)
+    until(lambda: ask(near, path)[0] == 429, "that it is refused")
+    status, headers, text = ask(near, path)
+    assert (status, headers["retry-after"]) == (429, "1")
+    size = int(re.findall(rb"no room for an edition of (\d+) bytes: 999 are free", text)[0])
+    monkeypatch.setattr(free, lambda: size)
+    assert size < len(newest(near, job, 0)[2])
+    monkeypatch.setattr(free, lambda: 999)
+    followed = near.relayed.followed()[0]
+
+    def is_held() -> bool:
+        trainer.steps()  # one edition may be under way
+        return isinstance(followed.trouble, LimitExceeded)
+
+    until(is_held, "that no more is received", every=0.1)
+    held = ask(near, path)
+    assert held[0] == 200, "the last one is there"
+    assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
+    monkeypatch.setattr(free, lambda: None)  # unknown
+    newest(near, job, trainer.steps())
 
 
 def test_an_answer_that_cannot_be_made_holds_nothing(
