@@ -27,12 +27,13 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_feed.pace import UpdatesAhead
 from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
@@ -61,8 +62,6 @@ POLL_SECONDS = 0.05  # between two looks at how far a job is, in modes in which 
 LOOK_SECONDS = 1.0  # between two looks where no edition is due yet: so shards know that somebody follows the job
 EXIT_SECONDS = 2.0  # for the thread of one that is open when the interpreter exits
 CHANGES_BELOW = 2e8  # bytes a second of whole editions, below which changes are asked for
-MOST_AHEAD = 4096  # updates ahead of the job that are asked for
-KEEP_AHEAD = 16  # editions after which a smaller distance is tried
 _FINAL = (Forbidden, InvalidRequest, Unauthenticated, Unsupported)  # errors that waiting does not cure
 _RANDOM = random.Random()
 
@@ -86,25 +85,6 @@ class Received:
     nbytes: int = 0
     elements: int = 0
     damaged: int = 0
-
-
-@dataclass
-class _Ahead:
-    """How many updates ahead of the job an edition is asked for."""
-
-    updates: int = 0
-    _good: int = field(default=0, repr=False)
-
-    def passed(self) -> None:
-        """Notes that a shard was past the version."""
-        self._good = 0
-        self.updates = min(MOST_AHEAD, max(1, 2 * self.updates))
-
-    def arrived(self) -> None:
-        """Notes that an edition came."""
-        self._good += 1
-        if self._good >= KEEP_AHEAD:
-            self._good, self.updates = 0, self.updates // 2
 
 
 class _EachShard:
@@ -205,7 +185,7 @@ class Subscription:
         self._process = os.getpid()
         self._contents: Contents | None = None
         self._shards: _EachShard | None = None
-        self._ahead = _Ahead()
+        self._ahead = UpdatesAhead()
         self._edition: EditionArrays | None = None
         self._trouble: PSError | None = None
         self._series = "", -1  # the run and the timeline that shards were on last

@@ -27,6 +27,9 @@ REQUEST_SECONDS = 10.0  # in which a request has to arrive, from the first byte
 IDLE_SECONDS = 15.0  # for which a connection may lie without a request
 CHUNK_BYTES = 256 * 2**10  # of what is sent at a time, in `stall_seconds`
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # all but a tab
+# Who is answered so opens another connection, of which a host may open so many in a second: tokens are not to be tried.
+_LAST = ("400", "401", "403")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -114,8 +117,7 @@ class _WebConnection(socketserver.BaseRequestHandler):
             except TimeoutError:
                 return
             is_last = asked.headers.get("connection", "").lower() == "close" or asked.headers[":version"] == "HTTP/1.0"
-            self._answer(asked, is_last)
-            if is_last:
+            if self._answer(asked, is_last):
                 return
 
     def _head(self, left: bytes) -> tuple[bytes, bytes]:
@@ -135,6 +137,8 @@ class _WebConnection(socketserver.BaseRequestHandler):
 
     def _parsed(self, head: bytes) -> WebRequest:
         lines = head.decode("latin-1").split("\r\n")
+        if any(map(_CONTROL.search, lines)) or "\t" in lines[0]:
+            raise _BadRequest("a request has no control characters")
         words = lines[0].split(" ")
         if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0") or not words[1].startswith("/"):
             raise _BadRequest("expected a request such as GET /jobs/NAME/latest.safetensors HTTP/1.1")
@@ -164,16 +168,19 @@ class _WebConnection(socketserver.BaseRequestHandler):
         subject = (self.request.getpeercert() or {}).get("subject", ())
         return [str(pair[1]) for group in subject for pair in group if pair[0] == "commonName"]
 
-    def _answer(self, asked: WebRequest, is_last: bool) -> None:
+    def _answer(self, asked: WebRequest, is_last: bool) -> bool:
+        """Answers a request; returns whether the connection ends."""
         try:
             reply = self._reply(asked)
         except Exception:
             note_error("downloads")
             reply = text_reply("500 Internal Server Error", "internal error; the log says more")
+        is_last = is_last or reply.status.startswith(_LAST)
         try:
             self._send_all(_as_asked(asked, reply), asked.method, is_last)
         finally:
             reply.close()
+        return is_last
 
     def _reply(self, asked: WebRequest) -> Reply:
         if self.server.is_of_loopback and not names_loopback(asked.headers.get("host", "")):

@@ -135,7 +135,7 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], about: dict[st
         parts[-1][name] = tensor
     # The run is in the name because another run of the job has other weights at the same version; what follows, because
     # versions may come again after a rollback, and a file that somebody reads is not written again.
-    stem = f"model-{about['run'][:8]}-{about['version']}-{secrets.token_hex(2)}"
+    stem = f"model-{about['run']}-{about['version']}-{secrets.token_hex(4)}"
     files = [f"{stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     total = sum(each.nbytes for each in tensors.values())
     weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}

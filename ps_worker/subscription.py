@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -52,6 +52,12 @@ class _Loaded:
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.target.data = tensor
         self.edition = edition
+
+    def leave(self) -> None:
+        """Counts a reader out."""
+        with self.changed:
+            self.readers -= 1
+            self.changed.notify_all()
 
 
 class WeightFeed:
@@ -194,16 +200,12 @@ class WeightFeed:
             with feed.reading(model, max_behind=4) as version:
                 answer = model(question)
         """
-        loaded = self._models.get(model)
-        if loaded is None:
-            raise InvalidRequest("this model was not loaded: call load(model) before reading(model)")
+        loaded = self._loaded(model)
         edition = self._enter(loaded, max_behind, time.monotonic() + timeout)
         try:
             yield edition.version
         finally:
-            with loaded.changed:
-                loaded.readers -= 1
-                loaded.changed.notify_all()
+            loaded.leave()
 
     @asynccontextmanager
     async def reading_async(
@@ -211,8 +213,8 @@ class WeightFeed:
     ) -> AsyncIterator[int]:
         """Does what `reading` does in a coroutine. Others run while it waits.
 
-        A coroutine that is cancelled while it waits leaves a thread of asyncio's default executor that waits until the
-        weights are there, the time is over, or the feed is closed.
+        No thread waits meanwhile: `asyncio.to_thread` stays free for those who have the model. New weights are put into
+        the model in a thread.
 
         Example:
             async with ps_torch.subscribe("trainer:50051") as feed:
@@ -220,18 +222,26 @@ class WeightFeed:
                 async with feed.reading_async(model, max_behind=4) as version:
                     answer = await asyncio.to_thread(model, question)
         """
-        block = self.reading(model, max_behind, timeout)
-        entering = asyncio.ensure_future(asyncio.to_thread(block.__enter__))
+        loaded, deadline = self._loaded(model), time.monotonic() + timeout
+        while True:
+            is_last = self._subscription.closed or self.ended or time.monotonic() >= deadline
+            if is_last or self._may_enter(loaded, max_behind):
+                entering = asyncio.ensure_future(asyncio.to_thread(self._enter, loaded, max_behind, 0.0))
+                try:
+                    edition = await asyncio.shield(entering)
+                    break
+                except asyncio.CancelledError:
+                    # The thread goes on, and would count as a reader for ever.
+                    entering.add_done_callback(lambda done: _leave(loaded, done))
+                    raise
+                except Unreachable:  # another has entered first
+                    if is_last:
+                        raise
+            await asyncio.sleep(LOOK_SECONDS)
         try:
-            version = await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            # The thread goes on, and would count as a reader for ever.
-            entering.add_done_callback(lambda done: _leave(block, done))
-            raise
-        try:
-            yield version
+            yield edition.version
         finally:
-            block.__exit__(None, None, None)
+            loaded.leave()
 
     def save(self, path: str | Path, max_shard_bytes: int | None = None, timeout: float = 60.0) -> int:
         """Writes the newest edition as safetensors, and returns its version; see Edition.save."""
@@ -246,6 +256,18 @@ class WeightFeed:
     def close(self) -> None:
         """Ends the feed. Editions and loaded models stay as they are."""
         self._subscription.close()
+
+    def _loaded(self, model: nn.Module) -> _Loaded:
+        loaded = self._models.get(model)
+        if loaded is None:
+            raise InvalidRequest("this model was not loaded: call load(model) before reading(model)")
+        return loaded
+
+    def _may_enter(self, loaded: _Loaded, max_behind: int | None) -> bool:
+        """Whether `_enter` need not wait, as far as can be seen without one of its locks."""
+        current, newest = loaded.edition, self.version
+        version = current.version if current is not None and loaded.readers else newest
+        return max_behind is None or self.behind + newest - version <= max_behind
 
     def _enter(self, loaded: _Loaded, max_behind: int | None, deadline: float) -> Edition:
         """Returns the edition in the model once it is new enough, and counts a reader in."""
@@ -320,10 +342,10 @@ class WeightFeed:
         return MadeOf(found) if isinstance(found, str) else found
 
 
-def _leave(block: AbstractContextManager[int], entering: asyncio.Future[int]) -> None:
+def _leave(loaded: _Loaded, entering: asyncio.Future[Edition]) -> None:
     """Leaves a block of which the coroutine is gone that entered it."""
     if not entering.cancelled() and entering.exception() is None:
-        block.__exit__(None, None, None)
+        loaded.leave()
 
 
 def _differs(slot: _Slot, edition: Edition) -> str:

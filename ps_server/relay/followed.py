@@ -15,7 +15,7 @@ from functools import partial
 
 from ps_feed.edition import EditionArrays
 from ps_feed.subscription import Subscription
-from ps_protocol.errors import InvalidRequest, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
+from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
 from ps_runtime.memory import free_bytes
@@ -47,10 +47,13 @@ class FollowedJob:
         self._changes_of: tuple[str, int] | None = None  # the run and the timeline of:
         self._changes: dict[int, BucketChanges] = {}
         self.ended_at: float | None = None  # when the job was known to have ended
+        self._ended_run = ""  # which has ended, also while the next one is followed
+        self._is_closed = False
         self._subscribe, self._clock = subscribe, clock
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
         self._waiting: set[RelaySender] = set()
+        self._following = threading.Lock()  # held while another subscription is made; taken before the other
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         self._subscription = subscribe(self._told)
@@ -79,6 +82,13 @@ class FollowedJob:
         kept = self._kept
         return kept[-1] if kept else None
 
+    @property
+    def current(self) -> KeptEdition | None:
+        """The newest edition, for those who name no run; None: there is none of the run that is followed now."""
+        newest = self.newest
+        is_over = newest is not None and not self.ended and newest.arrays.run == self._ended_run
+        return None if is_over else newest
+
     def kept(self) -> list[KeptEdition]:
         """Returns the editions that are kept, the oldest first."""
         with self._lock:
@@ -105,8 +115,7 @@ class FollowedJob:
         kept = self._there(run)
         if self.ended and not run:
             raise NotFound(f"job {self.name!r} has ended at version {kept.arrays.version}")
-        edition, contents = kept.arrays, kept.arrays.contents
-        is_last = self.ended and self._pending is None
+        edition, contents, is_last = kept.arrays, kept.arrays.contents, self._is_last(kept.arrays)
         return WeightsHere(
             edition.run,
             edition.version,
@@ -115,7 +124,7 @@ class FollowedJob:
             1,
             tuple(sorted(contents.buckets)),
             contents.spec.consistency.has_one_version,
-            tuple(each.arrays.version for each in list(self._kept)),
+            tuple(each.arrays.version for each in list(self._kept) if each.arrays.run == edition.run),
             contents.spec if with_spec else None,
             is_last,
             kept.age(),
@@ -124,7 +133,7 @@ class FollowedJob:
     def wait(self, seconds: float) -> None:
         """Waits until there is an edition, for so long at most."""
         with self._has_news:
-            self._has_news.wait_for(lambda: bool(self._kept) or self.ended, seconds)
+            self._has_news.wait_for(lambda: bool(self._kept) or self.ended or self._is_closed, seconds)
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
@@ -139,12 +148,18 @@ class FollowedJob:
             raise InvalidRequest(f"job {self.name!r} has no bucket {unknown[0]}")
         if call.timeline != kept.arrays.timeline:
             raise OutOfOrder(f"job {self.name!r} is on timeline {kept.arrays.timeline}, and not on {call.timeline}")
-        wanted = call.buckets or tuple(kept.arrays.contents.buckets)
-        sender = RelaySender(self, kept.series, call.version, wanted, call.bases, outbox, caller, self._clock())
+        count = len(kept.arrays.contents.buckets)
+        if max(len(call.buckets), len(call.bases)) > count:
+            raise InvalidRequest(f"job {self.name!r} has {count} buckets: more were asked for, or given as bases")
+        wanted = frozenset(call.buckets or kept.arrays.contents.buckets)
+        bases = {index: base for index, base in call.bases.items() if index in wanted}
+        sender = RelaySender(self, kept.series, call.version, wanted, bases, outbox, caller, self._clock())
         with self._lock:
+            if self._is_closed:
+                raise self._not_followed()
             self._waiting.add(sender)
+        outbox.on_close(sender.forget)  # before anything is sent: the end may come at once
         self._promote()
-        outbox.on_close(sender.forget)
 
     def hold(self, reader: Reader, fits: Callable[[KeptEdition], bool]) -> KeptEdition | None:
         """Returns the newest edition that fits, for a reader until `leave`; None: there is none."""
@@ -194,25 +209,37 @@ class FollowedJob:
             each.tick(now, 0.0 if newest is None else newest.age())
 
     def follow_again(self) -> None:
-        """Follows another run of the job: the one before has ended."""
-        before, self._subscription = self._subscription, self._subscribe(self._told)
-        before.close(0)
+        """Follows another run of the job, where the one before has ended. What is kept of that stays until the other
+        has an edition."""
+        with self._following:
+            if self.ended_at is None or self._is_closed:
+                return
+            before, following = self._subscription, self._subscribe(self._told)
+            with self._lock:
+                self._subscription, self.ended_at = following, None
+            before.close(0)
         self._told()
 
     def close(self) -> None:
         """Ends it."""
-        self._subscription.close(0)
-        error = TryLater(f"job {self.name!r} is not followed here any more")
+        with self._following:
+            self._is_closed = True
+            self._subscription.close(0)
+        error = self._not_followed()
         with self._lock:
             readers: set[Reader] = {reader for kept in self._kept for reader in kept.readers} | self._waiting
             self._kept, self._pending, self._waiting = [], None, set()
+            self._has_news.notify_all()
         _end(dict.fromkeys(readers, error))
+
+    def _not_followed(self) -> TryLater:
+        return TryLater(f"job {self.name!r} is not followed here any more")
 
     def _there(self, run: str) -> KeptEdition:
         """Returns the newest edition. Raises TryLater where there is none of that run; NotFound if it is over."""
         kept = self.newest
         if kept is None:
-            if isinstance(self.trouble, NotFound):
+            if isinstance(self.trouble, (NotFound, LimitExceeded)):
                 raise anew(self.trouble)
             why = f": {self.trouble}" if self.trouble else ""
             raise TryLater(f"this relay has no whole edition of job {self.name!r} yet{why}")
@@ -220,15 +247,20 @@ class FollowedJob:
             if run < kept.arrays.run:
                 raise RunEnded(f"run {run} of job {self.name!r} has ended")
             raise TryLater(f"this relay has no edition of run {run} of job {self.name!r} yet")
+        if not run and self.current is None:
+            raise TryLater(f"this relay has no edition of the new run of job {self.name!r} yet")
         return kept
 
     def _told(self) -> None:
         """Takes what is new of the subscription, whose thread calls this."""
-        subscription: Subscription | None = getattr(self, "_subscription", None)
-        if subscription is None:  # it is being made
-            return
-        edition = subscription.edition
         with self._lock:
+            # The one before may tell of its end while it is closed: only what is followed now counts.
+            subscription: Subscription | None = getattr(self, "_subscription", None)
+            if subscription is None or self._is_closed:  # it is being made
+                return
+            edition = subscription.edition
+            if subscription.ended and edition is not None:
+                self._ended_run = edition.run
             self.ended_at = self._clock() if subscription.ended else None
             newest = self._pending or (self._kept[-1].arrays if self._kept else None)
             if edition is not None and edition is not newest:
@@ -270,9 +302,14 @@ class FollowedJob:
             return RunEnded(f"run {run} of job {self.name!r} has ended")
         if sender.series != newest.series:
             return OutOfOrder(f"job {self.name!r} was rolled back: it is on timeline {edition.timeline}")
-        if self.ended and sender.version > edition.version:
+        if self._is_last(edition) and sender.version > edition.version:
             return NotFound(f"job {self.name!r} has ended at version {edition.version}")
         return None
+
+    def _is_last(self, edition: EditionArrays) -> bool:
+        """Whether it is the last of a run that has ended: none of that run waits."""
+        waits = self._pending
+        return edition.run == self._ended_run and (waits is None or waits.run != edition.run)
 
     def _has_room(self, lost: set[Reader]) -> bool:
         """Whether another edition may be kept, once one that nobody reads has gone. The caller holds the lock.

@@ -15,6 +15,7 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
+from ps_server.relay.receiving import RoomySubscription
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 
@@ -113,7 +114,7 @@ class Relayed:
 
     def _follow(self, name: str, wire: str) -> FollowedJob:
         def subscribe(told: Callable[[], None]) -> Subscription:
-            return Subscription(
+            return RoomySubscription(
                 *(self.upstream.servers, name),
                 every=self._every,
                 wire=wire,

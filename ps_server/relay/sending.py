@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class RelaySender:
 
     series:  the run and the timeline that it reads
     version: the lowest that will do
-    buckets: that are wanted, by index
+    buckets: that are wanted, by index, each once
     bases:   versions that the reader has, by bucket
     caller:  the principal that reads; empty: nobody in particular
     """
@@ -52,7 +52,7 @@ class RelaySender:
         source: RelayedJob,
         series: tuple[str, int],
         version: int,
-        buckets: Sequence[int],
+        buckets: Collection[int],
         bases: Mapping[int, int],
         outbox: Outbox,
         caller: str,

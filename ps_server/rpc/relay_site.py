@@ -5,6 +5,7 @@ Callers have the roles of PullEdition, and its limits: a download counts as a fe
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -99,24 +100,19 @@ class RelaySite:
         """Returns the answer to a request."""
         call = _HttpCall(asked)
         try:
-            reply = self._answer(asked, call)
+            with contextlib.ExitStack() as over:  # what an answer holds is given back after it, or where there is none
+                over.callback(call.end)
+                reply = self._answer(asked, call, over)
+                reply.close = over.pop_all().close
+                return reply
         except PSError as error:
-            call.end()
             status = next((status for kind, status in _STATUS if isinstance(error, kind)), "503 Service Unavailable")
             more = [("WWW-Authenticate", "Bearer")] if status.startswith("401") else []
             if status[:3] in ("429", "503"):
                 more.append(("Retry-After", str(RETRY_SECONDS)))
             return text_reply(status, str(error), ("Cache-Control", "no-store"), *more)
-        release = reply.close
 
-        def close() -> None:
-            release()
-            call.end()
-
-        reply.close = close
-        return reply
-
-    def _answer(self, asked: WebRequest, call: _HttpCall) -> Reply:
+    def _answer(self, asked: WebRequest, call: _HttpCall, over: contextlib.ExitStack) -> Reply:
         caller = self._limits.enter(METHOD, call).caller
         found = _PATH.fullmatch(asked.path)
         if found is None:
@@ -128,25 +124,27 @@ class RelaySite:
         job = self._relayed.get(name, wire)
         if job.newest is None:
             job.wait(FIRST_SECONDS)
-        return self._edition(asked, job, which, caller.name)
+        return self._edition(asked, job, which, Download(caller.name), over)
 
-    def _edition(self, asked: WebRequest, job: FollowedJob, which: str | None, caller: str) -> Reply:
-        reader = Download(caller)
+    def _edition(
+        self, asked: WebRequest, job: FollowedJob, which: str | None, reader: Download, over: contextlib.ExitStack
+    ) -> Reply:
         known = asked.headers.get("if-none-match")
-        kept = job.newest
+        kept = job.current if which is None else job.newest
         if kept is None:
             job.describe(False)  # says why there is none
         if known is not None and kept is not None and known == kept.etag and which is None:
             return _reply(job, kept, which)  # it is not held: no byte of it leaves
         if asked.method == "GET":
-            self._relayed.check_feeds(job.name, caller)
+            self._relayed.check_feeds(job.name, reader.caller)
+        over.callback(job.leave, reader)
         kept = job.hold(reader, lambda each: which is None or which in (str(each.arrays.version), each.etag.strip('"')))
         if kept is None:
             versions = ", ".join(str(each.arrays.version) for each in job.kept())
             raise NotFound(f"job {job.name!r} has no edition {which} here: there are {versions}")
         reply = _reply(job, kept, which)
         reply.lost = lambda: reader.error is not None
-        reply.sent, reply.close = lambda size: job.sent(size, size), lambda: job.leave(reader)
+        reply.sent = lambda size: job.sent(size, size)
         return reply
 
 

@@ -21,7 +21,7 @@ from ps_frames.server import AuthContext, CallBroken, FrameCall, LentMessage, Me
 from ps_frames.sockets import nothing
 from ps_protocol.errors import PSError
 from ps_protocol.framing import Parts
-from ps_runtime.background import note_error
+from ps_runtime.background import guarded, note_error
 from ps_runtime.grpc_status import STATUS_KEY, code_of, status_of
 from ps_server.shard.outbox import Answer, Lent, Outbox
 
@@ -99,7 +99,8 @@ class ResponseStream:
             self.closed = True
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has a sender call back when the stream is over, however it ended; at once if it already is."""
+        """Has a sender call back when the stream is over, however it ended: before its end is told; at once if it was
+        over already."""
         with self._lock:
             over = self.closed
             if not over:
@@ -143,19 +144,25 @@ class ResponseStream:
                 note_error("send")
                 self._call.fail(PSError("internal error; the server's log says more"))
                 message = None
-            self._send(message)
             if message is None:  # the end of the stream: another reason to end, queued behind it, is dropped
-                self._closed()
+                # First: who is told of the end may call again at once, and this call counts among the caller's no more.
+                guarded("send", self._over())
+            self._send(message)
 
     def _closed(self) -> None:
+        # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
+        callback = self._over()
+        if callback is not nothing:
+            self._submit(callback)
+
+    def _over(self) -> Callable[[], None]:
+        """Drops what is queued; returns what is to be called back, the first time."""
         with self._lock:
-            first, self.closed = not self.closed, True
+            self.closed = True
             self._queue.clear()
             # Dropped: it refers to this outbox, and a cycle is only freed when the collector comes by.
             callback, self._on_close = self._on_close, nothing
-        if first:
-            # gRPC tells of a call's end on the one thread that serves every call: nothing may be waited for there.
-            self._submit(callback)
+        return callback
 
     def _submit(self, task: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the server is stopping

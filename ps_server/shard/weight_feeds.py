@@ -201,6 +201,7 @@ class EditionSender:
         if self._left:
             self.outbox.lend(partial(self._bucket, edition, self._left.pop()))
         else:
+            self.forget()  # a reader asks for the next edition as soon as it has this one, which is to count no more
             self.outbox.finish()
 
     @contextlib.contextmanager

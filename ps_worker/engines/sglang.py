@@ -20,6 +20,7 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ class DiskFollower:
         engine answers, and InvalidRequest with the words of an engine that refuses them.
         """
         edition = self.feed.wait_for(timeout=timeout)
-        # Another run of the job, and a rollback, have other weights at the same version.
-        version = f"{edition.version}-{edition.run[:8]}-{self.feed.restores}"
+        version = _label(edition)
         if self._ask("/model_info").get("weight_version") == version:
             return False
         place = self._saved(edition, version)
@@ -126,6 +126,17 @@ class DiskFollower:
         except (OSError, ValueError) as error:
             raise Unreachable(f"{self.engine}{path}: {error}") from None
         return found
+
+
+def _label(edition: Edition) -> str:
+    """Returns what tells an edition's weights from those of any other, also when this process is started again: another
+    run of the job, and a rollback, have others at the same version."""
+    arrays = edition.arrays
+    text = f"{edition.version}-{edition.run}-{arrays.timeline}"
+    if not arrays.contents.spec.consistency.has_one_version:  # each bucket has its own
+        each = sorted((index, version, arrays.timelines.get(index)) for index, version in arrays.versions.items())
+        text += f"-{zlib.crc32(repr(each).encode()):08x}"
+    return text
 
 
 def main() -> None:

@@ -14,11 +14,13 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -28,6 +30,7 @@ import ps_torch as ps
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
+from ps_worker.edition import Edition
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer
@@ -355,6 +358,32 @@ def test_sglang_loads_each_newest_version_and_says_it(
         engine.stop()
         with pytest.raises(Unreachable, match="model_info"):
             follower.update()
+    finally:
+        engine.stop()
+
+
+def test_an_sglang_has_a_label_for_each_run_and_timeline_whoever_follows(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    engine, folder = Engine(), tmp_path / "versions"
+    try:
+        with ps.subscribe(shared.address, job) as feed:
+            edition = feed.wait_for()
+        arrays = edition.arrays
+        zeros = {name: np.zeros_like(space) for name, space in arrays.spaces.items()}
+        for changed in (
+            arrays,
+            replace(arrays, timeline=arrays.timeline + 1, spaces=zeros),
+            replace(arrays, run=f"{arrays.run[:-1]}z"),
+        ):
+            given = Edition(changed, job)
+            # Each as a process that was started again, and knows nothing of before.
+            later = SimpleNamespace(wait_for=lambda timeout, given=given: given, restores=0)
+            follower = DiskFollower(later, engine.address, folder, base)  # type: ignore[arg-type]
+            assert follower.update()
+            assert engine.weight_version == f"0-{changed.run}-{changed.timeline}"
+            assert all(torch.equal(engine.weights[name], each) for name, each in given.state_dict().items())
+            assert not follower.update(), "it has them"
     finally:
         engine.stop()
 

@@ -10,12 +10,14 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
 from safetensors.torch import load
 
 import ps_torch as ps
+from ps_protocol.errors import LimitExceeded
 from ps_protocol.v1 import feed_pb2
 from ps_runtime import downloads
 from ps_runtime.channel import open_channel
@@ -24,6 +26,7 @@ from ps_server.config import ServerConfig
 from ps_server.core.limits import DEFAULTS
 from ps_server.ops import dev_certs
 from ps_server.relay_server import RelayServer
+from ps_server.rpc import relay_site
 from tests.tools.cluster import Cluster, until
 from tests.tools.followed_trainer import FollowedTrainer, relay
 from tests.tools.fuzz import _damage
@@ -192,6 +195,11 @@ def test_what_is_no_download_is_refused(near: RelayServer, path: str, method: st
         b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: 1\r\n" % each for each in range(100)) + b"\r\n",
         b"GET /" + b"a" * 40_000,
         b"\xff\xfe\x00\x00\r\n\r\n",
+        b"GET /\tx HTTP/1.1\r\n\r\n",
+        b"GET /\nx HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nRange: bytes=0-1\nX-Second: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nRange: bytes=0-1\rX-Second: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nRange: \x00\r\n\r\n",
     ],
 )
 def test_bytes_that_are_no_request_get_one_answer_and_the_end(near: RelayServer, raw: bytes) -> None:
@@ -207,6 +215,80 @@ def test_bytes_that_are_no_request_get_one_answer_and_the_end(near: RelayServer,
 def test_a_page_of_another_site_cannot_read_the_weights(near: RelayServer, job: str, trainer: FollowedTrainer) -> None:
     status, _, text = ask(near, f"/jobs/{job}/latest.safetensors", host="evil.example")
     assert (status, b"for this machine alone" in text) == (403, True)
+
+
+def test_while_a_job_has_a_new_run_without_an_edition_the_one_before_is_not_the_latest(
+    near: RelayServer, shared: Cluster, job: str
+) -> None:
+    with shared.connect("sync", job=job) as session:
+        last = FollowedTrainer(session).steps(1)
+        old = newest(near, job, last)
+    followed, path = near.relayed.followed()[0], f"/jobs/{job}/latest.safetensors"
+    until(lambda: followed.ended, "the end")
+    followed.follow_again()  # as when the upstream has told of a new run
+    status, headers, text = ask(near, path)
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert b"no edition of the new run" in text
+    assert ask(near, path, if_none_match=old[1]["etag"])[0] == 503
+    name = old[1]["etag"].strip('"')
+    assert ask(near, f"/jobs/{job}/editions/{name}.safetensors")[2] == old[2], "it may be had by its name"
+    with shared.connect("sync", job=job) as session:
+        FollowedTrainer(session)
+        assert newest(near, job, 0)[1]["x-model-run"] > old[1]["x-model-run"]
+
+
+def test_without_memory_for_an_edition_none_is_received(
+    near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.receiving.free_bytes"
+    monkeypatch.setattr(free, lambda: 999)
+    until(lambda: ask(near, path)[0] == 429, "that it is refused")
+    status, headers, text = ask(near, path)
+    assert (status, headers["retry-after"]) == (429, "1")
+    size = int(re.findall(rb"no room for an edition of (\d+) bytes: 999 are free", text)[0])
+    monkeypatch.setattr(free, lambda: size)
+    assert size < len(newest(near, job, 0)[2])
+    monkeypatch.setattr(free, lambda: 999)
+    followed = near.relayed.followed()[0]
+
+    def is_held() -> bool:
+        trainer.steps()  # one edition may be under way
+        return isinstance(followed.trouble, LimitExceeded)
+
+    until(is_held, "that no more is received", every=0.1)
+    held = ask(near, path)
+    assert held[0] == 200, "the last one is there"
+    assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
+    monkeypatch.setattr(free, lambda: None)  # unknown
+    newest(near, job, trainer.steps())
+
+
+def test_an_answer_that_cannot_be_made_holds_nothing(
+    near: RelayServer,
+    job: str,
+    trainer: FollowedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newest(near, job, 0)
+    over: list[bool] = []
+    end = relay_site._HttpCall.end
+
+    def ends(call: relay_site._HttpCall) -> None:
+        over.append(True)
+        end(call)
+
+    def breaks(*_: object) -> NoReturn:
+        assert near.relayed.followed()[0].callers(), "it is held"
+        raise RuntimeError("as a fault would")
+
+    monkeypatch.setattr(relay_site._HttpCall, "end", ends)
+    with monkeypatch.context() as patched:
+        patched.setattr(relay_site, "_reply", breaks)
+        assert ask(near, f"/jobs/{job}/latest.safetensors")[0] == 500
+    assert "as a fault would" in caplog.text
+    assert over == [True]
+    assert near.relayed.followed()[0].callers() == []
 
 
 def test_one_connection_asks_again_and_again(near: RelayServer, job: str, trainer: FollowedTrainer) -> None:
@@ -262,6 +344,8 @@ def test_downloads_have_the_roles_of_feeds(tmp_path: Path) -> None:
             assert ask(near, path, authorization="Basic b3duOm93bg==")[0] == 401
             status, _, text = ask(near, path, authorization=f"Bearer other{SECRET}")
             assert (status, "for job other only" in text.decode()) == (403, True)
+            for shown, more in ((f"wrong{SECRET}", "close"), (f"other{SECRET}", "close"), (f"own{SECRET}", None)):
+                assert ask(near, path, authorization=f"Bearer {shown}")[1].get("connection") == more
     finally:
         running.stop()
 

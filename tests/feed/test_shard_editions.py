@@ -562,6 +562,19 @@ def test_readers_are_counted_with_other_feeds() -> None:
     feeding.pull(0, caller="four")
 
 
+def test_a_reader_that_is_told_the_end_counts_no_more() -> None:
+    feeding = Feeding(limit=1).begin()
+    reader = feeding.pull(0)
+    for _ in range(1 + BUCKETS):
+        assert not reader.is_finished
+        reader.take()
+    assert reader.is_finished
+    feeding.pull(0, caller="another")
+    reader.close()  # which comes later, and forgets it once more
+    with pytest.raises(LimitExceeded):
+        feeding.pull(0)
+
+
 def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     feeding = Feeding().begin()
     monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -569,31 +570,65 @@ def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_no_reader(
     shared: Cluster, job: str, trainer: Trainer
 ) -> None:
     async def follow() -> int:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # so that what came before is over
         async with ps.subscribe(shared.address, job) as feed:
             model = await asyncio.to_thread(feed.load, Model())
-            entered = asyncio.Event()
+            loaded, begun, entered = feed._models[model], asyncio.Event(), asyncio.Event()
 
             async def read() -> None:
+                begun.set()
                 async with feed.reading_async(model, max_behind=0):
                     entered.set()
 
-            with feed.reading(model):  # which keeps `read` waiting, in its thread
+            async def cancelled(task: asyncio.Task[None]) -> None:
+                await begun.wait()
+                begun.clear()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+            with feed.reading(model):  # which keeps `read` waiting
                 await asyncio.to_thread(trainer.step)
                 await asyncio.to_thread(feed.wait_for, 1)
-                waiting = asyncio.create_task(read())
-                loaded = feed._models[model]
-                await asyncio.to_thread(until, lambda: loaded.changed._waiters)
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
+                await cancelled(asyncio.create_task(read()))
+            with loaded.changed:  # which keeps the thread that enters waiting
+                await cancelled(asyncio.create_task(read()))
             await asyncio.to_thread(trainer.step)
             await asyncio.to_thread(feed.wait_for, 2)
-            await asyncio.to_thread(until, lambda: loaded.readers == 0)
+            assert loaded.readers == 0
             assert not entered.is_set()
             async with feed.reading_async(model, max_behind=0) as version:
                 return version
 
     assert asyncio.run(asyncio.wait_for(follow(), 60)) == 2
+
+
+def test_coroutines_that_wait_for_a_reader_to_leave_keep_no_thread_from_it(
+    shared: Cluster, job: str, trainer: Trainer
+) -> None:
+    async def follow() -> set[int]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        async with ps.subscribe(shared.address, job) as feed:
+            model = await asyncio.to_thread(feed.load, Model())
+
+            begun: asyncio.Queue[None] = asyncio.Queue()
+
+            async def read() -> int:
+                begun.put_nowait(None)
+                async with feed.reading_async(model, max_behind=0) as version:
+                    return version
+
+            async with feed.reading_async(model):
+                await asyncio.to_thread(trainer.step)
+                await asyncio.to_thread(feed.wait_for, 1)
+                waiting = [asyncio.create_task(read()) for _ in range(8)]
+                for _ in waiting:
+                    await begun.get()
+                await asyncio.to_thread(model, torch.zeros(1, 20))
+                assert not any(task.done() for task in waiting)
+            return set(await asyncio.gather(*waiting))
+
+    assert asyncio.run(asyncio.wait_for(follow(), 20)) == {1}
 
 
 def test_a_model_without_memory_is_refused(shared: Cluster, job: str, trainer: Trainer) -> None:

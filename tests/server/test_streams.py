@@ -34,3 +34,14 @@ def test_a_stream_whose_call_ends_while_it_is_made_is_over(ends_now: bool) -> No
         outbox.put(lambda: "too late")
         assert heard.wait(10.0)
     assert sent == []
+
+
+def test_what_a_stream_holds_is_given_back_before_its_end_is_told() -> None:
+    told: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        outbox = ResponseStream(told.append, EndedCall(ends_now=False), pool)  # type: ignore[arg-type]
+        outbox.closed = False  # its call goes on
+        outbox.on_close(lambda: told.append("given back"))
+        outbox.put(lambda: "a message")
+        outbox.finish()
+    assert told == ["a message", "given back", None]
