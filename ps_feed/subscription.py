@@ -427,20 +427,28 @@ class Subscription:
             self._closing.wait(POLL_SECONDS)  # a moment later all are told of the end
             return
         version = self._last_version(here) if all(ended) else self._version(here, highest, own)
-        if version is None or (all(ended) and version == own and here[0].has_one_version):
+        # A relay that was cut off before the end has older weights than this reader may have had from another.
+        has_last = all(ended) and own is not None and version is not None and version < own + here[0].has_one_version
+        if version is None or has_last:
             self._equal = time.monotonic() if own == highest else self._equal
-            self._ended = all(ended)
+            if all(ended):
+                self._end()
             self._closing.wait(LOOK_SECONDS if time.monotonic() + LOOK_SECONDS < self._due else POLL_SECONDS)
             return
         self._asked_for, began = version, time.monotonic()
         try:
             received = self._receive(shards, here, version, edition if is_same else None, self._least(own))
-        except NotFound:  # the job has ended meanwhile: those shards that keep its last weights say so next
-            self._closing.wait(POLL_SECONDS)
+        except NotFound:
+            if all(ended):  # what is left of the job lacks what this reader wants
+                raise
+            self._closing.wait(POLL_SECONDS)  # it has ended meanwhile: shards that keep its last weights say so next
             return
         self._due = began + self._period
-        self._ended = all(ended)
-        self._publish(received)
+        self._publish(received, all(ended))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
 
     def _last_version(self, here: list[WeightsHere]) -> int | None:
         """Returns the version with which a job has ended; None: its shards have none in common."""
@@ -491,7 +499,10 @@ class Subscription:
         return shards.all(lambda reader: self._describe(reader, run, is_first and reader.index == 0))
 
     def _describe(self, reader: ShardReader, run: str, with_spec: bool) -> WeightsHere:
-        return reader.describe(WeightsAsked(self._job, run, with_spec, self._wire))
+        contents = self._contents
+        buckets = () if contents is None or self._wanted is None else tuple(sorted(contents.buckets))
+        asked = WeightsAsked(self._job, run, with_spec, self._wire, contents is not None, buckets)
+        return reader.describe(asked)
 
     def _version(self, here: list[WeightsHere], highest: int, own: int | None) -> int | None:
         """Returns the version to ask for; None: there is nothing newer yet, and shards are to be asked again."""
@@ -576,7 +587,8 @@ class Subscription:
         self.received.nbytes += arriving.nbytes
         self.received.elements += arriving.elements
 
-    def _publish(self, edition: EditionArrays) -> None:
+    def _publish(self, edition: EditionArrays, is_last: bool) -> None:
+        """Hands out an edition. is_last: none follows; who sees the end sees the edition, too"""
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
         if is_restored:
@@ -590,7 +602,7 @@ class Subscription:
         self._troubles.over(self._job)
         with self._changed:
             self._restores += is_restored
-            self._edition, self._trouble = edition, None
+            self._edition, self._trouble, self._ended = edition, None, is_last
             if self._lag is not None or edition.version >= self._told:
                 self._equal = time.monotonic() - (self._lag or 0.0)
             elif self._equal is None or is_restored:

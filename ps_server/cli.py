@@ -183,14 +183,14 @@ def _add_asking(add: Callable[..., CommandLine]) -> None:
         metavar="SECONDS",
         help="show it again every so many seconds [default 1], with where each worker is",
     )
+    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
+    page.add_settings(*PAGE)
     feed = add("feed", "follow a job's weights as a reader does", *access_settings(), words="[options] HOST:PORT [JOB]")
     feed.add_argument("address", type=host_port, metavar="HOST:PORT", help="the coordinator, or a relay")
     feed.add_argument("followed", nargs="?", default="default", metavar="JOB", help="the job [default default]")
     feed.add_argument("--as", dest="as_type", choices=WIRES, default=WIRES[0], help="the type in which weights travel")
     feed.add_argument("--min-updates", type=count, default=1, metavar="N", help="between two editions [default 1]")
     feed.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
-    page = add("page", "serve a page on this machine that shows what is running, for a browser", *asking)
-    page.add_settings(*PAGE)
     add("health", "exit 0 if the server at the address serves, 1 if not", *asking)
     add("checkpoint", "make a checkpoint of a job now", *asking, JOB)
     add("end", "end a job and give its memory back", *asking, replace(JOB, text="the job to end", required=True))

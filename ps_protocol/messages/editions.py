@@ -19,12 +19,16 @@ class WeightsAsked(NamedTuple):
     run:       empty: any
     with_spec: whether the job is wanted, too
     wire:      the type in which float32 elements are to travel later: relays fetch these
+    follows:   whether the last weights of `buckets` are to be kept when the job ends
+    buckets:   that will be asked for, by index; none: all
     """
 
     job: str
     run: str = ""
     with_spec: bool = False
     wire: str = "float32"
+    follows: bool = False
+    buckets: tuple[int, ...] = ()
 
 
 class WeightsHere(NamedTuple):
@@ -124,14 +128,20 @@ class EditionPart(NamedTuple):
 def write_weights_asked(asked: WeightsAsked) -> bytes:
     """Writes a DescribeWeightsRequest."""
     return feed_pb2.DescribeWeightsRequest(
-        job=asked.job, run=asked.run, with_spec=asked.with_spec, wire_format=wire_format_number(asked.wire)
+        job=asked.job,
+        run=asked.run,
+        with_spec=asked.with_spec,
+        wire_format=wire_format_number(asked.wire),
+        follows=asked.follows,
+        buckets=asked.buckets,
     ).SerializeToString()
 
 
 def read_weights_asked(data: bytes) -> WeightsAsked:
     """Reads a DescribeWeightsRequest."""
     message = parse(feed_pb2.DescribeWeightsRequest, data)
-    return WeightsAsked(message.job, message.run, message.with_spec, _cast(message.wire_format))
+    wire, buckets = _cast(message.wire_format), tuple(message.buckets)
+    return WeightsAsked(message.job, message.run, message.with_spec, wire, message.follows, buckets)
 
 
 def write_weights_here(origin: Origin, here: WeightsHere) -> bytes:

@@ -12,16 +12,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescribeWeightsRequest(_message.Message):
-    __slots__ = ("job", "run", "with_spec", "wire_format")
+    __slots__ = ("job", "run", "with_spec", "wire_format", "follows", "buckets")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     WITH_SPEC_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     job: str
     run: str
     with_spec: bool
     wire_format: _types_pb2.WireFormat
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ...) -> None: ...
+    follows: bool
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[str] = ..., with_spec: _Optional[bool] = ..., wire_format: _Optional[_Union[_types_pb2.WireFormat, str]] = ..., follows: _Optional[bool] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeWeightsResponse(_message.Message):
     __slots__ = ("header", "highest_version", "timeline", "shard_count", "buckets", "has_one_version", "edition_versions", "spec", "ended", "relayed", "age_duration")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -279,9 +279,12 @@ class Editions:
             changes = sum(each.nbytes for each in self._changes.values())
             return sum(each.nbytes for each in self._kept) + changes
 
-    def heard_of_reader(self, now: float) -> None:
-        """Notes that somebody follows the job."""
+    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+        """Notes that somebody follows the job, and wants these: at its end they are kept, even if none was pulled."""
         self._followed = now
+        if not pieces <= self._pieces:
+            with self._lock:
+                self._pieces |= pieces
 
     def take(self, reader: object, wanted: WantedEdition, over: Over, now: float) -> TakenEdition:
         """Returns an edition for a reader, until `give_back`. The caller then has it look at its buckets.
@@ -360,10 +363,11 @@ class Editions:
         left = free_bytes()
         return left is None or size + self._promised() <= left
 
-    def followed(self) -> frozenset[Piece]:
-        """Returns what readers want that follow the job."""
+    def followed(self, now: float) -> frozenset[Piece] | None:
+        """Returns what readers want that follow the job: it may be of other shards alone. None: nobody follows it."""
         with self._lock:
-            return frozenset(self._pieces)
+            is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
+            return frozenset(self._pieces) if is_followed else None
 
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]

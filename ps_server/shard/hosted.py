@@ -216,6 +216,7 @@ class HostedJobs:
         self._threads, self._pulls, self._metrics = threads, pulls, metrics
         self._jobs: dict[str, HostedJob] = {}
         self._last: dict[str, LastWeights] = {}  # of jobs that have ended, by name
+        self._ending: set[tuple[str, str]] = set()  # runs of jobs whose last weights are being copied
         self._restores = Restores()
         self._troubles = Troubles(log, "restore")
         self._lock = threading.Lock()
@@ -356,12 +357,18 @@ class HostedJobs:
             if job is None or run not in ("", job.run):
                 return
             del self._jobs[name]
+            ending = name, job.run
+            self._ending.add(ending)
         reason = NotFound(f"job {name!r} ended")
-        job.close(reason)
-        last = last_weights(job, now)
-        if last is not None:  # before readers are told of the end, and ask for them
+        last = None
+        try:
+            job.close(reason)
+            last = last_weights(job, now)
+        finally:
             with self._lock:
-                self._last[name] = last
+                if last is not None:  # before readers are told of the end, and ask for them
+                    self._last[name] = last
+                self._ending.discard(ending)
         self._pulls.fail(job, reason)
         self._metrics.forget(name)
         del job
@@ -369,7 +376,12 @@ class HostedJobs:
         log.info("job %s: shard %d has given its memory back", name, self._index)
 
     def last(self, name: str, run: str) -> LastWeights | None:
-        """Returns the last weights of a run that has ended; None: they are not here."""
+        """Returns the last weights of a run that has ended; None: they are not here.
+
+        Raises TryLater while they are being copied.
+        """
+        if (name, run) in self._ending:
+            raise TryLater(f"job {name!r} has ended; its last weights are being copied")
         last = self._last.get(name)
         return last if last is not None and last.run == run else None
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import ClassVar
 
-from ps_protocol.errors import OutOfOrder, PSError
+from ps_protocol.errors import NotFound, OutOfOrder, PSError, TryLater
 from ps_server.core.buckets import Bucket
 from ps_server.core.limits import check_feeds
 from ps_server.shard.editions import KEPT_SECONDS, CopiedBucket, Over, Piece, TakenEdition, WantedEdition
@@ -25,23 +25,23 @@ class LastWeights:
     """What readers may have of a job that is over: an EditionSource, see weight_feeds.py. Its methods are thread-safe.
 
     spec, run, timeline, shards, specs: of the job, as it was
-    versions: of the buckets that are copied and that an optimizer has stepped
+    versions: of the buckets that an optimizer has stepped, whether readers want them or not
     """
 
     ended: ClassVar[bool] = True
     editions: tuple[int, ...] = ()
 
-    def __init__(self, job: HostedJob, edition: TakenEdition, copied: list[CopiedBucket], now: float) -> None:
+    def __init__(self, job: HostedJob, edition: TakenEdition, now: float) -> None:
         self.spec, self.run, self.timeline = job.state.spec, job.run, job.timeline
         self.shards = job.state.row_checker.place.shards
         self.specs = {index: bucket.unit.spec for index, bucket in job.buckets.items()}
-        self.versions = [each.version for each in copied if each.is_trained]
+        self.versions = [bucket.rule.version for bucket in job.buckets.values() if bucket.unit.is_trained]
         self._edition, self._heard = edition, now
         self._readers: set[Feed] = set()
         self._lock = threading.Lock()
 
-    def heard_of_reader(self, now: float) -> None:
-        """Notes that a reader still asks."""
+    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+        """Notes that a reader still asks. pieces: what it wants, of which there is what there is"""
         self._heard = now
 
     def is_wanted(self, now: float) -> bool:
@@ -57,13 +57,16 @@ class LastWeights:
     def take(self, feed: Feed, wanted: WantedEdition, over: Over, now: Callable[[], float]) -> TakenEdition:
         """Returns the copies.
 
-        Raises OutOfOrder for another version, TryLater for what is not there, as a type that nobody had asked for.
+        Raises OutOfOrder for another version, NotFound for what is not there, as a type that nobody had asked for.
         """
-        self._heard = now()
         if wanted.version is not None and any(each != wanted.version for each in self.versions):
             raise OutOfOrder(f"job {self.spec.name!r} has ended with {max(self.versions)} updates")
-        for piece in wanted.pieces:
-            self._edition.copy(piece)
+        try:
+            for piece in wanted.pieces:
+                self._edition.copy(piece)
+        except TryLater:
+            raise NotFound(f"job {self.spec.name!r} has ended: nobody had asked for these last weights") from None
+        self._heard = now()
         return self._edition
 
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
@@ -79,8 +82,8 @@ class LastWeights:
 
 def last_weights(job: HostedJob, now: float) -> LastWeights | None:
     """Returns the last weights of a job that is dropped; None: nobody follows it, or there is no room for them."""
-    pieces = job.editions.followed()
-    if not pieces:
+    pieces = job.editions.followed(now)
+    if pieces is None:
         return None
 
     @contextlib.contextmanager
@@ -91,8 +94,9 @@ def last_weights(job: HostedJob, now: float) -> LastWeights | None:
 
     edition = job.editions.copied_now(pieces, locked)
     try:
-        copied = [edition.copy(piece) for piece in sorted(pieces)]
+        for piece in pieces:
+            edition.copy(piece)
     except PSError as error:
         log.warning("job %s: its readers do not get its last weights: %s", job.name, error)
         return None
-    return LastWeights(job, edition, copied, now)
+    return LastWeights(job, edition, now)

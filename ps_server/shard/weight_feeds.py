@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -70,8 +70,8 @@ class EditionSource(Protocol):
     def editions(self) -> tuple[int, ...]:
         """See WeightsHere."""
 
-    def heard_of_reader(self, now: float) -> None:
-        """Notes that somebody follows it."""
+    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+        """Notes that somebody follows it, and wants these."""
 
     def add(self, feed: Feed, limit: float) -> None:
         """Adds a reader. Raises LimitExceeded where there are too many."""
@@ -106,9 +106,9 @@ class JobSource:
         """The versions that somebody waits for, or that may be had."""
         return tuple(self.job.editions.versions())
 
-    def heard_of_reader(self, now: float) -> None:
-        """Notes that somebody follows it."""
-        self.job.editions.heard_of_reader(now)
+    def heard_of_reader(self, now: float, pieces: Set[Piece]) -> None:
+        """Notes that somebody follows it, and wants these."""
+        self.job.editions.heard_of_reader(now, pieces)
 
     def add(self, feed: Feed, limit: float) -> None:
         """Adds a reader. Raises LimitExceeded where there are too many."""
@@ -249,9 +249,12 @@ class WeightFeeds:
         self._hosted, self._clock, self._limit = hosted, clock, limit
 
     def describe(self, asked: WeightsAsked) -> WeightsHere:
-        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, or TryLater."""
+        """Returns what this shard has of a job's weights. Raises NotFound, RunEnded, TryLater, or InvalidRequest."""
         source = self._source(asked.job, asked.run)
-        source.heard_of_reader(self._clock())
+        _check_wire(asked.wire)
+        if asked.follows:
+            followed = source.specs.keys() & (asked.buckets or source.specs.keys())
+            source.heard_of_reader(self._clock(), _pieces(asked.wire, followed, source))
         versions = source.versions
         return WeightsHere(
             source.run,
@@ -271,11 +274,10 @@ class WeightFeeds:
 
         Raises NotFound, RunEnded, TryLater, InvalidRequest, OutOfOrder or LimitExceeded; see feed.proto.
         """
-        if call.wire not in WIRES or call.wire in BLOCKS:
-            raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {call.wire}")
+        _check_wire(call.wire)
         source = self._source(call.job, call.run)
         wanted = _wanted(call, source)
-        bases = call.bases if call.timeline == source.timeline else {}
+        bases = {index: call.bases[index] for index in source.specs if index in call.bases}  # it may name any number
         feed = EditionSender(source, wanted, bases, outbox, caller, self._clock)
         source.add(feed, self._limit)
         try:
@@ -311,16 +313,26 @@ class WeightFeeds:
         return job
 
 
+def _check_wire(wire: str) -> None:
+    """Raises InvalidRequest for a wire format in which no edition travels."""
+    if wire not in WIRES or wire in BLOCKS:
+        raise InvalidRequest(f"an edition travels in float32, bfloat16 or float16, not in {wire}")
+
+
+def _pieces(wire: str, buckets: Iterable[int], source: EditionSource) -> frozenset[Piece]:
+    """Returns what a reader wants of buckets."""
+    return frozenset(piece_of(source.specs[index], wire) for index in buckets)
+
+
 def _wanted(call: EditionCall, source: EditionSource) -> WantedEdition:
     """Returns what a call wants. Raises InvalidRequest, or OutOfOrder for another timeline."""
     unknown = [index for index in call.buckets if index not in source.specs]
     if unknown:
         raise InvalidRequest(f"this shard has no bucket {unknown[0]} of job {call.job!r}")
     has_one_version = source.spec.consistency.has_one_version
-    if has_one_version and call.timeline != source.timeline:
+    if call.timeline != source.timeline:
         raise OutOfOrder(f"job {call.job!r} is on timeline {source.timeline}, and not on {call.timeline}")
-    specs = [source.specs[index] for index in call.buckets or source.specs]
-    pieces = frozenset(piece_of(spec, call.wire) for spec in specs)
+    pieces = _pieces(call.wire, call.buckets or source.specs, source)
     return WantedEdition(call.version if has_one_version else None, call.version, pieces, bool(call.bases))
 
 

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ps_protocol.errors import InvalidRequest, PSError
+from ps_protocol.tensors import TORCH_DTYPES
 from ps_worker.subscription import WeightFeed, subscribe
 
 LARGEST_REQUEST = 2**20  # bytes
@@ -129,14 +130,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generate with a job's newest weights.")
     parser.add_argument("--server", help="HOST:PORT of the coordinator (PS_SERVER)")
     parser.add_argument("--job", help="the job's name (PS_JOB, default)")
-    parser.add_argument("--wire", default="bfloat16", help="element type of transfer and of the model (%(default)s)")
+    parser.add_argument("--wire", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="(%(default)s)")
     parser.add_argument("--model", required=True, help="a name or directory with the model's configuration")
     parser.add_argument("--models", type=int, default=2, help="requests that are computed at a time (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any (%(default)s)")
     arguments = parser.parse_args()
     config = AutoConfig.from_pretrained(arguments.model)
-    dtype = getattr(torch, arguments.wire)
+    dtype = TORCH_DTYPES[arguments.wire]
     with subscribe(arguments.server, arguments.job, wire=arguments.wire) as feed:
         models = FollowingModels(feed, lambda: AutoModelForCausalLM.from_config(config, dtype=dtype), arguments.models)
         with GenerationServer((arguments.host, arguments.port), models) as server:

@@ -23,6 +23,8 @@ from ps_protocol.messages.data import PushCall, PushedBucket, PushKind
 from ps_protocol.messages.editions import EditionBucket, EditionCall, EditionPart, WeightsAsked, WeightsHere
 from ps_protocol.tensors import bytes_of, tensor_from
 from ps_server.shard.editions import HELD_SECONDS, KEPT_SECONDS, Editions, TakenEdition
+from ps_server.shard.hosted_job import HostedJob
+from ps_server.shard.last_weights import LastWeights, last_weights
 from ps_server.shard.metrics import ShardMetrics
 from ps_server.shard.outbox import Answer, Lent
 from ps_server.shard.shard import Shard
@@ -109,8 +111,8 @@ class Feeding:
         pushed = tuple(PushedBucket(index, kind) for index in buckets)
         self.shard.push(PushCall(Identity("job", 0, 1), self.clock, pushed, payload))
 
-    def describe(self, job: str = "job", run: str = "") -> WeightsHere:
-        return self.shard.weight_feeds.describe(WeightsAsked(job, run))
+    def describe(self, job: str = "job", run: str = "", follows: bool = False) -> WeightsHere:
+        return self.shard.weight_feeds.describe(WeightsAsked(job, run, follows=follows))
 
     def begin(self) -> Feeding:
         self.push(0.0, PushKind.INITIAL_VALUE)
@@ -149,6 +151,13 @@ def test_a_job_without_weights_is_to_be_asked_later() -> None:
         feeding.describe()
     with pytest.raises(NotFound, match="knows no job 'other'"):
         feeding.describe("other")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_pull_that_was_made_before_a_rollback_gets_nothing_of_after(mode: str) -> None:
+    feeding = Feeding(mode).begin()
+    with pytest.raises(OutOfOrder, match="job 'job' is on timeline 0, and not on 7"):
+        feeding.pull(0, timeline=7)
 
 
 def test_an_edition_of_now_is_there_at_once() -> None:
@@ -237,7 +246,7 @@ def test_what_cannot_be_a_change_comes_whole() -> None:
     feeding = Feeding("async").begin()
     feeding.pull(0).edition()
     feeding.step()
-    for reader in (feeding.pull(1, base=7), feeding.pull(1, "bfloat16", base=0), feeding.pull(1, timeline=9, base=0)):
+    for reader in (feeding.pull(1, base=7), feeding.pull(1, "bfloat16", base=0)):
         assert [each.base for each in reader.buckets()] == [None] * BUCKETS
 
 
@@ -251,7 +260,7 @@ def test_the_newest_edition_stays_for_changes_as_long_as_somebody_follows() -> N
     assert [each.base for each in waiting.buckets()] == [0] * BUCKETS
     for _ in range(5):
         feeding.pass_time(KEPT_SECONDS - 1)
-        feeding.describe()
+        feeding.describe(follows=True)
     feeding.step()
     assert [each.base for each in feeding.pull(2, base=1).buckets()] == [1] * BUCKETS
     editions = feeding.shard.jobs()["job"].editions
@@ -423,15 +432,65 @@ def test_the_last_weights_of_a_job_stay_for_those_who_name_its_run(caplog: pytes
     assert feeding.pull(3, "bfloat16", run="1").edition("bfloat16") == (3, [3.0] * CELLS)
     with pytest.raises(OutOfOrder, match="has ended with 3 updates"):
         feeding.pull(2, run="1")
-    with pytest.raises(TryLater, match="given up"):
+    with pytest.raises(NotFound, match="nobody had asked for these last weights"):
         feeding.pull(3, "float16", run="1")
     feeding.shard.create_job(feeding.spec, range(BUCKETS), run="2")
     feeding.shard.add_worker("job", 0, 2, 0)
     assert feeding.pull(3, run="1").edition() == (3, [3.0] * CELLS), "a later run of the name changes nothing"
     feeding.pass_time(KEPT_SECONDS / 2)
-    assert feeding.describe(run="1").ended
+    assert feeding.describe(run="1", follows=True).ended
     feeding.pass_time(KEPT_SECONDS + 1)
     with pytest.raises(RunEnded):
+        feeding.describe(run="1")
+
+
+def test_the_last_weights_are_kept_for_one_that_has_asked_for_no_edition_of_this_shard_yet() -> None:
+    """As after a restore: it has an edition of before, and waits for the next, for as long as its period says."""
+    feeding = Feeding(run="1").begin()
+    weights = feeding.shard.weight_feeds
+    weights.describe(WeightsAsked("job", "1", wire="bfloat16", follows=True, buckets=(1, 1000)))
+    feeding.step()
+    feeding.shard.drop_job("job")
+    version, cells = feeding.pull(1, "bfloat16", buckets=(1,), run="1").edition("bfloat16")
+    assert version == 1
+    assert set(cells) == {1.0}
+    with pytest.raises(NotFound, match="nobody had asked for these last weights"):
+        feeding.pull(1, "bfloat16", buckets=(0,), run="1")
+
+
+def test_a_shard_that_has_nothing_of_what_a_reader_wants_tells_it_of_the_end_too() -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.shard.weight_feeds.describe(WeightsAsked("job", "1", follows=True, buckets=(1000,)))
+    feeding.step()
+    feeding.shard.drop_job("job")
+    here = feeding.describe(run="1")
+    assert (here.ended, here.lowest, here.highest) == (True, 1, 1)
+
+
+def test_while_last_weights_are_being_copied_a_reader_is_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.pull(0).edition()
+    told: list[str] = []
+
+    def copying(job: HostedJob, now: float) -> LastWeights | None:
+        with pytest.raises(TryLater, match="its last weights are being copied") as met:
+            feeding.describe(run="1")
+        told.append(str(met.value))
+        return last_weights(job, now)
+
+    monkeypatch.setattr("ps_server.shard.hosted.last_weights", copying)
+    feeding.shard.drop_job("job")
+    assert told
+    assert feeding.describe(run="1").ended
+
+
+def test_who_only_asks_what_there_is_does_not_follow_and_who_follows_names_a_wire_format() -> None:
+    feeding = Feeding(run="1").begin()
+    feeding.describe()
+    with pytest.raises(InvalidRequest, match="an edition travels in float32, bfloat16 or float16, not in int8"):
+        feeding.shard.weight_feeds.describe(WeightsAsked("job", wire="int8", follows=True))
+    feeding.shard.drop_job("job")
+    with pytest.raises(NotFound):
         feeding.describe(run="1")
 
 

@@ -108,9 +108,6 @@ def test_a_process_that_serves_no_more_ends_itself(
     monkeypatch.setattr(cli, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(cli.os, "_exit", end)
 
-    class Dead:
-        ports = own_ports.OwnPorts("127.0.0.1", 1, 0, None, "here", [gone])
-
     with pytest.raises(Ended):
-        cli._await_end(threading.Event(), Dead())  # type: ignore[arg-type]
+        cli._await_end(threading.Event(), own_ports.OwnPorts("127.0.0.1", 1, 0, None, "here", [gone]))
     assert "the thread 'gone' has ended, without which nothing is served: this process ends" in caplog.text

@@ -11,6 +11,7 @@ import pytest
 import ps_feed.edition
 from ps_feed.subscription import Subscription
 from ps_server.core.buckets import Bucket
+from ps_server.shard import hosted
 from ps_server.shard.changes import BucketChanges
 from ps_server.shard.editions import TakenEdition
 from ps_worker.subscription import WeightFeed
@@ -62,6 +63,11 @@ def changes_a_model_that_is_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightFeed, "_enter", careless)
 
 
+def keeps_no_last_weights(patch: pytest.MonkeyPatch) -> None:
+    """The weights of a job that has ended are gone at once."""
+    patch.setattr(hosted, "last_weights", lambda job, now: None)
+
+
 def takes_parts_of_two_editions(patch: pytest.MonkeyPatch) -> None:
     """A shard that is asked for an edition ahead sends what it has now."""
     look = TakenEdition.look
@@ -83,4 +89,5 @@ BROKEN_FEEDS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], str, frozenset[s
     (changes_since_another_version_and_no_checksum, "sync", frozenset({"other bytes"})),
     (tells_no_rollback, "sync", frozenset({"fell unsaid"})),
     (changes_a_model_that_is_read, "sync", frozenset({"two versions in one reading", "mixed model"})),
+    (keeps_no_last_weights, "sync", frozenset({"not the last"})),
 )

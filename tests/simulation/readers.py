@@ -25,6 +25,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.credentials import Access
 from ps_runtime.daemon_pool import DaemonPool
 from ps_server.core.buckets import Bucket
+from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedUnit
 from ps_worker.subscription import WeightFeed
 from tests.chaos.oracle import Violation
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 STREAM_SECONDS = 1e6  # a reader waits for an edition as long as the shard is heard of
 READING_THREADS = 2
-CALM_SECONDS = 20.0  # after the last disturbance, from when on an end brings the last weights
+CALM_SECONDS = 6.0  # after the last disturbance, from when on an end brings the last weights
 NEWEST_WITHIN = 40.0  # seconds, in which a reader has the newest weights in quiet times
 
 Version = tuple[str, int, int, int]  # the run, the timeline, the bucket, its updates
@@ -213,6 +214,7 @@ class Readers:
         self.cluster = cluster
         self.all: list[Reader] = []
         self.known: dict[Version, int] = {}  # the checksum of what shards had
+        self.dropped: dict[str, set[int]] = {}  # by run, the shards that had their part of it when it ended
 
     def begin(self, count: int) -> None:
         """Starts them."""
@@ -244,8 +246,8 @@ class Readers:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Notes what shards have after each step."""
-        real, known = HostedJob.stepped, self.known
+        """Notes what shards have after each step, and which have a run when it ends."""
+        real, real_drop, known = HostedJob.stepped, HostedJobs.drop, self.known
 
         def stepped(job: HostedJob, unit: HostedUnit[Any], now: float) -> None:
             if isinstance(unit.unit, Bucket) and job.name == NAME:
@@ -253,11 +255,17 @@ class Readers:
                 known[key] = zlib.crc32(bytes_of(unit.unit.weights.flat))
             real(job, unit, now)
 
-        HostedJob.stepped = stepped  # type: ignore[method-assign]
+        def drop(hosted: HostedJobs, name: str, run: str = "", now: float = 0.0) -> None:
+            job = hosted.all().get(name)
+            if name == NAME and job is not None and run in ("", job.run):
+                self.dropped.setdefault(job.run, set()).add(hosted._index)
+            real_drop(hosted, name, run, now)
+
+        HostedJob.stepped, HostedJobs.drop = stepped, drop  # type: ignore[method-assign]
         try:
             yield
         finally:
-            HostedJob.stepped = real  # type: ignore[method-assign]
+            HostedJob.stepped, HostedJobs.drop = real, real_drop  # type: ignore[method-assign]
 
     # -- promises ------------------------------------------------------------------------------------------------------
 
@@ -284,7 +292,7 @@ class Readers:
             self.broken("fell unsaid", f"{reader.host.name}: run {after.run} follows the later {before.run}")
 
     def check_end(self, reader: Reader, subscription: Subscription) -> None:
-        """A feed ends with the last weights, if nothing goes wrong in these seconds."""
+        """A feed ends with the last weights, if nothing goes wrong in these seconds, and no shard has lost its part."""
         edition, cluster = subscription.edition, self.cluster
         hosts = [reader.host, *cluster.servers.hosts()]
         calm = self.cluster.world.now - max(
@@ -292,6 +300,8 @@ class Readers:
         )
         if edition is None or calm < CALM_SECONDS or not cluster.network.is_calm:
             return
+        if len(self.dropped.get(edition.run, ())) < len(cluster.servers.shards):
+            return  # the job has ended because a shard has lost it, or without that shard
         newest = {
             index: max(v for run, t, at, v in self.known if (run, t, at) == (edition.run, timeline, index))
             for index, timeline in edition.timelines.items()
