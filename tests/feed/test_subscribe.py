@@ -624,7 +624,8 @@ def test_coroutines_that_wait_for_a_reader_to_leave_keep_no_thread_from_it(
                 waiting = [asyncio.create_task(read()) for _ in range(8)]
                 for _ in waiting:
                     await begun.get()
-                await asyncio.to_thread(model, torch.zeros(1, 20))
+                for _ in range(3):  # the first may be ahead of them
+                    await asyncio.to_thread(model, torch.zeros(1, 20))
                 assert not any(task.done() for task in waiting)
             return set(await asyncio.gather(*waiting))
 
