@@ -196,8 +196,11 @@ def test_a_member_that_holds_nothing_has_its_state_in_checkpoints(
     kept = tmp_path / "checkpoints"
     cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="3steps", lease=LEASE)
     store = CheckpointStore(kept)
-    options = Options(groups=1, empty=True, holds=[2, 5])
+    options = Options(groups=1, empty=True, holds=[0, 2, 5])
     with Groups(nursery, cluster.address, job, tmp_path, options) as groups:
+        until(lambda: groups.are_held(0, (0,)), "the step before the first checkpoint")
+        until(lambda: begun(cluster, job) == {1}, "the beginning of the first checkpoint")
+        groups.let_go(0)
         until(lambda: groups.are_held(2, (0,)), "the step before the checkpoint")
         until(lambda: begun(cluster, job) >= {3}, "the beginning of the checkpoint")
         groups.let_go(2)
