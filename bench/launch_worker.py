@@ -25,7 +25,7 @@ CODES = {"close": 0, "end": 0, "exit": 3, "abort": 0, "hang": 0}  # that each is
 
 
 def main() -> None:
-    """Trains, then ends as it was told."""
+    """Trains, then ends in the way that the last argument names."""
     address, job, rank, workers, transport, steps, kib, how = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # by which the benchmark asks for all stacks

@@ -12,8 +12,8 @@ where that is less, which takes both ends some time. When the job ends, a reader
 versions it wants otherwise: shards keep them for a while for those who follow the job.
 
 A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
-Where several addresses are given, the next is tried when one does not answer. Relays are not equally far: what one has
-that is behind the reader's edition, or is of a run or a series of updates before it, is waited past.
+Where several addresses are given, the next is tried when one does not answer. One relay may have an
+older edition than another: a reader keeps the edition that it has until the relay offers a newer one.
 """
 
 from __future__ import annotations

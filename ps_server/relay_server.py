@@ -29,7 +29,7 @@ from ps_server.relay.upstream import Upstream
 from ps_server.relay_config import RelayConfig
 from ps_server.rpc.auth import Authenticator
 from ps_server.rpc.call_limits import CallLimits, grpc_options
-from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc
+from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc, stop_grpc
 from ps_server.rpc.health import HEALTH_THREADS, add_health
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.own_ports import OwnPorts
@@ -38,7 +38,6 @@ from ps_server.rpc.relay_site import RelaySite
 
 log = logging.getLogger("ps_server")
 
-STOP_GRACE_SECONDS = 2.0
 POOLS_OF_A_RELAY = 2
 
 
@@ -107,12 +106,7 @@ class RelayServer:
         if self.health_port is not None:
             self.health_port.is_ending = True
         self._health.enter_graceful_shutdown()
-        stopped = self._grpc.stop(STOP_GRACE_SECONDS)
-        for stop in self._stops:
-            stop()
-        stopped.wait()
-        for stop in self._last_stops:
-            stop()
+        stop_grpc(self._grpc, self._stops, self._last_stops)
 
     def _serve_downloads(self, hosts: HostLimits) -> tuple[str, Callable[[], None]]:
         """Returns where downloads are served, and what stops that; an empty address: nowhere."""

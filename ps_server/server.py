@@ -59,7 +59,7 @@ from ps_server.rpc.call_limits import CallLimits, grpc_options, note_event
 from ps_server.rpc.cluster_service import ClusterService
 from ps_server.rpc.data_service import DataService
 from ps_server.rpc.feed_service import FeedService
-from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc
+from ps_server.rpc.grpc_port import allow_many_files, bind, reachable, shares_of_threads, start_grpc, stop_grpc
 from ps_server.rpc.health import HEALTH_THREADS, add_health
 from ps_server.rpc.interceptor import CallInterceptor
 from ps_server.rpc.job_service import ANSWER_SECONDS, JobService
@@ -82,7 +82,6 @@ log = logging.getLogger("ps_server")
 
 OTHERS_LOOK_SECONDS = 0.2
 _LEAST_STATE_BYTES = 64 * 2**20  # where next to nothing is free, or nothing is known
-STOP_GRACE_SECONDS = 2.0
 
 
 class Service(Protocol):
@@ -229,12 +228,7 @@ class Server:
         self.health.service.enter_graceful_shutdown()
         if self._registration is not None:
             self._registration.stop()
-        stopped = self._grpc.stop(STOP_GRACE_SECONDS)
-        for stop in self._stops:
-            stop()
-        stopped.wait()
-        for stop in self._last_stops:
-            stop()
+        stop_grpc(self._grpc, self._stops, self._last_stops)
 
     def _make_coordinator(self) -> Coordinator:
         config = self._config

@@ -6,6 +6,7 @@ calls_in_flight.py  How many calls each principal has in flight from each host, 
 cluster_service.py  Serves what shards and operators ask of the coordinator
 coordinator_client.py How operators and shards call the coordinator
 data_service.py     Serves pushes and pulls
+feed_methods.py     The methods of FeedService, which shards and relays serve alike
 feed_service.py     Serves readers that follow a job while it trains
 grpc_port.py        The gRPC port of a server process: how it is bound and started
 health.py           Serves the health of each server, and reflection

@@ -8,55 +8,37 @@ import grpc
 
 from ps_protocol.messages import editions, rows
 from ps_protocol.messages.envelope import Origin
-from ps_protocol.v1 import feed_pb2
-from ps_runtime.pools import Pool
 from ps_server.core.thread_shares import MOST_OF_A_POOL
-from ps_server.rpc.call_limits import caller_name, check_job, in_pool
+from ps_server.rpc.call_limits import caller_name, check_job
+from ps_server.rpc.feed_methods import FeedMethods
 from ps_server.rpc.streams import GrpcCall, PullStream, Send
 from ps_server.shard.row_feeds import RowFeeds
 from ps_server.shard.shard import Shard
 from ps_server.shard.weight_feeds import WeightFeeds
 
 
-class FeedService:
-    """Feeds of rows and of weights, with identity serializers: protobuf never sees a payload."""
-
-    NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
+class FeedService(FeedMethods):
+    """Feeds of rows and of weights."""
 
     def __init__(self, shard: Shard, origin: Origin, threads: int = MOST_OF_A_POOL) -> None:
         """threads: of each of its pools"""
+        super().__init__(threads, "watch-rows")
         self._shard, self._origin = shard, origin
         self._feeds: RowFeeds = shard.feeds
         self._weights: WeightFeeds = shard.weight_feeds
-        self.senders = Pool(threads, "feed")
-        self._pool = Pool(threads, "watch-rows")
-        streams = {"WatchRows": self._watch_rows, "PullEdition": self._pull_edition}
-        self._handlers = {
-            name: grpc.unary_stream_rpc_method_handler(in_pool(behaviour, self._pool, non_blocking=True))
-            for name, behaviour in streams.items()
-        } | {"DescribeWeights": grpc.unary_unary_rpc_method_handler(in_pool(self._describe_weights, self._pool))}
 
-    def register(self, server: grpc.Server) -> None:
-        """Adds the methods to a server."""
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
-
-    def stop(self) -> None:
-        """Ends the threads after what they are doing."""
-        for pool in (self._pool, self.senders):
-            pool.shutdown(wait=True)
-
-    def _watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         watch = rows.read_watch(request)
         check_job(watch.job)
         write = partial(rows.write_feed_part, self._origin.of(self._shard.run_of(watch.job)))
         self._feeds.watch(watch, PullStream(send, GrpcCall(context), self.senders, write), caller_name())
 
-    def _describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         asked = editions.read_weights_asked(request)
         check_job(asked.job)
         return editions.write_weights_here(self._origin, self._weights.describe(asked))
 
-    def _pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = editions.read_edition_call(request)
         check_job(call.job)
         write = partial(editions.write_edition_part, self._origin.of(self._shard.run_of(call.job)))

@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import threading
+from collections.abc import Callable, Iterable
 
 import grpc
 
@@ -18,6 +19,7 @@ from ps_server.core.thread_shares import ThreadShares, thread_shares
 
 log = logging.getLogger("ps_server")
 
+STOP_GRACE_SECONDS = 2.0
 _OTHER_THREADS = 128  # that no pool of calls has, beside sites and connections: gRPC's own, timers, disks, checkpoints
 
 _starting = threading.Lock()  # so that threads which come meanwhile are of one server
@@ -36,6 +38,20 @@ def start_grpc(server: grpc.Server) -> list[threading.Thread]:
         except RuntimeError as error:
             raise TryLater(f"gRPC's thread cannot be had in this process: {error}") from None
         return [thread for thread in threading.enumerate() if thread not in before and "_serve" in thread.name]
+
+
+def stop_grpc(server: grpc.Server, stops: Iterable[Callable[[], None]], last: Iterable[Callable[[], None]]) -> None:
+    """Admits no more calls, and ends what carries them out.
+
+    stops: end what calls may wait for
+    last:  end what calls use until they are over
+    """
+    stopped = server.stop(STOP_GRACE_SECONDS)
+    for stop in stops:
+        stop()
+    stopped.wait()
+    for stop in last:
+        stop()
 
 
 def bind(server: grpc.Server, host: str, port: int, tls: Tls | None) -> int:

@@ -13,52 +13,36 @@ from ps_protocol.errors import Unsupported
 from ps_protocol.job import JobSpec
 from ps_protocol.messages import editions
 from ps_protocol.messages.envelope import Origin
-from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, feed_pb2, shard_pb2
-from ps_runtime.pools import Pool
+from ps_protocol.v1 import cluster_pb2, cluster_pb2_grpc, shard_pb2
 from ps_runtime.version import version
 from ps_server.relay.followed import FollowedJob
 from ps_server.relay.relayed import Relayed
 from ps_server.rpc.call_limits import caller_name, check_job, in_pool, may_see
+from ps_server.rpc.feed_methods import FeedMethods
 from ps_server.rpc.streams import GrpcCall, PullStream, Send
 
 
-class RelayFeedService:
-    """Editions, with identity serializers: protobuf never sees a payload."""
-
-    NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
+class RelayFeedService(FeedMethods):
+    """Editions; a relay has no rows."""
 
     def __init__(self, relayed: Relayed, origin: Origin, threads: int) -> None:
         """threads: of each of its pools"""
+        super().__init__(threads, "relay")
         self._relayed, self._origin = relayed, origin
-        self._senders, self._pool = Pool(threads, "feed"), Pool(threads, "relay")
-        streams = {"WatchRows": self._watch_rows, "PullEdition": self._pull_edition}
-        self._handlers = {
-            name: grpc.unary_stream_rpc_method_handler(in_pool(behaviour, self._pool, non_blocking=True))
-            for name, behaviour in streams.items()
-        } | {"DescribeWeights": grpc.unary_unary_rpc_method_handler(in_pool(self._describe_weights, self._pool))}
 
-    def register(self, server: grpc.Server) -> None:
-        """Adds the methods to a server."""
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.NAME, self._handlers),))
-
-    def stop(self) -> None:
-        """Ends the threads after what they are doing."""
-        for pool in (self._pool, self._senders):
-            pool.shutdown(wait=True)
-
-    def _watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> NoReturn:
+    def watch_rows(self, request: bytes, context: grpc.ServicerContext, send: Send) -> NoReturn:
         raise Unsupported("a relay has no rows of tables: follow them at the servers")
 
-    def _describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def describe_weights(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         asked = editions.read_weights_asked(request)
         check_job(asked.job)
         return editions.write_weights_here(self._origin, self._relayed.describe(asked))
 
-    def _pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
+    def pull_edition(self, request: bytes, context: grpc.ServicerContext, send: Send) -> None:
         call = editions.read_edition_call(request)
         check_job(call.job)
         write = partial(editions.write_edition_part, self._origin.of(call.run))
-        self._relayed.pull(call, PullStream(send, GrpcCall(context), self._senders, write), caller_name())
+        self._relayed.pull(call, PullStream(send, GrpcCall(context), self.senders, write), caller_name())
 
 
 class RelayClusterService(cluster_pb2_grpc.ClusterServiceServicer):  # type: ignore[misc,unused-ignore]

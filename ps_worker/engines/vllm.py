@@ -110,7 +110,7 @@ class FeedTransferEngine(WeightTransferEngine[FollowInfo, WantedVersion]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Raises NotImplementedError: the servers send the weights, and the trainer does nothing."""
+        """Raises NotImplementedError. vLLM has this for trainers that send weights; here the servers send them."""
         raise NotImplementedError("parameter servers send the weights: the trainer has nothing to do")
 
     def _end_update(self) -> None:

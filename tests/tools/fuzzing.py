@@ -112,9 +112,9 @@ class Target:
             "PushRows": lambda raw: data._push_rows(raw, _Context()),  # type: ignore[arg-type]
             "ExchangeRows": lambda raw: data._exchange_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullRows": lambda raw: data._pull_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
-            "WatchRows": lambda raw: feeds._watch_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
-            "DescribeWeights": lambda raw: feeds._describe_weights(raw, _Context()),  # type: ignore[arg-type]
-            "PullEdition": lambda raw: feeds._pull_edition(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "WatchRows": lambda raw: feeds.watch_rows(raw, _Context(), _ignore),  # type: ignore[arg-type]
+            "DescribeWeights": lambda raw: feeds.describe_weights(raw, _Context()),  # type: ignore[arg-type]
+            "PullEdition": lambda raw: feeds.pull_edition(raw, _Context(), _ignore),  # type: ignore[arg-type]
             "PullTable": lambda raw: data._pull_table(raw, _Context(), _ignore),  # type: ignore[arg-type]
         }
         services = [
