@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import ps_torch
-from ps_torch import LimitExceeded, NonFiniteGradient, Session
+from ps_torch import LimitExceeded, NonFiniteGradient, PSError, Session
 from tests.scripts.train_with_state import Noisy, hold
+from tests.tools.cluster import until
 
 ROWS = 16
 LOST_STEP = 3
@@ -120,14 +122,18 @@ def refuse_assignments(session: Session) -> None:
     connection.assign = refuse
 
 
-def lose_place(session: Session, when: str) -> None:
-    """Has the next step meet the loss of the place on this member alone, before its pushes leave or after."""
+def lose_place(session: Session, when: str, all_have_pushed: Callable[[], None]) -> None:
+    """Has this member alone lose its place in its next step: before its pushes leave, or after those of all members."""
     participation = participation_of(session)
     connection = participation.connection
-    push_pull = connection.push_pull
+    push_pull, settle = connection.push_pull, connection.settle
     if when == "end":
         participation.members._join_again(connection.place)
         return
+
+    def cut_off() -> PSError:
+        settle()
+        return PSError("the weights are lost on their way")
 
     def losing(*given: Any, **more: Any) -> Any:
         if when == "before":
@@ -135,11 +141,28 @@ def lose_place(session: Session, when: str) -> None:
         made = push_pull(*given, **more)
         if when == "after":
             wait(made[0])
+            all_have_pushed()
             participation.members._join_again(connection.place)
+            connection.settle = cut_off  # the weights may be there: they would end the step
         return made
 
     if when:
         connection.push_pull = losing
+
+
+def say_pushed(session: Session, said: Path) -> None:
+    """Leaves a file once the shards have all that the next step of this member pushes."""
+    connection = participation_of(session).connection
+    push_pull = connection.push_pull
+
+    def saying(*given: Any, **more: Any) -> Any:
+        connection.push_pull = push_pull
+        made = push_pull(*given, **more)
+        wait(made[0])
+        said.touch()
+        return made
+
+    connection.push_pull = saying
 
 
 class Member:
@@ -222,7 +245,9 @@ class Member:
                 clip_by_data(self.model, options.clip)
             loser = options.groups - 1, 0 if options.loses == "end" else 1
             if session is not None and step == LOST_STEP and (self.group, self.member) == loser:
-                lose_place(session, options.loses)
+                lose_place(session, options.loses, self.others_have_pushed)
+            elif session is not None and step == LOST_STEP and options.loses == "after":
+                say_pushed(session, self.directory / f"pushed-{self.group}-{self.member}")
             if session is not None and step == options.unassigned and (self.group, self.member) == (0, 1):
                 self.model[0].weight.to_local().data.add_(1e-7)
                 refuse_assignments(session)
@@ -233,6 +258,11 @@ class Member:
             except (NonFiniteGradient, LimitExceeded) as error:
                 (self.directory / f"refused-{self.group}-{self.member}").write_text(str(error))
             self.optimizer.zero_grad()
+
+    def others_have_pushed(self) -> None:
+        """Waits until the shards have all that the other processes push of a step."""
+        others = self.options.groups * self.options.members - 1
+        until(lambda: len(list(self.directory.glob("pushed-*"))) == others, "the other members' pushes")
 
     def pause_at(self, clock: int) -> None:
         if clock in self.options.holds:

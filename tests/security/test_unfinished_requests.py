@@ -149,16 +149,12 @@ def test_exchanges_and_values_that_lack_their_end_keep_none_of_another_job_waiti
         assert statistics.median(took) < EXCHANGE_PATIENCE, "it waits until no attacker has made room"
 
 
-def is_calm(victim: Victim, attacks: list[Unfinished], calls: int, told_at_once: float = 0.0) -> bool:
-    """Watches for some seconds; returns whether each call was begun again no more than once in five seconds.
-
-    told_at_once: calls that may be begun beside these, in a second
-    """
+def is_calm(victim: Victim, attacks: list[Unfinished], calls: int) -> bool:
+    """Watches for some seconds; returns whether each call was begun again no more than once in five seconds."""
     began, begun = time.monotonic(), sum(attack.begun for attack in attacks)
     while (took := time.monotonic() - began) < WATCHED_SECONDS:
         victim.beat()
-    again = sum(attack.begun for attack in attacks) - begun
-    return again <= calls * (1 + took / HELD_SECONDS) + told_at_once * (took + 1)
+    return sum(attack.begun for attack in attacks) - begun <= calls * (1 + took / HELD_SECONDS)
 
 
 @pytest.mark.parametrize("path", [EXCHANGE, PUSH, REGISTER, HEARTBEAT])
@@ -174,9 +170,14 @@ def test_calls_of_which_too_many_are_unfinished_wait_and_are_not_told_to_come_ag
 
 
 def test_strangers_are_refused_later_where_they_come_in_a_flood(victim: Victim) -> None:
+    """Each call is measured, from before the server can know of it: on a busy machine it only lasts longer."""
+    began = time.monotonic()
     with Unfinished(victim.address, (PUSH,), 1000, 900, calls=CROWD, token="unknown") as attack:
-        until(lambda: victim.beat() and attack.ended >= CROWD, "the first of them are refused")
-        assert is_calm(victim, [attack], CROWD, TOLD_AT_ONCE)
+        until(lambda: victim.beat() and len(attack.lasted) > 2 * CROWD, "each is refused twice")
+    took = time.monotonic() - began
+    at_once = sum(seconds < HELD_SECONDS for seconds in attack.lasted)
+    assert at_once <= TOLD_AT_ONCE * (took + 1)
+    assert at_once < len(attack.lasted)
 
 
 def test_calls_of_a_worker_whose_threads_are_taken_leave_nothing_behind_on_its_connection(

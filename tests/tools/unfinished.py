@@ -12,6 +12,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -47,6 +48,7 @@ class _Stream:
     window: int
     left: int
     is_begun: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Unfinished:
         self._size, self._sent_size = size, max(0, size + 5 - kept_back) if kept_back <= size else 0
         self._calls, self._piece, self._filled, self._cancels = calls, piece, filled, cancels
         self.begun = 0
-        self.ended = 0
+        self.lasted: list[float] = []  # seconds, of each call that was answered
         self.sent_bytes = 0
         host, _, port = address.rpartition(":")
         self._connections = [
@@ -205,10 +207,12 @@ class Unfinished:
                 connection.window += grown
             elif number in connection.streams:
                 connection.streams[number].window += grown
-        elif number in connection.streams and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
+        elif number in connection.streams and kind == HEADERS and flags & END_STREAM:
+            self.lasted.append(time.monotonic() - connection.streams[number].since)
+            self._end(connection, number)
+        elif number in connection.streams and kind == RST_STREAM:  # by gRPC: calls that have ended count for a while
             self._end(connection, number)
 
     def _end(self, connection: _Connection, number: int) -> None:
         del connection.streams[number]
-        self.ended += 1
         self._begin(connection)
