@@ -178,7 +178,7 @@ class EditionSender:
                 return
             self._begun = True
         if error is not None:
-            self.outbox.fail(anew(error))
+            self._fail(anew(error))
         else:
             self._left = sorted(self._wanted.pieces, reverse=True)
             self.outbox.lend(partial(self._head, self._edition))
@@ -189,7 +189,7 @@ class EditionSender:
         try:
             trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
         except PSError as error:
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
@@ -211,7 +211,7 @@ class EditionSender:
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         base = self._bases.get(copied.index)
@@ -231,6 +231,12 @@ class EditionSender:
         """Ends the feed with an error."""
         with self._lock:
             self._begun = True
+        self._fail(error)
+
+    def _fail(self, error: PSError) -> None:
+        """Ends the stream with an error. This call counts no more then: a reader that is told may ask again at once."""
+        # The outbox calls it, too, but later than that where the error comes before `pull` has returned.
+        self.forget()
         self.outbox.fail(error)
 
     def forget(self) -> None:

@@ -575,6 +575,30 @@ def test_a_reader_that_is_told_the_end_counts_no_more() -> None:
         feeding.pull(0)
 
 
+def test_a_reader_that_is_refused_counts_no_more_when_it_is_told() -> None:
+    feeding = Feeding(limit=1).begin()
+    feeding.step()
+    for _ in range(3):  # as one does that asks again as soon as it is told, before the call of before is closed
+        assert isinstance(feeding.pull(0).error, OutOfOrder)
+    assert feeding.pull(1).edition() == (1, [1.0] * CELLS)
+
+
+def test_a_reader_whose_edition_is_given_up_counts_no_more_when_it_is_told() -> None:
+    feeding = Feeding(limit=3).begin()
+    slow = [feeding.pull(0)]
+    feeding.step()
+    slow.append(feeding.pull(1))
+    feeding.step()
+    feeding.pass_time(HELD_SECONDS + 1)
+    feeding.pull(2).edition()
+    slow[0].take()
+    assert isinstance(slow[0].error, TryLater)
+    for _ in range(2):  # the second beside that of 1 alone
+        feeding.pull(2)
+    with pytest.raises(LimitExceeded):
+        feeding.pull(2)
+
+
 def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     feeding = Feeding().begin()
     monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
