@@ -18,6 +18,7 @@ from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
 from ps_server.relay.receiving import EditionRoom
 from ps_server.relay.sending import RelaySender
@@ -108,6 +109,15 @@ class FollowedJob:
         with self._lock:
             readers = {reader for kept in self._kept for reader in kept.readers}
             return [each.caller for each in (*self._waiting, *readers)]
+
+    @property
+    def figures(self) -> FeedFigures:
+        """How it is read, for people who watch."""
+        kept = self.newest
+        version, age = (None, 0.0) if kept is None else (kept.arrays.version, kept.age())
+        behind = 0 if version is None else max(0, self.latest - version)
+        sent = self.sent_bytes, self.sent_elements, str(self.trouble or "")
+        return FeedFigures(len(self.callers()), version, age, behind, self.nbytes, *sent)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.

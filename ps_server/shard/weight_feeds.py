@@ -82,6 +82,9 @@ class EditionSource(Protocol):
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole."""
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it. None: it got none"""
 
@@ -128,6 +131,10 @@ class JobSource:
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole."""
         return self.job.editions.change(piece, base, new)
+
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+        self.job.editions.tally.sent(size, whole)
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it."""
@@ -219,6 +226,7 @@ class EditionSender:
         about = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
         yield Lent(EditionPart(now, bucket=sent), None)
+        self._source.sent(len(sent.payload), len(copied.payload))
         self._lend_next(edition)
 
     def tick(self, now: float) -> None:
