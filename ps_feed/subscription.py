@@ -33,8 +33,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from ps_feed.edition import Arriving, Contents, Damaged, EditionArrays
+from ps_feed.edition_client import ShardReader, cluster
 from ps_feed.pace import UpdatesAhead
-from ps_feed.shard import ShardReader, cluster
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,

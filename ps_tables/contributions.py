@@ -11,7 +11,7 @@ import torch
 
 from ps_protocol.row_ids import Ids, Which
 from ps_tables.distinct import distinct
-from ps_tables.sums import add_rows
+from ps_tables.row_sums import add_rows
 
 Counts = npt.NDArray[np.int64]
 

@@ -6,7 +6,7 @@ runs.py         The identity of each run of a job
 coordinated_job.py A job, as its coordinator knows it: all that happens to it is a method of it
 members.py      The live workers of one job, and which of them each shard counts
 joins.py        Joins of one job: those that wait while others are being counted on the shards go together
-together.py     Work that costs as much for many callers as for one
+coalesced.py    Work that costs as much for many callers as for one
 removals.py     Workers that are gone, and that shards may still count
 lifecycle.py    What a job is in the middle of, and whether it is over
 watchers.py     The workers that watch the roster of one job

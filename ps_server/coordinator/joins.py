@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from ps_protocol.errors import PSError
 from ps_protocol.messages.workers import JoinRequest
 from ps_server.coordinator.cluster import Registry
+from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.job_data import JobData
 from ps_server.coordinator.lifecycle import Lifecycle
 from ps_server.coordinator.members import JobMembers, Joined, Reservation
-from ps_server.coordinator.together import Together
 from ps_server.core.accounting import StepAccounting
 from ps_server.core.membership import WORKERS_A_CALL, Member
 

@@ -26,7 +26,7 @@ from ps_server.core.named_values import GoodValues
 from ps_server.core.placement import Place
 from ps_tables.beginning import decoded, row_columns
 from ps_tables.contributions import RowGradients, RowValues
-from ps_tables.sums import are_finite
+from ps_tables.row_sums import are_finite
 
 
 class RowChecker:

@@ -21,8 +21,8 @@ from ps_runtime.background import guarded
 from ps_runtime.memory import free_bytes
 from ps_server.relay.kept import KeptEdition, Reader
 from ps_server.relay.sending import RelaySender
-from ps_server.shard.changes import BucketChanges
 from ps_server.shard.outbox import Outbox
+from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace

@@ -15,7 +15,7 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.receiving import RoomySubscription
+from ps_server.relay.room import RoomySubscription
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from ps_feed.shard import cluster
+from ps_feed.edition_client import cluster
 from ps_protocol.errors import PSError, TryLater, anew
 from ps_runtime.background import guarded, start
 from ps_runtime.credentials import Access

@@ -4,8 +4,8 @@ A bucket is copied as a checkpoint's is: by the thread that steps it, at the mom
 that a reader has asked for. A bucket that is there already is copied by the thread that asks. Where workers share no
 clock, all buckets are copied as they are, by the thread that asks. Nothing is copied unless a reader asks.
 
-Who has an older version may get what changed since (changes.py). As long as somebody follows the job who wants that,
-the newest edition stays.
+Who has an older version may get what changed since (shared_changes.py). As long as somebody who wants that follows the
+job, the newest edition stays.
 
 What readers have asked for of a job that ends is copied as it is then: its last weights (last_weights.py).
 
@@ -34,7 +34,7 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
-from ps_server.shard.changes import BucketChanges
+from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
 KEPT_SECONDS = 10.0  # for which an edition that nobody reads is kept for others

@@ -1,7 +1,7 @@
 """Feeds of rows: each reader is sent what changed in a table, round after round.
 
 A message is made when the one before has left, from the table as it is then. So a reader that reads slowly gets fewer
-rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changes.py).
+rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changed_rows.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
 _SIZES = (4, 8, 8)  # bytes of the fields

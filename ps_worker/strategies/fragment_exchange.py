@@ -25,7 +25,7 @@ from ps_worker.model.flat import FlatModel
 from ps_worker.model.local_round import LocalRound
 from ps_worker.state.ending import undisturbed
 from ps_worker.state.inner import InnerStates
-from ps_worker.state.sender import LEAVING_SECONDS
+from ps_worker.state.state_sender import LEAVING_SECONDS
 from ps_worker.strategies.job_training import JobTraining
 from ps_worker.strategies.sent_step import SentStep, count_step
 from ps_worker.strategies.unfinished import Unfinished

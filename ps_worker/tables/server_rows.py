@@ -18,8 +18,8 @@ from ps_protocol.job import NonFinite
 from ps_protocol.row_ids import Ids, shards_of
 from ps_protocol.tables import MAX_PUSHED_BYTES, JobTable, assigned_bytes
 from ps_tables.contributions import RowGradients, RowValues
+from ps_tables.row_sums import are_finite
 from ps_tables.saved import saved_rows
-from ps_tables.sums import are_finite
 from ps_worker.tables.ahead import Batch, RowsAhead
 from ps_worker.tables.assigned import Assigned, AssignedRows
 from ps_worker.tables.given_rows import GivenRows

@@ -240,7 +240,7 @@ def test_while_a_job_has_a_new_run_without_an_edition_the_one_before_is_not_the_
 def test_without_memory_for_an_edition_none_is_received(
     near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.receiving.free_bytes"
+    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.room.free_bytes"
     monkeypatch.setattr(free, lambda: 999)
     until(lambda: ask(near, path)[0] == 429, "that it is refused")
     status, headers, text = ask(near, path)

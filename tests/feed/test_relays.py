@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ps_torch as ps
-from ps_feed.shard import cluster as known_at
+from ps_feed.edition_client import cluster as known_at
 from ps_protocol.errors import (
     Forbidden,
     InvalidRequest,

@@ -196,7 +196,7 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
             spoilt.append(itemsize)
             return encode_change(base, bytes(len(new)), itemsize)
 
-        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
         trainer.step()
         assert trainer.has(feed.wait_for(1).state_dict(), 1)
         received = feed._subscription.received
