@@ -252,7 +252,7 @@ def test_without_memory_for_an_edition_none_is_received(
     followed = near.relayed.followed()[0]
 
     def is_held() -> bool:
-        trainer.steps()  # one edition may be under way
+        trainer.step()  # one edition may be under way
         return isinstance(followed.trouble, LimitExceeded)
 
     until(is_held, "that no more is received", every=0.1)
@@ -260,7 +260,7 @@ def test_without_memory_for_an_edition_none_is_received(
     assert held[0] == 200, "the last one is there"
     assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
     monkeypatch.setattr(free, lambda: None)  # unknown
-    newest(near, job, trainer.steps())
+    newest(near, job, trainer.step())
 
 
 def test_an_answer_that_cannot_be_made_holds_nothing(
