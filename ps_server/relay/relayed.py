@@ -1,4 +1,4 @@
-"""The jobs of a relay: each is followed while somebody reads it, and for a while after that; some always."""
+"""The jobs of a relay. Each is followed while somebody reads it and for IDLE_SECONDS after; named jobs are always."""
 
 from __future__ import annotations
 

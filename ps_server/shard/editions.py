@@ -328,7 +328,10 @@ class Editions:
                 self._note_waiting()
 
     def tick(self, now: float) -> None:
-        """Forgets what nobody has read for a while."""
+        """Drops editions, and the changes between them, that no reader has used for KEPT_SECONDS.
+
+        The newest edition stays as long as a reader that asks for changes follows the job.
+        """
         if not self._kept and not self._pieces:
             return
         with self._lock:
