@@ -1,9 +1,9 @@
-"""One job in one wire format: what a relay has of it, and who reads that.
+"""One job in one wire format: the editions of it that a relay keeps, and their readers.
 
-The last `MOST` editions are kept, and the newest is sent to whoever asks for its version or a lower one. Where both are
-being read, a newer one waits until one of them is given back; readers that are so slow that they hold one up for
+A relay keeps the last `MOST` editions. It sends the newest to each reader that asks for its version or a lower one.
+While both are being read, a newer edition waits until one of them is given back. Readers that hold it up for
 `HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
-one that is being received; and what changed between some of these, which takes as much as one more.
+one that is being received. The changes between some of these take at most as much as one more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
 from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
-from ps_server.relay.receiving import EditionRoom
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
-from ps_server.shard.changes import BucketChanges
 from ps_server.shard.outbox import Outbox
+from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
 HELD_SECONDS = 30.0  # for which readers may hold an edition that a newer one waits to replace

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ps_feed.edition import EditionArrays
-from ps_feed.tensor_file import TensorFile
+from ps_feed.edition_file import TensorFile
 from ps_protocol.errors import PSError
 from ps_protocol.messages.editions import EditionBucket
 

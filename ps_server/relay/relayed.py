@@ -1,4 +1,4 @@
-"""The jobs of a relay: each is followed while somebody reads it, and for a while after that; some always."""
+"""The jobs of a relay. Each is followed while somebody reads it and for IDLE_SECONDS after; named jobs are always."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.receiving import EditionRoom
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ps_protocol.errors import InvalidRequest, PSError
 from ps_protocol.tensors import TORCH_DTYPES
-from ps_worker.subscription import WeightFeed, subscribe
+from ps_worker.followed_model import WeightFeed, subscribe
 
 LARGEST_REQUEST = 2**20  # bytes
 MOST_TOKENS = 4096  # of an answer

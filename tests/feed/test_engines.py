@@ -31,7 +31,7 @@ from ps_feed.edition import Contents
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
-from ps_worker.edition import Edition
+from ps_worker.edition_tensors import Edition
 from tests.tools.cluster import Cluster, in_parallel, until
 from tests.tools.launching import ROOT
 from tests.tools.remembering_trainer import RememberingTrainer

@@ -15,7 +15,7 @@ from ps_feed.edition import EditionArrays
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.messages.editions import EditionCall, EditionPart
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.receiving import EditionRoom
+from ps_server.relay.room import EditionRoom
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
 

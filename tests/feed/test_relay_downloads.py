@@ -243,7 +243,7 @@ def test_while_a_job_has_a_new_run_without_an_edition_the_one_before_is_not_the_
 def test_without_memory_for_an_edition_none_is_received(
     near: RelayServer, job: str, trainer: FollowedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.receiving.free_bytes"
+    path, free = f"/jobs/{job}/latest.safetensors", "ps_server.relay.room.free_bytes"
     monkeypatch.setattr(free, lambda: 999)
     until(lambda: ask(near, path)[0] == 429, "that it is refused")
     status, headers, text = ask(near, path)
@@ -255,7 +255,7 @@ def test_without_memory_for_an_edition_none_is_received(
     followed = near.relayed.followed()[0]
 
     def is_held() -> bool:
-        trainer.steps()  # one edition may be under way
+        trainer.step()  # one edition may be under way
         return isinstance(followed.trouble, LimitExceeded)
 
     until(is_held, "that no more is received", every=0.1)
@@ -263,7 +263,7 @@ def test_without_memory_for_an_edition_none_is_received(
     assert held[0] == 200, "the last one is there"
     assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
     monkeypatch.setattr(free, lambda: None)  # unknown
-    newest(near, job, trainer.steps())
+    newest(near, job, trainer.step())
 
 
 def test_editions_that_arrive_at_the_same_time_do_not_count_on_the_same_memory(
@@ -281,7 +281,7 @@ def test_editions_that_arrive_at_the_same_time_do_not_count_on_the_same_memory(
             goes_on.wait(60)
         take(self, sent, timeline, what)
 
-    monkeypatch.setattr("ps_server.relay.receiving.free_bytes", lambda: free[0])
+    monkeypatch.setattr("ps_server.relay.room.free_bytes", lambda: free[0])
     try:
         with monkeypatch.context() as patched:
             patched.setattr(Arriving, "take", slow)
@@ -298,7 +298,7 @@ def test_editions_that_arrive_at_the_same_time_do_not_count_on_the_same_memory(
         goes_on.set()
     until(lambda: whole.newest is not None, "the one that was slow")
     free[0] = both - 1
-    last = trainer.steps()
+    last = trainer.step()
     until(lambda: {each.describe(False).lowest for each in (whole, narrow)} == {last}, "one after the other")
 
 

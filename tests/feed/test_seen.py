@@ -57,7 +57,7 @@ def test_status_says_in_one_line_how_a_job_is_read(shared: Cluster, job: str, tr
 def test_status_says_what_changes_have_saved(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
     with ps.subscribe(shared.address, job, changes=True, wire="bfloat16") as feed:
         for _ in range(6):
-            feed.wait_for(trainer.steps())
+            feed.wait_for(trainer.step())
         until(lambda: " in place of " in shown(shared, job), "that less was sent than there is")
 
 
@@ -75,7 +75,7 @@ def test_status_says_why_readers_get_no_newer_weights(
         refused = f'ps_edition_refused_total{{job="{job}",reason="no_room"}}'
         assert sum(found.get(refused, 0) for found in metrics) > 0
         monkeypatch.undo()
-        feed.wait_for(trainer.steps())
+        feed.wait_for(trainer.step())
         until(lambda: "no room" not in shown(shared, job), "that it is over")
 
 
@@ -131,7 +131,7 @@ def test_an_edition_that_could_not_be_received_keeps_no_memory(
         feed.wait_for()
         with monkeypatch.context() as patched:
             patched.setattr(Arriving, "take", breaks)
-            trainer.steps()
+            trainer.step()
             until(lambda: isinstance(feed.trouble, LimitExceeded), "the trouble")
             feed.close()
         gc.collect()

@@ -7,7 +7,6 @@ import copy
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,8 @@ from ps_protocol.messages.editions import WeightsAsked
 from ps_server.shard.shard import Shard
 from tests.tools.cases import cases
 from tests.tools.cluster import Cluster, until
+from tests.tools.followed_trainer import rebuilding_loss
+from tests.tools.remembering_trainer import RememberingTrainer, in_background
 from tests.tools.rollbacks import QUICK
 
 
@@ -47,48 +48,19 @@ class Model(nn.Module):
         return self.last(torch.tanh(self.first(x))) + self.tied(self.first(x))  # type: ignore[no-any-return]
 
 
-class Trainer:
-    """A worker that trains the model, and remembers its weights by clock."""
+class Trainer(RememberingTrainer[Model]):
+    """Trains the model in a session with Adam."""
 
     def __init__(self, session: ps.Session, bucket_bytes: int = 1024) -> None:
-        self.session, own = session, Model()
+        own = Model()
         optimizer = torch.optim.Adam([each for each in own.parameters() if each.requires_grad], lr=0.01)
-        self.model, self._optimizer = session.prepare(own, optimizer, bucket_bytes=bucket_bytes)
-        self.past: dict[int, dict[str, torch.Tensor]] = {}
-        self._remember()
-
-    def _remember(self) -> None:
-        self.past[self.session.clock] = copy.deepcopy(self.model.state_dict())
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        x = torch.randn(4, 20)
-        (self.model(x) - x).square().sum().backward()
-        self._optimizer.step()
-        self._remember()
-
-    def steps(self, count: int) -> int:
-        for _ in range(count):
-            self.step()
-        return self.session.clock
-
-    def has(self, state: dict[str, torch.Tensor], version: int) -> bool:
-        """Whether these were the weights at a clock, to the bit."""
-        expected = self.past[version]
-        names = expected.keys() - {"tied.weight"}  # the job has it under its other name
-        return state.keys() == names and all(torch.equal(state[name], expected[name]) for name in names)
+        super().__init__(session, own, rebuilding_loss, optimizer, bucket_bytes=bucket_bytes)
 
 
 @pytest.fixture
 def trainer(shared: Cluster, job: str) -> Iterator[Trainer]:
     with shared.connect("sync", job=job) as session:
         yield Trainer(session)
-
-
-def in_background(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize("mode", cases(["sync", "local:2/2"], ["local:2"]))
@@ -196,7 +168,7 @@ def test_a_damaged_edition_is_dropped_and_asked_for_whole(
             spoilt.append(itemsize)
             return encode_change(base, bytes(len(new)), itemsize)
 
-        monkeypatch.setattr("ps_server.shard.changes.encode_change", spoil)
+        monkeypatch.setattr("ps_server.shard.shared_changes.encode_change", spoil)
         trainer.step()
         assert trainer.has(feed.wait_for(1).state_dict(), 1)
         received = feed._subscription.received

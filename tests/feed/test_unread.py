@@ -55,7 +55,7 @@ def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each
     [server] = servers.says(r"ps-server: ready at (\S+) \(\d shards?\)\n")
     with ps.connect(server, "sync", rank=0, world_size=1) as session:
         trainer = FollowedTrainer(session, BUCKET_BYTES, WIDTH)
-        trainer.steps()
+        trainer.step()
         [shard] = status.fetch(server)["shards"]
         size = sum(each.nbytes for each in trainer.model.state_dict().values())
         before = resident(shard["pid"])
@@ -66,19 +66,19 @@ def test_a_thousand_readers_that_never_read_take_two_editions_and_a_message_each
             run = read_weights_here(describe(write_weights_asked(WeightsAsked("default")))).run
             for number, channel in enumerate(channels):
                 if number == len(channels) // 2:  # the second half holds another edition
-                    trainer.steps()
+                    trainer.step()
                 call = EditionCall("default", run, 0, session.clock, "float32", ())
                 pull = channel.unary_stream(f"{SERVICE}/PullEdition")
                 unread += [pull(write_edition_call(call), timeout=600) for _ in range(OF_A_CONNECTION)]
             until(lambda: readers(server) == READERS, "that all have an edition")
             for _ in range(3):
                 began = time.monotonic()
-                trainer.steps()
+                trainer.step()
                 assert time.monotonic() - began < SLOWEST_STEP_SECONDS
             most = 2 * size + READERS * A_READER_BYTES
             assert resident(shard["pid"]) - before < most
             with ps.subscribe(server) as feed:  # it is served once those who hold both editions are cut off
-                last = trainer.steps()
+                last = trainer.step()
                 edition = feed.wait_for(last)
                 assert trainer.has(edition.state_dict(), edition.version)
             until(lambda: readers(server) == 0, "that all are cut off")

@@ -51,7 +51,8 @@ def loss(model: Any) -> torch.Tensor:
 @pytest.fixture
 def trainer(shared: Cluster, job: str) -> Iterator[RememberingTrainer[Any]]:
     with shared.connect("sync", job=job) as session:
-        yield RememberingTrainer(session, make_llama(), loss, lr=0.5)
+        own = make_llama()
+        yield RememberingTrainer(session, own, loss, torch.optim.SGD(own.parameters(), lr=0.5))
 
 
 def ask(port: int, path: str, body: Any = None) -> tuple[int, int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What shards are asked for editions, over gRPC: one of them, or all at the same time."""
+"""The gRPC calls that fetch editions: a coordinator lists its shards and jobs, and shards send their buckets."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import nn
 from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, Unreachable
 from ps_worker.config import check, reading_from
-from ps_worker.edition import Edition, MadeOf
+from ps_worker.edition_tensors import Edition, MadeOf
 
 M = TypeVar("M", bound=nn.Module)
 LOOK_SECONDS = 0.01  # between two looks for a newer edition in `async for`

@@ -1,4 +1,4 @@
-"""The memory into which a relay receives: an edition only where there is room for it."""
+"""The memory into which a relay receives: an edition only if there is room for it, so that the relay is not killed."""
 
 from __future__ import annotations
 
