@@ -189,6 +189,12 @@ class Subscription:
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
 
     @property
+    def is_left(self) -> bool:
+        """Whether the job has left the newest edition: it went back to a checkpoint, or another run has its name."""
+        edition = self._edition
+        return edition is not None and (edition.run, edition.timeline) != self._series
+
+    @property
     def latest(self) -> int:
         """The highest version that shards have told of."""
         return self._told
@@ -504,10 +510,10 @@ class Subscription:
             self._heard_of(told)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
-            if self._told < least:
+            if before is not None and self._told <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)
-            elif self._told < version and self._is_idle():
+            elif least <= self._told < version and self._is_idle():
                 raise _StandsStill
 
         try:
@@ -532,6 +538,11 @@ class Subscription:
         """Hands out an edition. is_last: none follows; who sees the end sees the edition, too"""
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
+        if before is not None and before.run != edition.run:
+            log.warning(
+                "another run of job %s has begun: version %d takes the place of %d",
+                *(self._job, edition.version, self.version),
+            )
         if is_restored:
             log.warning(
                 "job %s was rolled back to a checkpoint: version %d takes the place of %d",
