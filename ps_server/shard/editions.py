@@ -400,7 +400,7 @@ class Editions:
 
         readers: that have an edition or wait for one; lowest: the lowest version of the job's buckets now
         """
-        if self.followed(now) is None:
+        if not self._kept and now - self._followed > KEPT_SECONDS:
             return None
         return self.tally.figures(readers, lowest, self.nbytes, now)
 
