@@ -55,6 +55,7 @@ class FollowedJob:
         self._subscribe, self._room, self._clock = subscribe, room, clock
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
+        self._pending_equal = 0.0  # when that was last known to be what the shards have
         self._waiting: set[RelaySender] = set()
         self._following = threading.Lock()  # held while another subscription is made; taken before the other
         self._lock = threading.Lock()
@@ -276,7 +277,7 @@ class FollowedJob:
             self.ended_at = self._clock() if subscription.ended else None
             newest = self._pending or (self._kept[-1].arrays if self._kept else None)
             if edition is not None and edition is not newest:
-                self._pending = edition
+                self._pending, self._pending_equal = edition, self._clock() - subscription.age
         self._promote()
 
     def _promote(self) -> None:
@@ -287,7 +288,9 @@ class FollowedJob:
                 now = self._clock()
                 if self._kept:
                     self._kept[-1].replaced = now
-                self._kept.append(KeptEdition(self._pending, now - self._subscription.age, self._clock))
+                following = self._subscription  # another one by now, where another run has begun
+                equal = now - following.age if following.edition is self._pending else self._pending_equal
+                self._kept.append(KeptEdition(self._pending, equal, self._clock))
                 self._pending = None
             newest, served = self.newest, set[RelaySender]()
             refused: dict[Reader, PSError] = {}

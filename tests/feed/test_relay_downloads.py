@@ -83,7 +83,10 @@ def test_the_newest_edition_is_a_file_of_the_weights_to_the_bit(
     assert (headers["cache-control"], headers["x-model-run"], headers["x-model-behind"]) == ("no-cache", run, "0")
     status, again, nothing = ask(near, f"/jobs/{job}/latest.safetensors", "HEAD")
     assert (status, again["content-length"], again["etag"], nothing) == (200, str(len(body)), headers["etag"], b"")
-    narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")[2]
+    _, tags, narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")
+    name = tags["etag"].strip('"')
+    assert ask(near, f"/jobs/{job}/editions/{name}.safetensors?wire=bfloat16")[2] == narrow
+    assert ask(near, f"/jobs/{job}/latest.safetensors", if_none_match=tags["etag"])[0] == 200, "its bytes are others"
     assert len(narrow) < len(body)
 
 

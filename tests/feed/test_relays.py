@@ -46,6 +46,15 @@ def trainer(shared: Cluster, job: str) -> Iterator[FollowedTrainer]:
         yield FollowedTrainer(session)
 
 
+def test_a_relay_that_stops_follows_nothing_new(shared: Cluster, job: str, trainer: FollowedTrainer) -> None:
+    with relay(shared.address) as near:
+        assert near.relayed.get(job, "float32") in near.relayed.followed()
+        near.relayed.stop()
+        with pytest.raises(TryLater, match="this relay is stopping"):
+            near.relayed.get(job, "bfloat16")
+        assert len(near.relayed.followed()) == 1
+
+
 @pytest.mark.parametrize("wire", cases(["bfloat16"], ["float32", "float16"]))
 def test_editions_pass_two_relays_to_the_bit_and_their_versions_rise(
     shared: Cluster, job: str, trainer: FollowedTrainer, wire: str

@@ -119,6 +119,7 @@ def check_refusals(port: int, version: int) -> None:
         ({"ids": [["a"]]}, f"from 0 to {TOKENS - 1}"),
         ({"ids": [[1]], "max_new_tokens": 0}, "1 to 4096 tokens"),
         ({"ids": [[1]], "temperature": "hot"}, "could not convert"),
+        ('{"ids": [[1]], "max_new_tokens": Infinity}', "infinity"),
     ):
         code, told, answer = ask(port, "/generate", body)
         assert (code, told) == (400, version), (body, answer)
