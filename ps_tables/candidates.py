@@ -15,8 +15,8 @@ from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.contributions import Counts
 from ps_tables.copies import CopiedColumn, EntriesCopy
 from ps_tables.entries import Entries
-from ps_tables.memory import RowNumbers, reserved
 from ps_tables.removed import RemovedIds
+from ps_tables.row_arrays import RowNumbers, reserved
 
 
 class Candidates:

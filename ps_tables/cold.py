@@ -22,9 +22,9 @@ import torch
 
 from ps_protocol.errors import LimitExceeded
 from ps_tables.entries import BLOCK, Entries
-from ps_tables.memory import RowArray, RowNumbers, reserved
 from ps_tables.numbers import Numbers
 from ps_tables.places import Fill, Places, Versions
+from ps_tables.row_arrays import RowArray, RowNumbers, reserved
 
 Records = npt.NDArray[np.float32]  # [n, elements of a record]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ps_tables.entries import BLOCK, Entries
-from ps_tables.memory import RowNumbers
+from ps_tables.row_arrays import RowNumbers
 
 Read = Callable[[RowNumbers, Mapping[str, torch.Tensor]], object]
 

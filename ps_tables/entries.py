@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, chance_order
 from ps_tables.index import Index
-from ps_tables.memory import RowNumbers, reserved
+from ps_tables.row_arrays import RowNumbers, reserved
 
 BLOCK = 2**16  # numbers looked at in one step of a walk: some tens of microseconds
 

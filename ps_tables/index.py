@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_protocol.row_ids import Ids, Mixed, mix
-from ps_tables.memory import RowNumbers
 from ps_tables.native import in_use
+from ps_tables.row_arrays import RowNumbers
 
 _FULL = 0.75  # of the slots are used: beyond, searches take long
 _NEARLY_FULL = 0.7  # have a row: the memory of the next slots is prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ps_tables.memory import RowNumbers
+from ps_tables.row_arrays import RowNumbers
 
 
 class Numbers:

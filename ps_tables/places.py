@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ps_tables.entries import Entries
-from ps_tables.memory import RowArray, RowNumbers
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 Versions = npt.NDArray[np.int64]
 # Writes some of the rows that are restored: which of them, to these places in memory.

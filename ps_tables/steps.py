@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ps_tables.memory import RowArray, RowNumbers
 from ps_tables.native import in_use
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 2**18  # stepped at a time: what is gathered stays in a cache

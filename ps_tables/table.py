@@ -23,16 +23,16 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.row_ids import Ids, chance_order, mix
 from ps_protocol.tables import TableSpec
 from ps_tables.candidates import Candidates
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 from ps_tables.cold import ColdFile, WithFile
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import CopiedColumn, EntriesCopy, TableCopy
 from ps_tables.entries import Entries
 from ps_tables.initial import initial_rows
-from ps_tables.memory import RowArray, RowNumbers
-from ps_tables.optimizers import row_optimizer
+from ps_tables.optimizing_rows import row_optimizer
 from ps_tables.places import InMemory, Places
 from ps_tables.removed import RemovedIds
+from ps_tables.row_arrays import RowArray, RowNumbers
 
 _ASSIGNED = 2**16  # rows that are set at a time
 PERIODS = 16  # of the time after which a row expires: it may stay so much longer

@@ -30,6 +30,7 @@ from ps_runtime.quantities import counted
 from ps_runtime.troubles import Troubles
 from ps_server.coordinator.charge import Charge
 from ps_server.coordinator.cluster import Checkpointing, Cluster
+from ps_server.coordinator.coalesced import Together
 from ps_server.coordinator.coordinated_job import CoordinatedJob
 from ps_server.coordinator.ended_jobs import EndedJobs, FinishedJob, has_finished
 from ps_server.coordinator.events import EventLog
@@ -42,7 +43,6 @@ from ps_server.coordinator.shards import Connect, MakeExecutor, RegisteredShard,
 from ps_server.coordinator.shared_room import SharedRoom
 from ps_server.coordinator.state_file import StateFile, resumed, saved
 from ps_server.coordinator.timing import DEFAULT_LEASE_SECONDS, DEFAULT_TIMING, Clock, Timing
-from ps_server.coordinator.together import Together
 from ps_server.core.limits import DEFAULTS, Limits
 from ps_server.core.membership import JoinedMember
 from ps_server.core.placement import sized

@@ -13,7 +13,7 @@ from ps_protocol.tables import MAX_ROWS, JobTable, TableSpec
 from ps_server.core.named_values import NamedValues, ValuesInUse
 from ps_server.core.placement import Place
 from ps_server.core.server_figures import RowCounts
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 from ps_tables.cold import PLACE_BYTES
 from ps_tables.contributions import RowGradients, RowValues
 from ps_tables.copies import TableCopy

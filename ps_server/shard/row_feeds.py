@@ -1,7 +1,7 @@
 """Feeds of rows: each reader is sent what changed in a table, round after round.
 
 A message is made when the one before has left, from the table as it is then. So a reader that reads slowly gets fewer
-rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changes.py).
+rounds, and takes the memory of one message. Updates wait for one step of a walk at most (ps_tables/changed_rows.py).
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from ps_server.shard.hosted import HostedJobs
 from ps_server.shard.hosted_job import HostedJob, HostedTable
 from ps_server.shard.outbox import Lent, Outbox
 from ps_server.shard.pulls import MESSAGE_BYTES, wire_format_of
-from ps_tables.changes import Changes
+from ps_tables.changed_rows import Changes
 
 _FORMAT = 1  # the first byte: another one for what will be said in another way
 _SIZES = (4, 8, 8)  # bytes of the fields
 
 
 class RowCursor(NamedTuple):
-    """Where a reader of a feed is: it has all changes of a table up to a version. It keeps the bytes of this.
+    """A reader's position in a feed of rows: it has all changes of one table up to `version`.
 
-    A history is one unbroken sequence of updates of a table on a shard: it ends when the shard's process ends, when the
-    job is rolled back to a checkpoint, and with the run of the job. What changed after a version is known within a
-    history.
+    Readers keep the cursor as bytes, and hand these to the next call.
 
-    table:   its place in the job's list
-    history: a number that no other history has
-    version: of the table's rows: see TableRows.version
+    A history is one unbroken sequence of updates of a table on a shard. It ends when the shard's process or the run of
+    the job ends, and when the job is rolled back to a checkpoint. A shard knows what changed after a version only
+    within one history.
+
+    table:   the index of the table in the job's list of tables
+    history: the number of the history; no other history has it
+    version: the version of the table's rows on this shard: see TableRows.version
     """
 
     table: int

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import InvalidRequest, PSError, Unreachable
-from ps_worker.edition import Edition
-from ps_worker.subscription import WeightFeed, subscribe
+from ps_worker.edition_tensors import Edition
+from ps_worker.followed_model import WeightFeed, subscribe
 
 log = logging.getLogger("ps_worker")
 

@@ -37,7 +37,7 @@ from ps_worker.model.optimizer import ParameterStates
 from ps_worker.model.step import StepMaker
 from ps_worker.state.ending import is_cut_short, undisturbed
 from ps_worker.state.model_state import ModelState
-from ps_worker.state.sender import LEAVING_SECONDS, StateSender
+from ps_worker.state.state_sender import LEAVING_SECONDS, StateSender
 from ps_worker.strategies.added import AddedGroups
 from ps_worker.strategies.assignments import Assignments, SetByScript, fetched_states, send_assigned_rows
 from ps_worker.strategies.job_stages import JobStages

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "ps_server.relay": {
         "ps_server.core",
         "ps_server.shard.outbox",
-        "ps_server.shard.changes",
+        "ps_server.shard.shared_changes",
         "ps_server.failpoints",
         "ps_feed",
         "ps_runtime",
@@ -121,7 +121,7 @@ ONLY_IN = {
         "ps_server.server",
         "ps_server.relay_server",
         "ps_worker.cluster",
-        "ps_feed.shard",
+        "ps_feed.edition_client",
     },
     "ray": {"ps_worker.ray"},
     "ps_protocol.v1": {
@@ -129,7 +129,7 @@ ONLY_IN = {
         "ps_protocol.messages",
         "ps_server.rpc",
         "ps_worker.cluster",
-        "ps_feed.shard",
+        "ps_feed.edition_client",
     },
     "cffi": {"ps_tables.native.loading"},
     "fsspec": {"ps_server.storage.objects"},

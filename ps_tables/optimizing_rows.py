@@ -22,7 +22,7 @@ from ps_protocol.hyper_parameters import HyperParameters
 from ps_protocol.optimizer_state import tensors_kept
 from ps_protocol.optimizers import ELEMENTWISE, FUSED_ON_CPU, bare_step
 from ps_protocol.row_optimizers import ROW_OPTIMIZERS, TABLE_OPTIMIZERS, TORCH_OPTIMIZERS
-from ps_tables.memory import RowArray, RowNumbers
+from ps_tables.row_arrays import RowArray, RowNumbers
 from ps_tables.steps import BLOCK_ELEMENTS, row_wise_adagrad, sgd
 
 _NOT_PLAIN = ("momentum", "weight_decay", "maximize", "nesterov")  # options of SGD
