@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,25 @@ def test_a_group_that_lost_a_member_leaves_and_comes_back(
     assert int(found[0]["clock"]) == int(found[1]["clock"]) >= 12  # of rounds it may make an empty one for the other
     assert found[2]["clock"] == found[3]["clock"]
     assert cluster.coordinator.jobs() == {}
+
+
+def test_all_members_save_their_state_where_one_hears_by_a_refresh_that_a_checkpoint_wants_it(
+    nursery: Nursery, make_cluster: Callable[..., Cluster], job: str, tmp_path: Path
+) -> None:
+    """Member 1 holds nothing and pulls nothing. Shards tell of a checkpoint at one clock alone."""
+    cluster = make_cluster(checkpoint_dir=tmp_path / "checkpoints", checkpoint_every="1000steps", lease=LEASE)
+    options = Options(groups=1, mode="async", empty=True, holds=[4, 6], refreshes=4)
+    with Groups(nursery, cluster.address, job, tmp_path, options) as groups, ThreadPoolExecutor(1) as pool:
+        until(lambda: groups.are_held(4, (0,)), "both to stand at clock 4")
+        coordinated, hosted = cluster.coordinator.job(job), [shard.jobs()[job] for shard in cluster.shards]
+        before = [each.snapshot_task for each in hosted]
+        made = pool.submit(coordinated.checkpoint, WAIT_SECONDS)
+        until(lambda: all(h.snapshot_task is not b for h, b in zip(hosted, before, strict=True)), "its beginning")
+        groups.let_go(4)
+        until(lambda: groups.are_held(6, (0,)), "both to stand at clock 6")
+        assert {rank: each.clock for rank, each in made.result(WAIT_SECONDS).workers.items()} == {0: 4}
+        groups.let_go(6)
+        groups.ended()
 
 
 @pytest.mark.parametrize("wires", [("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8")])

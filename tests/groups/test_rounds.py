@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ps_server.storage.checkpoints import CheckpointStore
+from ps_worker.state.inner import InnerStates
 from tests.groups.test_fsdp2 import LEASE, Groups, Tensors, begun, distance, last, log_of, one_process, same
 from tests.scripts.train_in_group import ROWS, Options, batch, loss, make_model, make_optimizer
 from tests.tools.cluster import Cluster, until
@@ -146,6 +147,20 @@ def test_a_round_that_one_member_refuses_is_pushed_by_none(
     else:
         assert not refused
     assert distance(found[0], rounds_by_hand(options, [options.steps])[0]) <= 1e-6
+
+
+def test_what_one_member_has_no_state_of_all_begin_without() -> None:
+    """Pieces are of unlike sizes: the state of one may be too large for a checkpoint, and that of another not."""
+    model = make_model()
+    optimizer = make_optimizer("AdamW", model)
+    loss(model, *batch(0)).backward()
+    optimizer.step()
+    fresh: list[bool] = []
+    for on_all, is_kept in ((True, True), (False, False)):
+        inner = InnerStates([optimizer], lambda: fresh.append(True), lambda is_so, on_all=on_all: is_so and on_all)
+        inner.restore(1, inner.captured(1))
+        assert bool(optimizer.state) == is_kept
+    assert fresh == [True]
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])

@@ -60,6 +60,7 @@ class Options:
     scaled:     the clock before which all weights are made smaller, by all groups
     leaves:     the clocks at which it leaves its weights
     meets:      the clock at which it meets all others in a barrier
+    refreshes:  the clock at which it fetches the weights
     unpushed:   the clock after which member 1 of group 0 fails before it has pushed anything
     """
 
@@ -88,6 +89,7 @@ class Options:
     poison_value: float = math.nan
     leaves: list[int] = field(default_factory=list)
     meets: int = -1
+    refreshes: int = -1
 
 
 def make_model(noisy: bool = False) -> nn.Sequential:
@@ -290,6 +292,8 @@ class Member:
             self.pause_at(step)
             if session is not None and step == options.meets:
                 session.barrier()
+            if session is not None and step == options.refreshes:
+                session.global_weights()
             rows, wanted = batch(step, options.learns)
             for part in range(options.micro):
                 first = (own * options.micro + part) * size
