@@ -4,8 +4,8 @@ end    Each member ends the step at hand. The members compare before any of them
        raise it. If one leaves the step out, because its gradient is not finite, all do. Here they also decide whether
        the group's assignments count, and send them. If the servers refuse those of one member, no member pushes.
 push   Each member pushes what it holds. They compare again when all pushes are through. If one has lost the place, all
-       take the next one, and push the step again from there. If servers refuse the push of one, all raise its error, and
-       all go on from the clock of the step. What was not pushed of it is left out.
+       take the next one, and push the step again from there. If servers refuse the push of one, all raise its error,
+       and all go on from the clock of the step. What was not pushed of it is left out.
 """
 
 from __future__ import annotations
