@@ -175,9 +175,9 @@ def test_groups_that_lost_a_shard_end_as_undisturbed(
     kept = tmp_path / "checkpoints"
     cluster = make_cluster(checkpoint_dir=kept, checkpoint_every="2steps", lease=LEASE)
     store = CheckpointStore(kept)
-    held = replace(options, holds=[0, 2, 4, 6])
+    held = replace(options, holds=[0, 3, 4, 6])
     with Groups(nursery, cluster.address, job, tmp_path / "job", held) as groups:
-        for clock, due in ((0, 1), (2, 2)):
+        for clock, due in ((0, 1), (3, 2)):  # at 3 all have sent their state of the first checkpoint
             until(lambda: groups.are_held(clock), "the step before a checkpoint")  # noqa: B023
             until(lambda: begun(cluster, job) == {due}, "the beginning of the checkpoint")  # noqa: B023
             groups.let_go(clock)
