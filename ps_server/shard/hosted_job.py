@@ -454,6 +454,7 @@ class HostedJob:
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
             sharing = {rank for rank, _ in self.of_workers.segments}
             connected = {rank for rank, _ in self.of_workers.connected}
+            readers = len(self.readers)
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.parameter_bytes,
@@ -470,6 +471,7 @@ class HostedJob:
             connected=tuple(sorted(connected)),
             tables=self.state.table_figures(),
             agreement=self.state.agreement(),
+            feed=self.editions.figures(readers, low, now),
         )
 
     def highest_incarnation(self) -> int:
