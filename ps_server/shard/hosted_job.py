@@ -80,15 +80,15 @@ class Connected:
 
 @dataclass
 class OfWorkers:
-    """What workers have here beside their pushes and pulls, by rank. The job's lock guards it.
+    """What workers have here beside their pushes and pulls, by rank and member. The job's lock guards it.
 
-    attaching: ranks that are handing over a segment
-    connected: data connections, by rank and member
+    attaching: those that are handing over a segment
+    connected: data connections
     """
 
-    segments: dict[int, Attached] = field(default_factory=dict)
-    row_memory: dict[int, AttachedRows] = field(default_factory=dict)
-    attaching: set[int] = field(default_factory=set)
+    segments: dict[tuple[int, int], Attached] = field(default_factory=dict)
+    row_memory: dict[tuple[int, int], AttachedRows] = field(default_factory=dict)
+    attaching: set[tuple[int, int]] = field(default_factory=set)
     connected: dict[tuple[int, int], Connected] = field(default_factory=dict)
 
 
@@ -263,7 +263,7 @@ class HostedJob:
         """Returns a worker's segment. Raises NotShared if it has attached none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(worker)
-            attached = self.of_workers.segments.get(worker.rank)
+            attached = self.of_workers.segments.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment here")
         return attached.segment
@@ -306,7 +306,7 @@ class HostedJob:
         """Returns a worker's segment for rows. Raises NotShared if there is none, UnknownWorker if it is not live."""
         with self.lock:
             self.state.check_worker(worker)
-            attached = self.of_workers.row_memory.get(worker.rank)
+            attached = self.of_workers.row_memory.get((worker.rank, worker.member))
         if attached is None or attached.incarnation != worker.incarnation:
             raise NotShared(f"worker {worker.rank} has attached no segment for rows here")
         return attached.memory
@@ -335,19 +335,13 @@ class HostedJob:
         """Lets go of what a worker of an incarnation before this one has here: its data connections, its segments, and
         what updates borrowed of them."""
         with self.lock:
-            connections = self.of_workers.connected
-            old = [of for of, each in connections.items() if of[0] == rank and each.incarnation < before]
-            ended = [connections.pop(of) for of in old]
+            ended = _taken_out(self.of_workers.connected, rank, before)
         for connected in ended:
             connected.end()
         with self.lock:
-            rows = self.of_workers.row_memory.get(rank)
-            if rows is not None and rows.incarnation < before:
-                del self.of_workers.row_memory[rank]
-            attached = self.of_workers.segments.get(rank)
-            if attached is None or attached.incarnation >= before:
+            _taken_out(self.of_workers.row_memory, rank, before)
+            if not _taken_out(self.of_workers.segments, rank, before):
                 return
-            del self.of_workers.segments[rank]
         for bucket in self.buckets.values():
             with bucket.tensors:
                 bucket.unit.weights.own()
@@ -458,7 +452,8 @@ class HostedJob:
             waiters = [waiter for unit in self.units.values() for waiter in unit.waiters.values()]
             low, high = self.state.reached.versions()
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
-            sharing, of_ranks = tuple(sorted(self.of_workers.segments)), {rank for rank, _ in self.of_workers.connected}
+            sharing = {rank for rank, _ in self.of_workers.segments}
+            connected = {rank for rank, _ in self.of_workers.connected}
             readers = len(self.readers)
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
@@ -472,8 +467,8 @@ class HostedJob:
             waiting_pulls=len(waiters),
             run=self.run,
             departed_clocks=departed,
-            sharing=sharing,
-            connected=tuple(sorted(of_ranks)),
+            sharing=tuple(sorted(sharing)),
+            connected=tuple(sorted(connected)),
             tables=self.state.table_figures(),
             agreement=self.state.agreement(),
             feed=self.editions.figures(readers, low, now),
@@ -494,6 +489,15 @@ class HostedJob:
             end()
         if task is not None:
             task.abandon()
+
+
+E = TypeVar("E", Attached, AttachedRows, Connected)
+
+
+def _taken_out(of_workers: dict[tuple[int, int], E], rank: int, before: int) -> list[E]:
+    """Takes out what a worker's incarnations before one have: those of all its members. Returns it."""
+    old = [of for of, each in of_workers.items() if of[0] == rank and each.incarnation < before]
+    return [of_workers.pop(of) for of in old]
 
 
 def _waits(waiters: list[Waiter], now: float) -> tuple[Wait, ...]:

@@ -149,25 +149,23 @@ class Pushes:
         in_blocks = {job.state.spec.gradient_wire, job.state.spec.weight_wire}.intersection(BLOCK_WIRES)
         if in_blocks and not offer.row_bytes:
             raise NotShared(f"buckets of job {job.name!r} travel as {in_blocks.pop()}, which is for messages alone")
-        if job.state.spec.group_size > 1:
-            raise NotShared(f"the workers of job {job.name!r} are groups, which share no memory with shards yet")
-        rank, incarnation = worker.rank, worker.incarnation
+        process, incarnation = (worker.rank, worker.member), worker.incarnation
         with job.lock:
             job.state.check_worker(worker)
-            if rank in job.of_workers.attaching:
-                raise TryLater(f"worker {rank} is handing over a segment already")
-            job.of_workers.attaching.add(rank)
+            if process in job.of_workers.attaching:
+                raise TryLater(f"worker {worker.rank} is handing over a segment already")
+            job.of_workers.attaching.add(process)
         try:
             memory = attach(offer, job.segment_bytes(offer.row_bytes), self._shared_directory)
             with job.lock:
                 job.state.check_worker(worker)
                 if offer.row_bytes:
-                    job.of_workers.row_memory[rank] = AttachedRows(incarnation, RowMemory(memory))
+                    job.of_workers.row_memory[process] = AttachedRows(incarnation, RowMemory(memory))
                 else:
-                    job.of_workers.segments[rank] = Attached(incarnation, SegmentMap(memory, job.plan))
+                    job.of_workers.segments[process] = Attached(incarnation, SegmentMap(memory, job.plan))
         finally:
             with job.lock:
-                job.of_workers.attaching.discard(rank)
+                job.of_workers.attaching.discard(process)
 
     def _stage_all(
         self,

@@ -314,8 +314,13 @@ class Connection:
         """Has the next `settle` wait for these calls, too."""
         self._under_way += calls
 
-    def fail(self) -> None:
-        """Notes that a call of the last step has failed: it may be on some shards, and not on others."""
+    def fail(self, clock: int | None = None) -> None:
+        """Notes that a call of the last step has failed: it may be on some shards, and not on others.
+
+        clock: of that step, where it may have failed before this worker had sent anything of it, and other members of
+               its group have: None: it was sent
+        """
+        self.clock = self.clock if clock is None else clock
         self._last.has_failed = True
 
     def resume(self) -> bool:

@@ -61,8 +61,6 @@ NOTIFY_BYTES = 64 * 2**20
 def check_transport(spec: JobSpec, transport: str) -> None:
     """Raises Unsupported for shared memory in a job whose wire formats have blocks: what travels as them is another
     result than what keeps its type, and a result is not to depend on the way."""
-    if transport == "shm" and spec.group_size > 1:
-        raise Unsupported("groups of processes share no memory with shards yet: use --transport auto, tcp or grpc")
     wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
     if transport == "shm" and wires:
         raise Unsupported(
@@ -83,7 +81,7 @@ def share_memory(
 
     transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
     """
-    if transport in ("grpc", "tcp") or spec.group_size > 1 or all(bucket.frozen for bucket in layout.buckets):
+    if transport in ("grpc", "tcp") or not layout.trained:
         return None, set()
     if not {spec.gradient_wire, spec.weight_wire}.isdisjoint(BLOCK_WIRES):
         log.info("buckets travel in messages to shards on this host, too, so that results do not depend on the way")

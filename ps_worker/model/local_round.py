@@ -8,6 +8,8 @@ fragments  In local:H/F each fragment of the model leaves with a step of its own
            when). The round is over when its last fragment is mixed in. H is one fragment without a delay, and so is
            each round of the warm-up.
 time       A round of local:Ts ends with its first step after so long. Its difference weighs the steps that were made.
+group      Where the worker is a group of processes, all of them push a round, or leave it out: they agree before any of
+           them makes its difference.
 averaging  Where one worker trains and the servers average, the result of a round is its own weights. They are sent as
            they are: base - (base - w) is w but for rounding.
 """
@@ -25,6 +27,7 @@ from ps_protocol.layout import BucketSpec
 from ps_protocol.local import Local
 from ps_protocol.messages.data import BucketPush
 from ps_runtime.troubles import Troubles
+from ps_worker.group import Group
 from ps_worker.metrics import WorkerMetrics
 from ps_worker.model.step import EndedStep, StepMaker
 
@@ -51,6 +54,7 @@ class LocalRound:
         self.left_out = False
         self.fragments = local.fragments or Fragments(local.steps, 1)
         self._began = 0.0
+        self._agreed: bool | None = None  # whether all members of the group push the round at hand
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
         if len(self._trained) < self.fragments.count:
             log.warning(
@@ -63,7 +67,7 @@ class LocalRound:
         """Begins the round after so many others, with the weights that have been pulled as its base."""
         if self.before is not None:
             self.before.begin(clock)
-        self.number, self.made, self.pushed = clock + 1, 0, 0
+        self.number, self.made, self.pushed, self._agreed = clock + 1, 0, 0, None
         self._base.keep()
         self._began = time.monotonic()
 
@@ -92,6 +96,19 @@ class LocalRound:
 
     # -- the whole model -----------------------------------------------------------------------------------------------
 
+    def agree(self, group: Group) -> None:
+        """Decides with the other members of the group, before the round ends, whether it is pushed.
+
+        Raises as `end`, on all of them.
+        """
+        made, self._agreed = self.made, None
+        try:
+            _, self.left_out = group.any_through(lambda: (None, not self._is_pushed()))
+        except NonFiniteGradient:
+            self.made = max(0, made - 1)
+            raise
+        self._agreed = not self.left_out
+
     def end(self, optimizer: int) -> EndedStep:
         """Ends the round with the difference. Raises NonFiniteGradient, or as `Weights.gather`, if it may not leave."""
         if not self._is_pushed():
@@ -116,6 +133,8 @@ class LocalRound:
 
     def _is_pushed(self) -> bool:
         """Whether the weights at hand may count. Raises NonFiniteGradient if they are to be refused."""
+        if self._agreed is not None:
+            return self._agreed
         self.left_out = False
         if not self._base.is_there:  # calls have failed that were to push them: what no shard has got is lost
             return False

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ps_worker.model.buffers import FlatBuffers
-from ps_worker.model.sharded import local
+from ps_worker.model.sharded import like, local
 from ps_worker.model.storage import with_own_storage
 from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, values, watch
 
@@ -26,7 +26,7 @@ from ps_worker.model.tracked import Touched, Touches, set_values, unwatch, value
 def with_values(model: nn.Module, values_by_id: Mapping[int, torch.Tensor]) -> dict[str, Any]:
     """Returns a copy of a model's state_dict, in which some parameters have other values, by their id."""
     found = {
-        name: values_by_id[id(parameter)]
+        name: like(parameter, values_by_id[id(parameter)])
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) in values_by_id
     }

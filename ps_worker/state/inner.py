@@ -17,6 +17,7 @@ import torch
 from ps_protocol.errors import Unsupported
 from ps_protocol.tensors import is_finite
 from ps_runtime.troubles import Troubles
+from ps_worker.model.sharded import like, local
 from ps_worker.state.documents import copied
 
 log = logging.getLogger("ps_worker")
@@ -57,12 +58,18 @@ class NoInner:
 class InnerStates:
     """The state of the script's own optimizers. Only the training thread uses it.
 
-    fresh: called when they begin without state in a running job
+    fresh:  called when they begin without state in a running job
+    on_all: returns whether what is so here is so on all members of the group that this worker is
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], fresh: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        fresh: Callable[[], None],
+        on_all: Callable[[bool], bool] = bool,
+    ) -> None:
         self._optimizers = optimizers
-        self._fresh = fresh
+        self._fresh, self._on_all = fresh, on_all
         self._kept: dict[int, InnerState] = {}  # by round
         self._troubles = Troubles(log, None)  # ps_worker_fresh_inner_state_total counts what it may lead to
 
@@ -96,10 +103,11 @@ class InnerStates:
     def restore(self, clock: int, saved: InnerState | None) -> None:
         """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
         states = self._kept.get(clock, saved)
-        if states is None or not self._fits(states):
-            self.begin_anew()
-        else:
+        fits = states is not None and self._fits(states)
+        if self._on_all(fits) and states is not None:  # pieces are of unlike sizes, and some may be too large to keep
             self._put(states)
+        else:
+            self.begin_anew()
 
     def _put(self, states: InnerState) -> None:
         for optimizer, parameters, state in zip(self._optimizers, self._parameters(), states, strict=True):
@@ -129,12 +137,12 @@ class InnerStates:
     def is_finite(self) -> bool:
         """Whether the state contains no infinity and no NaN."""
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        return all(is_finite(tensor) for tensor in _tensors(states) if tensor.is_floating_point())
+        return all(is_finite(local(tensor)) for tensor in _tensors(states) if tensor.is_floating_point())
 
     def _copied(self) -> InnerState:
         return [
             {
-                position: copied(dict(optimizer.state[parameter]), "the optimizer's state")
+                position: copied(_here(dict(optimizer.state[parameter])), "the optimizer's state")
                 for position, (parameter, _) in enumerate(parameters)
                 if parameter in optimizer.state
             }
@@ -166,11 +174,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+def _here(value: Any) -> Any:
+    """Returns a value with the local shards of DTensors in their place."""
+    if isinstance(value, torch.Tensor):
+        return local(value)
+    if isinstance(value, Mapping):
+        return {name: _here(item) for name, item in value.items()}
+    return type(value)(map(_here, value)) if type(value) in (list, tuple) else value
+
+
 def _placed(key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Returns a copy of state on the devices where torch keeps it: the parameter's, except for the step count."""
     if isinstance(value, torch.Tensor):
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return value.to("cpu" if on_host else parameter.device, copy=True)
+        placed = value.to("cpu" if on_host else parameter.device, copy=True)
+        return placed if key == "step" else like(parameter, placed)
     if isinstance(value, Mapping):
         return {name: _placed(name, item, parameter, group) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -215,8 +215,9 @@ class Assignments:
         self._states_of_step = states or {}
 
     def rely_on(self, lowest: int, rank: int) -> None:
-        """Leaves it to the worker of the lowest rank to send what this one's step would take along."""
-        if self.has_some and rank != lowest:
+        """Leaves it to the worker of the lowest rank to send what this one's step would take along, where the mode has
+        its assignments alone count."""
+        if self.has_some and self._spec.consistency.aggregate and rank != lowest:
             self._relied_on, self._of_step, self._states_of_step = lowest, [], {}
 
     def send(self, connection: Connection, begun: int | None = None) -> bool:

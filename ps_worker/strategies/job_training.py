@@ -55,9 +55,7 @@ _Calls = tuple[list[Future[PushResult]], list[Future[PullResult]], float]  # and
 
 
 class JobTraining:
-    """Trains models in one job, from joining it to its end: the step loop.
-
-    Methods are for the training thread; any thread may read `clock` and call `close`.
+    """The step loop of one job. Methods are for the training thread; any thread may read `clock` and call `close`.
 
     kind:          what one step is; made from this loop
     participation: this worker's place in the job
@@ -317,9 +315,9 @@ class JobTraining:
         assert unfinished is not None
         try:
             calls, is_wanted = self.participation.together_or(self._pushed)
-        except PlaceLost:
-            if self.participation.group is not None and unfinished.begun is None:
-                unfinished.begun = clock + 1  # other members may have pushed what is theirs
+        except Exception as error:
+            if self._together is not None:
+                self._together.push_failed(error, unfinished, clock + 1)
             raise
         self._finish(calls, is_wanted)
         if self._steps.tables.are_some:
@@ -461,8 +459,7 @@ class JobTraining:
 
     def _has_all_before(self, place: JoinResult, done: int) -> bool:
         """Whether a job that was rolled back has all steps of this worker up to the one at hand: its own state stays as
-        it is. done: the clock of the last of them
-        """
+        it is. done: the clock of the last of them"""
         unfinished = self.unfinished
         if self.data.accounts or (unfinished is not None and unfinished.is_early):
             return False
@@ -553,11 +550,15 @@ class JobTraining:
         if self._closing or self.model.spec.local is not None:
             return
         if not rule.aggregate or rule.quorum is not None:
-            while self.in_place(self._fetch_weights) is not None:
+            wanted: list[bool] = []
+            while self.in_place(lambda: wanted.append(self._fetch_weights())) is not None:
                 pass
+            if self.participation.together_or(lambda: (None, wanted[-1]))[1]:
+                self.checkpoint.want(self.clock)
         self._added.refresh()
 
-    def _fetch_weights(self) -> None:
+    def _fetch_weights(self) -> bool:
+        """Fetches the weights; returns whether a checkpoint wants this worker's state at its clock."""
         end_last_step(self.participation)
         self.assignments.find_weights()
         set_by_script = self.assignments.copies()
@@ -569,9 +570,8 @@ class JobTraining:
         finally:
             self.model.put_back(set_by_script)
         landed = [pull.result() for pull in pulls]
-        if any(pull.checkpoint for pull in landed):  # a shard tells that at one clock alone
-            self.checkpoint.want(self.clock)
         self._metrics.fetched(added_sizes(pull.sizes for pull in landed))
+        return any(pull.checkpoint for pull in landed)  # a shard tells that at one clock alone
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 

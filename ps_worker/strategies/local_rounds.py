@@ -79,8 +79,12 @@ class LocalRounds:
         """Returns the state of the script's own optimizers; with fragments the weights, too, which are its own then."""
         fresh, at_hand = self._metrics.fresh_inner_state, self._round
         if self._local.fragments is None:
-            return InnerStates(self._own, fresh)
+            return InnerStates(self._own, fresh, self._on_all)
         return InnerWithWeights(self._own, fresh, self._model.base, lambda: not at_hand.made, lambda: self._loop.clock)
+
+    def _on_all(self, is_so: bool) -> bool:
+        """Returns whether something is so on all members of the group; of a worker of one process whether it is so."""
+        return not self._loop.participation.together_or(lambda: (None, not is_so))[1]
 
     def make_checkpoint(self, device: torch.device, save: Save) -> WorkerCheckpoint:
         """Returns this worker's own part of the job's checkpoints: the state of its optimizers is in it."""
@@ -241,7 +245,13 @@ class LocalRounds:
 
     def _push_round(self) -> None:
         with self._metrics.rounds.exchanging():
+            self._agree()
             self._loop.step(0)
+
+    def _agree(self) -> None:
+        """Has all members of a group push the round at hand, or none. Raises as LocalRound.end, on all of them."""
+        if self._loop.participation.group is not None:
+            self._round.agree(self._loop.participation.group)
 
     def end(self, index: int | None) -> Unfinished:
         """Ends the round at hand with its difference; or as its weights, where this worker alone averages."""
@@ -258,7 +268,7 @@ class LocalRounds:
         """Begins the next round, with the weights that have landed."""
         self._metrics.rounds.ended()
         self._begin_round()
-        if self._round.left_out and not self._inner.is_finite:
+        if self._round.left_out and not self._on_all(self._inner.is_finite):
             self._inner.begin_anew()
 
     # -- lost, and left ------------------------------------------------------------------------------------------------
@@ -275,6 +285,7 @@ class LocalRounds:
         if not self._round.made or not self._model.base.is_there or loop.data.accounts:
             return
         with suppress(NonFiniteGradient):  # of which nothing is pushed: the round begins anew with the servers' weights
+            self._agree()
             loop.unfinished = self.end(0)
             loop.unfinished.is_early = True
 

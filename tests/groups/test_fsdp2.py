@@ -87,9 +87,12 @@ def one_process(options: Options) -> Tensors:
     for step in range(options.steps):
         if step in (options.poison, options.unassigned):
             continue
-        loss(model, *batch(step)).backward()
+        loss(model, *batch(step, options.learns)).backward()
         if options.clip:
             clip_by_data(model, options.clip)
+        if step == options.scaled:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -92,6 +92,7 @@ MAY_IMPORT = {
         "ps_worker.values",
         "ps_worker.data",
         "ps_worker.cluster",
+        "ps_worker.model.sharded",
         "ps_runtime.daemon_pool",
         "ps_runtime.troubles",
     },
