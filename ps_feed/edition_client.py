@@ -1,4 +1,4 @@
-"""What a shard is asked for editions, over gRPC."""
+"""The gRPC calls that fetch editions: a coordinator lists its shards and jobs, and a shard sends its buckets."""
 
 from __future__ import annotations
 

@@ -1,19 +1,20 @@
-"""Follows a job: the newest edition of its weights, in memory, while it trains.
+"""Follows a job while it trains, and keeps the newest edition of its weights in memory.
 
-Editions are taken when a reader asks. In sync and local modes a reader asks all shards for the same version: first how
-far the job is, then for that version, or for one that another reader has asked for. If a shard is past it by then, the
-next try is for a version further ahead, which shards copy when they come to it. So a reader finds by itself how far
-ahead it has to ask where steps are short. A job that makes no update for a while is asked for what it has. In ssp,
-async and quorum modes each shard is asked for its weights as they are.
+Shards copy an edition only when a reader asks for it. In sync and local modes a reader asks all shards for one version.
+It first asks how far the job is. Then it asks for that version, or for one that another reader has asked for. If a
+shard is past that version by then, the reader asks for one further ahead, which shards copy when they come to it. So a
+reader finds by itself how far ahead it has to ask where steps are short (pace.py). If the job makes no update for
+IDLE_SECONDS, the reader asks for the version that is there. In ssp, async and quorum modes it asks each shard for its
+weights as they are.
 
-A reader asks for the next edition when it has the one before. So it gets the newest, however slow it is, and training
-waits for no reader. Where the network is slow, it says which versions it has: shards then send what changed since,
-where that is less, which takes both ends some time. When the job ends, a reader gets the last weights, whatever
-versions it wants otherwise: shards keep them for a while for those who follow the job.
+A reader asks for the next edition once it has the one before. So it gets the newest, however slow it is, and training
+waits for no reader. On a slow network the reader says which versions it has. Shards then send what changed since, if
+that is smaller than the bucket; this costs both ends some time. When the job ends, a reader gets the last weights,
+whatever `every` and `period` say: shards keep them for a while for readers that follow the job.
 
-A relay answers as the one shard of a cluster, and has editions of its own: it is asked for one of at least a version.
-Where several addresses are given, the next is tried when one does not answer. One relay may have an
-older edition than another: a reader keeps the edition that it has until the relay offers a newer one.
+A relay answers as if it were a cluster with one shard. It chooses its editions itself, so a reader asks it for at least
+a version, not for exactly one. If several addresses are given, the reader tries the next when one does not answer. One
+relay may have an older edition than another: the reader keeps its own until the relay offers a newer one.
 """
 
 from __future__ import annotations
@@ -233,6 +234,12 @@ class Subscription:
     def behind(self) -> int:
         """Updates that the newest edition lacks, as far as shards have told: -1 before the first edition."""
         return -1 if self._edition is None else max(0, self._told - self._edition.version)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the job has left the newest edition: it went back to a checkpoint, or another run has its name."""
+        edition = self._edition
+        return edition is not None and (edition.run, edition.timeline) != self._series
 
     @property
     def latest(self) -> int:
@@ -548,10 +555,10 @@ class Subscription:
             self._heard_of(told)
             self._lag = age
             heard[index] = time.monotonic() - (age or 0.0)
-            if self._told < least:
+            if before is not None and self._told <= before.version:
                 equal = min(list(heard.values()))
                 self._equal = equal if self._equal is None else max(self._equal, equal)
-            elif self._told < version and self._is_idle():
+            elif least <= self._told < version and self._is_idle():
                 raise _StandsStill
 
         shards.all(pull)
@@ -573,6 +580,11 @@ class Subscription:
         """Hands out an edition. is_last: none follows; who sees the end sees the edition, too"""
         before = self._edition
         is_restored = before is not None and before.run == edition.run and edition.timeline > before.timeline
+        if before is not None and before.run != edition.run:
+            log.warning(
+                "another run of job %s has begun: version %d takes the place of %d",
+                *(self._job, edition.version, self.version),
+            )
         if is_restored:
             log.warning(
                 "job %s was rolled back to a checkpoint: version %d takes the place of %d",

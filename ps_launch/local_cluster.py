@@ -64,10 +64,10 @@ class Supervision:
 
 
 def up(supervision: Supervision, environment: Mapping[str, str]) -> int:
-    """Runs the cluster until SIGTERM or SIGINT, and starts shards that end again. Returns the exit code.
+    """Runs the cluster until SIGTERM or SIGINT, and restarts each shard that exits. Returns the exit code.
 
-    environment: of the shards, with every setting of theirs as a variable. Ports of shard i are PS_PORT + i and
-    PS_METRICS_PORT + i, unless 0.
+    environment: the environment of the shards, with all of their settings as variables. Shard i gets the ports
+                 PS_PORT + i and PS_METRICS_PORT + i; a port of 0 stays 0
     """
     code = 0
     with contextlib.ExitStack() as stack:

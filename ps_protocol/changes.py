@@ -27,7 +27,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def encode_change(base: Buffer, new: Buffer, itemsize: int) -> bytes | None:
-    """Returns what changed; None: it is no smaller than the new elements. Both are of equal length."""
+    """Returns the compressed difference between two payloads of equal length; None if it is no smaller than `new`.
+
+    itemsize: bytes of one element
+    """
     changed = np.frombuffer(base, np.uint8) ^ np.frombuffer(new, np.uint8)
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS, _MEMORY_LEVEL, zlib.Z_RLE)
     packed, size = list[bytes](), 0

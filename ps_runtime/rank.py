@@ -45,10 +45,11 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """What is known about a process's place.
+    """The rank of a process, the number of workers, and its local rank, as far as the user or a launcher says.
 
-    rank, world_size: None where nothing says
-    missing:          what to do about half a place: one of the two is there and the other is not; None if none is half
+    rank, world_size: None if neither the user nor a launcher says
+    local_rank:       0 if neither says
+    missing:          what to set if a launcher is there and only one of rank and world_size is known; otherwise None
     """
 
     rank: int | None

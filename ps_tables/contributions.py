@@ -55,7 +55,7 @@ class RowGradients:
         return len(self.ids)
 
     def part(self, which: Which) -> RowGradients:
-        """Returns some of the rows. For a slice the result is a view."""
+        """Returns the rows at `which`, without `ends`. For a slice the result is a view, for indices a copy."""
         rows = which if isinstance(which, slice) else torch.from_numpy(which)
         return RowGradients(self.ids[which], self.counts[which], self.gradients[rows])
 

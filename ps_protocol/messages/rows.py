@@ -331,10 +331,12 @@ def read_table_pull(data: Request) -> TablePull:
 
 
 class PulledRows(NamedTuple):
-    """Rows of a pull: so many from the position `first` of its ids on.
+    """One part of the rows of a pull: consecutive rows, in the order of the pull's ids.
 
-    trained: how many of them have been trained
-    in_segment: they are in the worker's segment
+    first:      the position of the part's first row among the ids of the pull
+    rows:       the number of rows in the part
+    trained:    how many of these have been trained
+    in_segment: the rows lie in the worker's segment
     waited, waiting, save_state, payload, wire_format: as in PulledBucket
     """
 

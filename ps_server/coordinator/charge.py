@@ -1,8 +1,9 @@
-"""Whether a coordinator is still in charge: where a lease keeps others out, another one may have taken it over.
+"""Whether a coordinator is still in charge, or another one has taken over the lease that keeps others out.
 
-A coordinator that stood still, or was cut off, hears nothing any more of workers that live: their heartbeats go to the
-other one. So it must not take them off the shards, nor end or roll back their jobs. It finds out by its lease, and by
-the shards: each call to one has the coordinator's term, and a shard refuses a term before the highest that it has seen.
+A coordinator that stood still or was cut off hears no heartbeats any more, although the workers live: they send them to
+the other coordinator. So it must not remove those workers from the shards, nor end or roll back their jobs. It learns
+from its lease, or from a shard, that it is not in charge. Each call to a shard carries the coordinator's term, and a
+shard refuses a term below the highest that it has seen.
 """
 
 from __future__ import annotations

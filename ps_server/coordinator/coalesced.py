@@ -1,4 +1,4 @@
-"""Work that costs as much for many callers as for one: those that come while it is being done share the next turn."""
+"""Group commit, for work that costs as much for many callers as for one: those that come meanwhile share a turn."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@
     the job ends:               end
 
 A job is made of parts, each an object that guards itself: members, leased data, rounds, checkpoints. No lock is held
-over a call to a shard, and the job's is not held while a file is written. What takes such calls is done in three steps:
-decide under the lock; call; book under the lock as much as was done, if nothing has made it void meanwhile. A rollback
-and the job's end are phases (lifecycle.py): during one, no worker joins, and no second one begins. Locks are taken in
-this order: the job's, its data's or its rounds', its members', its removals'.
+over a call to a shard, and the job's lock is not held while a file is written. An operation that needs such calls has
+three steps: decide under the lock; call; record under the lock what was done, unless something has made it void
+meanwhile. A rollback and the job's end are phases (lifecycle.py). During a phase no worker joins, and no second phase
+begins. Locks are taken in this order: the job's, its data's or its rounds', its members', its removals'.
 """
 
 from __future__ import annotations

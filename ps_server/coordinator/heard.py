@@ -1,4 +1,4 @@
-"""What the workers of one job have measured, as their last heartbeats said, and those that are done when they left."""
+"""The figures that the workers of one job have measured: from their last heartbeats, or from when a done one left."""
 
 from __future__ import annotations
 

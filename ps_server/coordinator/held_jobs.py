@@ -1,12 +1,12 @@
-"""What shards hold, beside what the coordinator knows: jobs that only one of the two has.
+"""Finds jobs that only the shards or only the coordinator has, and ends them.
 
-A shard may hold a job that the coordinator does not know: a CreateJob may arrive after the DropJob behind it. The shard
-drops such an orphan.
+A shard may hold a job that the coordinator does not know, because a CreateJob may arrive after the DropJob that was
+sent later. The coordinator has the shard drop such an orphan.
 
-The coordinator may know a job that no shard holds: it ended while the disk of the coordinator's file was full, and the
-next coordinator read the file from before. A shard that still runs drops a job only where it ended, so such a job ends
-here, too, once none of the workers in that file is live or awaited. Otherwise workers would wait to join it for as long
-as jobs without workers stay.
+The coordinator may know a job that no shard holds. Such a job ended while the disk with the coordinator's file was
+full, and the next coordinator has read the file from before the end. A shard whose process runs on drops a job only
+when it ends. So the coordinator ends the job, too, once none of the workers in that file is live or awaited. Otherwise
+workers would wait to join it until it is deserted for so long that it ends (Timing).
 """
 
 from __future__ import annotations

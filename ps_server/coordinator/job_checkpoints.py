@@ -1,8 +1,8 @@
-"""The checkpoints of one job: when one is made, which is asked for, and what the last one has.
+"""The checkpoints of one job: when one is made, who has asked for one, and what the last one has.
 
-One is due by steps, by seconds, or because it is asked for; coordinator.checkpoint_attempt makes it. All is written as
-one generator, which yields the seconds that it waits for: a thread runs it in a server (`run`), and a test or a
-simulation takes its steps by `advance`.
+A checkpoint is due after a number of steps or of seconds, or when it is asked for. checkpoint_attempt.py makes it. All
+of this is one generator, which yields the seconds that it waits for. In a server a thread runs it (`run`); a test or a
+simulation takes one step at a time (`advance`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The leased data of one job: the rules of core.data_leases with a lock, and the shards to ask."""
+"""The leased data of one job: core.data_leases behind a lock. Asks the shards which data the weights have had."""
 
 from __future__ import annotations
 

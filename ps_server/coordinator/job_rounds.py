@@ -1,7 +1,8 @@
-"""The rounds of one job: the rules of core.rounds with a lock, and the streams of the workers that wait.
+"""The rounds of values of one job: core.rounds behind a lock, and one stream to each worker that waits.
 
-A worker that waits holds no thread. It is told which ranks it waits for, and whether one of those waits for it: in
-sync and ssp a worker may be in a step that cannot go on without the step of another that is in a round already.
+A worker that waits holds no thread. Its stream says which ranks it waits for, and whether one of these waits for a step
+of this worker. In sync and ssp that happens: a rank may be in a step that needs a step of a worker which is in the
+round already.
 """
 
 from __future__ import annotations

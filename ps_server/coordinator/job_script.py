@@ -1,9 +1,10 @@
-"""What the script of one job has set that is the job's and no worker's: its learning-rate schedule above all.
+"""What the script of one job has set for the job and not for one worker, above all its learning-rate schedule.
 
-tell   One live worker is asked for it with each of its heartbeats, and each that leaves tells it. The newest is kept.
-ask    A worker that joined late asks for it before its first step. One live worker after the other is asked at once,
-       and all with their next heartbeats, until one tells what it has set by now. Where none does, the newest counts
-       of what was told and of what checkpoints have.
+tell   The coordinator asks one live worker for it with each of that worker's heartbeats. Each worker that leaves tells
+       it, too. The coordinator keeps the newest.
+ask    A worker that joined late asks for it before its first step. The coordinator then asks one live worker after the
+       other at once, and all of them with their next heartbeats, until one tells what it has set by now. If none does,
+       the newest counts of what was told before and of what checkpoints have.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Joins of one job: workers whose joins wait while others are being counted on the shards are counted together.
+"""The joins of one job. Workers that come while others are being added to the shards are added together, after these.
 
-Each has its reservation, and gets its own place or its own error. What takes a call to each shard, a write of the
-coordinator's file, or a message to each worker is done once for all of them: W workers that start at once on S shards
-cost a few times S calls instead of W times S.
+Each worker has its own reservation, and gets its own place or its own error. The calls to the shards, the write of the
+coordinator's file, and the messages to the workers are made once for all of them. So W workers that start at once on S
+shards cost a few times S calls instead of W times S.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job is in the middle of, and whether it is over."""
+"""The phase of a job (running, rolling back or ending), and whether it has ended."""
 
 from __future__ import annotations
 

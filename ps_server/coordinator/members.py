@@ -185,11 +185,15 @@ class JobMembers:
     # -- a worker comes ----------------------------------------------------------------------------------------------
 
     def repeated(self, request: JoinRequest) -> Member | None:
-        """Returns the worker that this request made live already: the answer was lost.
+        """Returns the worker that an earlier call of this request has made live; None if there is none.
 
-        None where the worker may be in a step, of which this coordinator, that came back, does not know which shards
-        have had it. The worker joins anew, and they say so: from a place that it never heard of it has pushed nothing.
-        Raises TryLater while the first call of this request is being carried out.
+        A worker repeats its request when the answer to the first call was lost.
+
+        Returns None, too, where the worker may be in a step and this coordinator, which has restarted, does not know
+        which shards have had that step. The worker then joins anew, and the shards say so. That is safe: from a place
+        that it never heard of, the worker has pushed nothing.
+
+        Raises TryLater while the first call is being carried out.
         """
         with self._lock:
             for reservation in self._joining:
@@ -226,7 +230,7 @@ class JobMembers:
             return reservation
 
     def close(self) -> None:
-        """Takes no worker any more: the servers end. What joins at this moment still may."""
+        """Refuses new joins, because the servers end. Joins that are under way may still complete."""
         with self._lock:
             self._closed = True
 

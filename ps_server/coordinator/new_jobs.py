@@ -1,4 +1,4 @@
-"""Making a job on all shards: a new one, or as the last checkpoint of its name has it."""
+"""Makes a job on all shards: a new one, or one restored from the last checkpoint of its name."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 In sync every shard goes back to the one clock that the checkpoint has, so that the job ends with the weights that it
 would have had. In ssp and async the shard that lost its part goes back alone: the others keep what they have, and what
-is missing on that shard is counted. Either way every worker is fenced, so that nothing of before arrives later, and
-joins again.
+is missing on that shard is counted. Either way every worker is fenced, so that no push from before the rollback counts
+after it. Then the workers join again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process is told that cannot join now: to come back soon, or which workers of another launch are in its way."""
+"""The errors for a process that cannot join now: TryLater, or JobInUse, which names the other launch's workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Workers that are gone, and that shards may still count: others would wait for them for ever.
+"""Pending removals: workers that are gone and that a shard may still count. Live workers would wait for them for ever.
 
-Each shard is told by a thread of its own, again and again until it has heard: one that hangs delays only what waits for
-it anyway.
+Each shard is told in a thread of its own, again and again until it has heard. A shard that hangs delays only what waits
+for it anyway.
 """
 
 from __future__ import annotations

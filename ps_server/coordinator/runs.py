@@ -1,4 +1,4 @@
-"""The identity of each run of a job: made when the job is registered, and later than that of every run before it."""
+"""The name of each run of a job: the time at which the job was registered, so it sorts after every earlier run."""
 
 from __future__ import annotations
 

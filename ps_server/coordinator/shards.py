@@ -63,7 +63,11 @@ class ShardApi(Protocol):
         """Returns the shard's part, once it is on disk. Raises TryLater while it is not."""
 
     def restore_job(self, request: RestoreRequest) -> RestoreProgress:
-        """Has the shard hold a job as a checkpoint has it. Returns within seconds, and is repeated until it does."""
+        """Restores a job on the shard from a checkpoint, and returns how far the restore is.
+
+        A long restore takes several calls: each returns within seconds. The caller repeats the same call until
+        `extent` of the progress is set.
+        """
 
     def statistics(self) -> ShardStatistics:
         """Returns what the shard holds."""

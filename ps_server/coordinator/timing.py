@@ -1,4 +1,4 @@
-"""The clock that a coordinator goes by, and how long it waits for what. Tests and simulations hand in their own."""
+"""The coordinator's clock, and the times that it waits, in seconds. Tests and simulations pass their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The workers' own parts of a job's checkpoints: what live workers send, what those that left have left behind, and
-what the last checkpoint has."""
+"""The workers' own states for a job's checkpoints: those that live workers sent last, those that workers sent when they
+left, and those in the last checkpoint."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ class StepAccounting:
             self._add(rank, restored, clock)
 
     def give_up(self, rank: int) -> None:
-        """Settles for what was heard of a worker that did not come back. What it did beyond stays a debt."""
+        """Settles the debt of a worker that did not come back, up to the clock at which it was heard of last.
+
+        Steps that it made after that clock stay a debt, which is settled if it comes back after all.
+        """
         if rank in self.unaccounted:
             restored, heard = self.unaccounted[rank]
             self.settle(rank)

@@ -272,7 +272,10 @@ class PushChecker:
 
 
 def _norm(bucket: BucketSpec, values: torch.Tensor, absent: frozenset[int]) -> float:
-    """Returns the L2 norm of the slices that a gradient has."""
+    """Returns the L2 norm of a bucket's gradient over the slices that are present.
+
+    absent: the positions of the slices without a gradient
+    """
     present = [s for position, s in enumerate(bucket.slices) if position not in absent]
     kind = wide(values.dtype)
     norms = [torch.linalg.vector_norm(values[s.offset : s.offset + s.length], dtype=kind).item() for s in present]

@@ -242,5 +242,8 @@ def _check_distinct(table: JobTable, ids: Ids) -> None:
 
 
 def _elements(codec: Cast, payload: Buffer, offset: int, count: int) -> torch.Tensor:
-    """Returns so many elements of a payload, from an offset on, as float32. Read from them, never write."""
+    """Decodes `count` elements of a payload, from byte `offset` on, as float32: [count].
+
+    The result may be a view of the payload: do not write to it.
+    """
     return codec.decode(memoryview(payload)[offset:], count).to(torch.float32)

@@ -46,7 +46,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Live:
-    """A live worker as a shard counts it: updates after clock `start` need it, and `key` proves its calls."""
+    """A live worker, as one shard counts it.
+
+    incarnation: that of the worker's place
+    start:       the clock from which the shard counts it: only updates after this one wait for its contribution
+    key:         the lease key, which the worker sends with each call
+    """
 
     incarnation: int
     start: int
@@ -149,7 +154,7 @@ class UpdateRule(Generic[T]):
         return added | {add.rank: add.clock for add in self.waiting.values()}
 
     def has(self, owed: Mapping[int, int]) -> bool:
-        """Whether the weights have all contributions that were `owed` at some time."""
+        """Whether the weights have all contributions that an earlier call of `owed` returned: a clock by rank."""
         return all(self.applied.get(rank, 0) >= clock for rank, clock in owed.items())
 
     def frontier(self) -> int:
@@ -207,7 +212,10 @@ class UpdateRule(Generic[T]):
         return self._step() if self.added or self.waiting else None
 
     def completes(self, work: Add[T]) -> bool:
-        """Whether the open update is complete with a contribution that `next` named, as the roster is now."""
+        """Whether `work` completes the open update: with it, no live worker is missing.
+
+        work: the contribution that `next` returned; it is not added yet
+        """
         if not self.consistency.aggregate:
             return True
         taken = {add.rank for add in self.added} | {work.rank}

@@ -1,9 +1,9 @@
-"""One job in one wire format: what a relay has of it, and who reads that.
+"""One job in one wire format: the editions of it that a relay keeps, and their readers.
 
-The last `MOST` editions are kept, and the newest is sent to whoever asks for its version or a lower one. Where both are
-being read, a newer one waits until one of them is given back; readers that are so slow that they hold one up for
+A relay keeps the last `MOST` editions. It sends the newest to each reader that asks for its version or a lower one.
+While both are being read, a newer edition waits until one of them is given back. Readers that hold it up for
 `HELD_SECONDS` lose theirs. So a job takes the memory of four editions at most: two that are read, one that waits, and
-one that is being received; and what changed between some of these, which takes as much as one more.
+one that is being received. The changes between some of these take at most as much as one more.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class FollowedJob:
         self._subscribe, self._clock = subscribe, clock
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
+        self._pending_equal = 0.0  # when that was last known to be what the shards have
         self._waiting: set[RelaySender] = set()
         self._following = threading.Lock()  # held while another subscription is made; taken before the other
         self._lock = threading.Lock()
@@ -264,7 +265,7 @@ class FollowedJob:
             self.ended_at = self._clock() if subscription.ended else None
             newest = self._pending or (self._kept[-1].arrays if self._kept else None)
             if edition is not None and edition is not newest:
-                self._pending = edition
+                self._pending, self._pending_equal = edition, self._clock() - subscription.age
         self._promote()
 
     def _promote(self) -> None:
@@ -275,7 +276,9 @@ class FollowedJob:
                 now = self._clock()
                 if self._kept:
                     self._kept[-1].replaced = now
-                self._kept.append(KeptEdition(self._pending, now - self._subscription.age, self._clock))
+                following = self._subscription  # another one by now, where another run has begun
+                equal = now - following.age if following.edition is self._pending else self._pending_equal
+                self._kept.append(KeptEdition(self._pending, equal, self._clock))
                 self._pending = None
             newest, served = self.newest, set[RelaySender]()
             refused: dict[Reader, PSError] = {}

@@ -51,6 +51,8 @@ class KeptEdition:
         if not edition.contents.spec.consistency.has_one_version:
             each = ",".join(f"{index}:{version}" for index, version in sorted(edition.versions.items()))
             text += f"-{zlib.crc32(each.encode()):08x}"
+        wire = edition.contents.wire
+        text += "" if wire == "float32" else f"-{wire}"
         return f'"{text}"'
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The jobs of a relay: each is followed while somebody reads it, and for a while after that; some always."""
+"""The jobs of a relay. Each is followed while somebody reads it and for IDLE_SECONDS after; named jobs are always."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from ps_feed.subscription import WIRES, Subscription
-from ps_protocol.errors import InvalidRequest, NotFound, PSError
+from ps_protocol.errors import InvalidRequest, NotFound, PSError, TryLater
 from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
@@ -80,6 +80,8 @@ class Relayed:
         if found is None or found.ended:
             self._look_for(name, found)
             with self._lock:
+                if self._stopping.is_set():
+                    raise TryLater("this relay is stopping")
                 found = self._followed.get((name, wire))
                 if found is None:
                     found = self._followed[name, wire] = self._follow(name, wire)

@@ -1,4 +1,4 @@
-"""What a relay receives: an edition only where there is memory for it."""
+"""A subscription that receives an edition only if there is memory for it, so that a relay is not killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a relay gets its editions from: the servers of a cluster, or other relays. Knows which jobs are there."""
+"""The upstream of a relay: the cluster or the relays from which it gets its editions, and the jobs that these have."""
 
 from __future__ import annotations
 

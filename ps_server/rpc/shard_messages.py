@@ -62,7 +62,10 @@ def counted(response: shard_pb2.AddWorkerResponse) -> Counted:
 
 
 def committed_response(committed: Committed, has_say: bool) -> shard_pb2.GetCommittedDataResponse:
-    """Returns what is committed on a shard."""
+    """Returns the message that lists the leased data committed on a shard, by loader.
+
+    has_say: an optimizer steps a bucket on this shard; without one its answer does not count
+    """
     loaders = [
         shard_pb2.CommittedData(
             loader=loader,

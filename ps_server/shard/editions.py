@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -105,6 +105,7 @@ class TakenEdition:
         self.began: float | None = None  # when the first bucket was copied
         self.used = 0.0
         self.is_whole = False  # a reader has all that it wants
+        self.unchecked: set[Piece] = set()  # what is to be copied, and nobody has asked whether there is memory for
         self._copied: dict[Piece, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
         self._readers: dict[object, tuple[frozenset[Piece], Over]] = {}
@@ -143,7 +144,10 @@ class TakenEdition:
         with self._lock:
             self._readers[reader] = wanted.pieces, over
             for index, dtype in wanted.pieces - self._copied.keys():
-                self._missing.setdefault(index, set()).add(dtype)
+                dtypes = self._missing.setdefault(index, set())
+                if dtype not in dtypes:
+                    dtypes.add(dtype)
+                    self.unchecked.add((index, dtype))
 
     def give_back(self, reader: object, now: float) -> None:
         """Forgets a reader, and what only this reader wants and is not copied yet."""
@@ -193,6 +197,7 @@ class TakenEdition:
             return
         try:
             self._has_room(self, now)
+            dtypes = tuple(self._missing.get(index, ()))
             copied = {(index, dtype): CopiedBucket(bucket, dtype) for dtype in dtypes}
         except PSError as error:
             self.fail(error)
@@ -224,11 +229,15 @@ class TakenEdition:
 
     def _refuse(self, index: int, version: int) -> None:
         """Tells readers that want a bucket that it has more updates already."""
-        with self._lock:
-            missing = {(index, dtype) for dtype in self._missing.get(index, ())}
-            refused = {reader: over for reader, (pieces, over) in self._readers.items() if missing & pieces}
-            self._forget(*refused)
         error = OutOfOrder(f"bucket {index} has {version} updates: more than the {self.version} asked for")
+        self.refuse({(index, dtype) for dtype in tuple(self._missing.get(index, ()))}, error)
+
+    def refuse(self, pieces: Set[Piece], error: PSError) -> None:
+        """Tells readers that wait for any of these pieces that they cannot be had."""
+        with self._lock:
+            missing = {(index, dtype) for index, dtype in pieces if dtype in self._missing.get(index, ())}
+            refused = {reader: over for reader, (wanted, over) in self._readers.items() if missing & wanted}
+            self._forget(*refused)
         for over in refused.values():
             guarded("edition", partial(over, error))
 
@@ -328,7 +337,10 @@ class Editions:
                 self._note_waiting()
 
     def tick(self, now: float) -> None:
-        """Forgets what nobody has read for a while."""
+        """Drops editions, and the changes between them, that no reader has used for KEPT_SECONDS.
+
+        The newest edition stays as long as a reader that asks for changes follows the job.
+        """
         if not self._kept and not self._pieces:
             return
         with self._lock:
@@ -377,7 +389,7 @@ class Editions:
 
         locked: gives a bucket by its index, and keeps it from being stepped
         """
-        edition = TakenEdition(None, lambda each, _: self._check_room(each))
+        edition = TakenEdition(None, lambda each, _: self._check_added(each))
         edition.hand_to(self, WantedEdition(None, 0, pieces), lambda _: None)
         with self._lock:
             kept = list(self._kept)
@@ -403,34 +415,60 @@ class Editions:
         self.waiting = tuple(each for each in self._kept if each.is_waiting)
 
     def _make_room(self, edition: TakenEdition, now: float) -> None:
-        """Forgets the oldest editions that nobody reads until there is room for another one.
+        """Makes room for what readers want of an edition, the first time before any of it is copied.
 
-        Raises TryLater where all are read, LimitExceeded where memory has no room.
+        Raises TryLater where too many editions are read, LimitExceeded where memory has no room. A reader that comes to
+        an edition later, and wants pieces for which there is no room, is refused by itself.
         """
+        if not edition.unchecked:
+            return
         with self._lock:
-            if edition.began is not None:
-                return
-            oldest = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
-            surplus = len(oldest) - MOST + 1
-            free = [each for each in oldest if not each.is_read or now - (each.began or 0.0) > HELD_SECONDS]
-            if len(free) < surplus:
-                later = TryLater(f"job {self._name!r}: {MOST} editions are being read, which is the most at a time")
-                later.retry_after = RETRY_SECONDS
-                raise later
-            free = free[: max(0, surplus)]
-            for each in free:
-                self._kept.remove(each)
-            edition.began = now
-        for each in free:
+            is_first = edition.began is None
+            given_up = self._give_up(now) if is_first else []
+            edition.began = now if is_first else edition.began
+            added, edition.unchecked = edition.unchecked & set(edition.missing()), set()
+            begun = [each for each in self._kept if each.began is not None and each is not edition]
+        for each in given_up:
             each.fail(TryLater("this edition was given up for a newer one: it was not read in time"))
-        self._check_room(edition)
+        try:
+            self._check_room(added, sum(self._size(each.missing()) for each in begun))
+        except LimitExceeded as error:
+            if is_first:
+                raise
+            edition.refuse(added, error)
 
-    def _check_room(self, edition: TakenEdition) -> None:
-        """Raises LimitExceeded where memory has no room for what is missing of an edition."""
-        size = sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in edition.missing())
-        left, promised = free_bytes(), self._promised()
+    def _give_up(self, now: float) -> list[TakenEdition]:
+        """Takes out the editions that go for a new one: first the oldest that nobody reads, then the oldest that is
+        read too slowly. The caller holds the lock. Raises TryLater where there are none."""
+        begun = sorted((each for each in self._kept if each.began is not None), key=lambda each: each.began or 0.0)
+        surplus = max(0, len(begun) - MOST + 1)
+        slow = [each for each in begun if each.is_read and now - (each.began or 0.0) > HELD_SECONDS]
+        free = [*(each for each in begun if not each.is_read), *slow][:surplus]
+        if len(free) < surplus:
+            later = TryLater(f"job {self._name!r}: {MOST} editions are being read, which is the most at a time")
+            later.retry_after = RETRY_SECONDS
+            raise later
+        for each in free:
+            self._kept.remove(each)
+        return free
+
+    def _size(self, pieces: Iterable[Piece]) -> int:
+        return sum(PLAIN[dtype].size(self._buckets[index].spec.numel) for index, dtype in pieces)
+
+    def _check_added(self, edition: TakenEdition) -> None:
+        added, edition.unchecked = edition.unchecked, set()
+        if added:
+            self._check_room(added, 0)
+
+    def _check_room(self, pieces: Set[Piece], begun: int) -> None:
+        """Raises LimitExceeded where memory has no room for copies.
+
+        begun: bytes that other editions are still to take
+        """
+        size = self._size(pieces)
+        left, promised = free_bytes(), self._promised() + begun
         if left is not None and size + promised > left:
             raise LimitExceeded(
                 f"job {self._name!r}: this shard's memory has no room for an edition of {size} bytes: {left} are "
-                f"free, of which training still takes {promised}"
+                f"free, of which training and other editions still take {promised}"
             )

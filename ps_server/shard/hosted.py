@@ -457,9 +457,10 @@ def _warn_of_evicted(job: HostedJob) -> None:
 
 @contextlib.contextmanager
 def _making_room(name: str, room: JobRoom, promised: int) -> Iterator[None]:
-    """Raises LimitExceeded where a job comes to take more memory than is free.
+    """Raises LimitExceeded if a new job needs more memory than is free, or if the `with` block runs out of memory.
 
-    promised: bytes of what is free that jobs here are still to take
+    room:     the bytes that the new job will take
+    promised: free bytes that the jobs on this shard were admitted with and have not taken yet
     """
     free = free_bytes()
     if free is not None and room.total + promised > free:

@@ -401,7 +401,10 @@ class HostedJob:
                     self.look(table)
 
     def saves_state(self, pull: Pull, version: int) -> bool:
-        """Whether what a pull gets is in a checkpoint for which its worker is to save its own state."""
+        """Whether the pulling worker is to save its own state, because the weights that it gets are in a checkpoint.
+
+        version: that of the weights that the pull gets
+        """
         task = self.snapshot_task
         return (
             task is not None and pull.worker.incarnation != READER and task.tells(pull.worker.rank, pull.clock, version)

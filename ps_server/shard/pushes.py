@@ -63,7 +63,10 @@ class Pushes:
                 self._updates.schedule(job, fresh)
 
     def exchange_rows(self, job: HostedJob, push: RowsPush, principal: str, wanted: RowsPull, outbox: Outbox) -> None:
-        """Stages rows, then pulls rows of the same table; the calling thread applies what can be applied."""
+        """Stages pushed rows, then begins a pull of rows of the same table.
+
+        The calling thread then applies the updates that can be made. The pull's answer goes to `outbox`.
+        """
         pull, table = self._pulls.check_rows(job, wanted, outbox, principal)
         pull.with_pushes = True
         fresh: list[int] = []

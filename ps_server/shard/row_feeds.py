@@ -32,15 +32,17 @@ _SIZES = (4, 8, 8)  # bytes of the fields
 
 
 class RowCursor(NamedTuple):
-    """Where a reader of a feed is: it has all changes of a table up to a version. It keeps the bytes of this.
+    """A reader's position in a feed of rows: it has all changes of one table up to `version`.
 
-    A history is one unbroken sequence of updates of a table on a shard: it ends when the shard's process ends, when the
-    job is rolled back to a checkpoint, and with the run of the job. What changed after a version is known within a
-    history.
+    Readers keep the cursor as bytes, and hand these to the next call.
 
-    table:   its place in the job's list
-    history: a number that no other history has
-    version: of the table's rows: see TableRows.version
+    A history is one unbroken sequence of updates of a table on a shard. It ends when the shard's process or the run of
+    the job ends, and when the job is rolled back to a checkpoint. A shard knows what changed after a version only
+    within one history.
+
+    table:   the index of the table in the job's list of tables
+    history: the number of the history; no other history has it
+    version: the version of the table's rows on this shard: see TableRows.version
     """
 
     table: int

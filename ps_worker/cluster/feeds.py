@@ -1,4 +1,4 @@
-"""Feeds of rows, as a reader calls them: where a job's shards are, and what one of them streams."""
+"""The calls by which a reader follows a table: it asks the coordinator for the shards, and a shard for changed rows."""
 
 from __future__ import annotations
 

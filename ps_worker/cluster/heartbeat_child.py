@@ -7,8 +7,8 @@ the worker.
 
 The worker writes lines of JSON to its stdin: first what a `Plan` holds, then at each turn of its thread the message of
 the heartbeat that it is about to send. Where a line is late, this process sends the last message itself, as long as the
-worker's process runs. It sends nothing while that is stopped (SIGSTOP, a debugger), which is silence indeed, and ends
-with it.
+worker's process runs. While the worker's process is stopped (SIGSTOP, a debugger), this one sends nothing: the worker
+is then silent. It ends with the worker's process.
 """
 
 from __future__ import annotations

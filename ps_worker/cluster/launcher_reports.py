@@ -1,8 +1,8 @@
-"""What launchers ask of a coordinator. Above all they tell it that a process has ended, which they see at once.
+"""The calls of launchers to a coordinator. Above all they report that a process has ended, which they see at once.
 
-Without a report the others wait for a worker until its lease has run out, and a shard's index for a process at another
-address until the shard has been silent for long. A report about a process that another one has replaced changes
-nothing, so it may be repeated, and may come late.
+Without a report, the other workers wait for a dead worker until its lease has run out. And a process at another address
+can take the index of a dead shard only after that shard has been silent for some time (Timing.shard_lost). A report
+about a process that another one has replaced changes nothing. So a report may be repeated, and may come late.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""One way to a shard: buckets as messages, over a data connection or gRPC (calls.py). A pool pushes them in the order
-in which they were submitted, a few at a time."""
+"""The transport over the network: sends buckets to a shard as messages, over a data connection or gRPC (calls.py).
+
+A pool of threads pushes them in the order in which they were submitted, a few at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ways of rows between a worker and all shards: each gradient goes to its row's shard, and rows come from there.
+"""Moves rows between a worker and all shards: a gradient is pushed to its row's shard, and a row is pulled from there.
 
-Rows are written to memory that a shard shares with this worker, and read from there. Otherwise they travel in messages
-of a few MiB, over data connections where there are some, otherwise by gRPC.
+If a shard shares memory with this worker, rows are written to that memory and read from it. Otherwise they travel in
+messages of a few MiB, over a data connection if one is open, or else by gRPC.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What this worker tells the coordinator of its script: what it has set that is the job's, for workers that join late.
+"""Tells the coordinator what this worker's script has set for the job, such as a schedule, for workers that join late.
 
-It is captured where the script stands still, because it is in a call of the session. The training thread does that when
-it comes there next; a thread beside it, if the script stands already: it may wait in a step for the very worker that
-asks.
+It is captured while the script stands still, inside a call of the session. If the script is not in such a call, the
+training thread captures it at the next one. If the script is in one already, another thread captures it at once: the
+script may be waiting in a step for the very worker that asks.
 """
 
 from __future__ import annotations

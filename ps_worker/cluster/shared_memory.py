@@ -1,12 +1,12 @@
-"""The other way to a shard: buckets through memory that this worker shares with it; only headers travel.
+"""The transport through shared memory: buckets lie in a segment that this worker shares with a shard; headers travel.
 
-gradients  Where backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
-           call costs both ends as much as a bucket does. Where they are copied there (from a GPU), each leaves as soon
-           as it is there, with those that have come meanwhile.
-weights    The shard writes them into the segment and says which are there.
+gradients  If backward makes them in the segment, a whole step goes to a shard in one call, together with its pull: a
+           call costs both ends as much as a bucket does. If they are copied there (from a GPU), each leaves as soon as
+           it is in the segment, together with others that have come meanwhile.
+weights    The shard writes them into the segment, and says which are there.
 
-Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose formats have
-blocks (int8, int4) shares no memory for buckets: its results are not to depend on the way.
+Both keep their type: a narrower wire format is for networks, and would only cost time here. A job whose wire formats
+have blocks (int8, int4) shares no memory for buckets: its results must not depend on the transport.
 """
 
 from __future__ import annotations

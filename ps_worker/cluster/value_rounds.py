@@ -2,10 +2,10 @@
 
 number  The k-th call of a script is the job's k-th round. A worker that lost its place for a while, or whose process
         starts late, gets what the others had in the rounds that are over, and so decides what they decided.
-late    A process that joins a job under way asks once, at its first call after its first step, which round is next:
-        rounds before its clock are behind it.
-steps   In sync and ssp another worker may be in a step that waits for a step of this one, which waits for it here:
-        this one makes a step without a gradient, which a mean leaves out.
+late    A process that joins a job under way asks once which round is next, at its first call after its first step. It
+        takes no part in rounds from before its clock.
+steps   In sync and ssp this worker may wait in a round for another worker, which waits in a step for a step of this
+        one. This worker then makes a step without a gradient, which the mean leaves out.
 """
 
 from __future__ import annotations

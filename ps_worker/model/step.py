@@ -103,8 +103,11 @@ class StepMaker:
         self._skipped = Troubles(log, None)  # ps_worker_non_finite_total counts them
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, by their numbers, of which some are new. Raises as
-        `next_stage`; nothing has changed yet."""
+        """Returns the stage after the current one, without entering it. Raises as `next_stage`.
+
+        optimizers: by number, all optimizers that step in it
+        new:        the numbers of those that begin with it
+        """
         return next_stage(self.stage, self._layout, self._indices, optimizers, new)
 
     def enter(self, stage: Stage) -> None:

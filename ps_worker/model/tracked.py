@@ -34,7 +34,7 @@ def _notify(tensor: Any, given_out: torch.Tensor | None) -> None:
 
 
 def _slice(tensor: Any) -> torch.Tensor:
-    """Returns what `detach` returns, as a slice that notifies like the tensor."""
+    """Returns `tensor.detach()` as a `_Slice`, which notifies the same session as the tensor."""
     detached: torch.Tensor = torch.Tensor.detach(tensor).as_subclass(_Slice)
     detached.__dict__[_TOUCHED] = tensor.__dict__.get(_TOUCHED)
     return detached

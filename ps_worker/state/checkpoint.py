@@ -465,7 +465,11 @@ class LocalCheckpoint(WorkerCheckpoint):
         self.inner = inner
 
     def rollback(self, state: bytes, clock: int, saved_at: int | None = None) -> None:
-        """Continues after `clock` rounds. Rounds that the worker has missed count with the job's number of steps."""
+        """Continues after `clock` rounds from a saved state: see WorkerCheckpoint.rollback. Clocks count rounds here.
+
+        The data of the rounds that the worker has missed is left out. Each of these rounds counts with the number of
+        steps that the mode gives it; with the fewest, if rounds end by time.
+        """
         super().rollback(state, clock, saved_at)
         assert self._target is not None
         saved = self._target.clock if saved_at is None else saved_at

@@ -199,7 +199,11 @@ class LoaderPosition:
         return self.going and self._since < self._hooks.steps
 
     def _asked(self, iterator: Iterator[Any]) -> Iterator[Any] | None:
-        """Captures a requested state, and restores a pending one, when the script asks for a batch."""
+        """Captures a requested state, and restores a pending one. Is called when the script asks for a batch.
+
+        iterator: the batches that are left of the current pass
+        Returns the iterator to go on with: the same one, or after a restore the one that `_go_to_target` returns.
+        """
         if self.is_asked_after_step:
             self._hooks.capture(self.index)
         if self._target is not None or self._hooks.target(self.index) is not None:

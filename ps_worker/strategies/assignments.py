@@ -1,12 +1,12 @@
 """Assignments: weights, and optimizer state, that a script sets itself between two steps.
 
 noted    The model finds changed weights before a step; `load_state_dict` hands optimizer state over.
-sent     They go with the next step, and take effect with it. In sync those of the lowest live rank count, so only that
-         worker sends. They are kept until the step counts, which may be pushed again from another place. Where the data
-         of a step comes again instead, they go with the step that follows.
-lost     They are lost with the step, if the one worker that sends dies in it.
-since    A script may interrupt a step, set more, and go on. That goes with the next step, whether this one counts or
-         not.
+sent     They go with the next step, and take effect with it. In sync only those of the lowest live rank count, so only
+         that worker sends them. The worker keeps them until the step counts, because it may have to push the step again
+         from another place. If the data of the step comes again instead, they go with the step after it.
+lost     They are lost with the step if the one worker that sends them dies in it.
+since    A script may interrupt a step, set more, and go on. What it has set since goes with the next step, whether the
+         interrupted one counts or not.
 repeated After a rollback a script repeats what it does in its loop over the data. It does not repeat what it does
          between two passes, and the log says so.
 """

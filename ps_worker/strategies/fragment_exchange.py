@@ -1,13 +1,13 @@
 """The exchange of a round that is pushed fragment by fragment, in mode `local:H/F`.
 
-step     After a step at which a fragment is due, its difference is pushed and its weights are pulled, and the script
-         goes on at once. Some steps later what was pulled is mixed in; only then does the worker wait, should it not be
-         there yet (ps_worker/model/local_round.py).
-round    Its clock on the servers is the round, for every fragment. It is over with the last fragment: nothing is under
-         way then, and this worker's own state of a checkpoint is of that moment.
-leaves   A worker that leaves in the middle of a round leaves the rest of it out, by empty pushes.
-lost     A lost place ends the round at hand. What shards have not had of its fragments is pushed from the next place,
-         all at once.
+step     After a step at which a fragment is due, the worker pushes the fragment's difference and pulls its weights. The
+         script goes on at once. Some steps later the worker mixes in the pulled weights, and waits only if they have
+         not arrived by then (ps_worker/model/local_round.py).
+round    On the servers, all fragments of a round have one clock: the number of the round. The round is over with its
+         last fragment. Nothing is under way then, so this worker's state for a checkpoint is captured at that moment.
+leaves   A worker that leaves in the middle of a round makes empty pushes for the rest of the round.
+lost     The round at hand ends if the place is lost. The worker pushes what shards have not had of its fragments from
+         the next place, all at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The stages of one job on a worker: `session.prepare(optimizer)` has other optimizers step its parameters.
 
-begun  The script hands optimizers over. They take the places of those that had any of their parameters. Parameters that
-       none has had become a job beside this one (added.py).
-told   With the next step each bucket is told what steps it from then on (model/script_stages.py). It is told once a
-       place: a bucket that has come to the stage stays as it is, and one that was rolled back to before it comes again.
+begun  The script hands optimizers over. They replace those that stepped any of their parameters. Parameters that no
+       optimizer has stepped yet become a job beside this one (added.py).
+told   With the next step, the worker tells each bucket which optimizer steps it from then on (model/script_stages.py).
+       It tells them once from each place. A bucket that is at the stage already stays as it is. A bucket that was
+       rolled back to before the stage enters it again.
 """
 
 from __future__ import annotations
@@ -101,8 +102,11 @@ class JobStages:
             raise LimitExceeded(f"a job may come to {limit} stages, each with other optimizers, and this is one more")
 
     def following(self, optimizers: Mapping[int, torch.optim.Optimizer], new: Collection[int]) -> Stage:
-        """Returns the stage in which these optimizers step, by number, of which some are new. Raises as `next_stage`;
-        nothing has changed yet."""
+        """Returns the stage after the current one, without entering it. Raises as `next_stage`.
+
+        optimizers: by number, all optimizers that step in it
+        new:        the numbers of those that begin with it
+        """
         return self._steps.following(optimizers, new)
 
     def enter(self, stage: Stage) -> None:

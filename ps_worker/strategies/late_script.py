@@ -1,9 +1,10 @@
-"""What the script of a job has set, such as a schedule, in a process that comes late: it continues with the job's.
+"""Takes over what the job's script has set, such as a learning-rate schedule, in a process that joins late.
 
-late     A process joins a job that is under way, or goes back with it without a state of its own. What its script has
-         set is not the job's then.
-follows  Right before its first step, or the first one of the stage to which the job's script has come, it asks the
-         other workers, and takes over what they have set (ps_worker/state/job_state.py).
+late     The process joins a job that is under way. Or the job was rolled back, and its checkpoint has no state of this
+         worker. What the process' own script has set is then not what the job's script has set.
+follows  Right before its first step, the worker asks the other workers for what their scripts have set, and takes it
+         over (ps_worker/state/job_state.py). If they are at a later stage of the script, it does so right before its
+         first step of that stage.
 """
 
 from __future__ import annotations

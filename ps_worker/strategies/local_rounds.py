@@ -5,11 +5,11 @@ prepare  The models join a job whose optimizer, on the servers, is the outer one
 step     `optimizer.step()` steps on this worker. The last step of a round then pushes what the round's steps took from
          its base, pulls the weights, and begins the next round (ps_worker/model/local_round.py). It waits as in sync.
          With fragments the model leaves in the course of the round instead (fragment_exchange.py).
-time     In local:Ts a round ends with the first step after so long, and its difference has a weight.
-early    A round may end before it has all its steps: where this worker has no more data and others wait for it, and
-         where its place is lost in the middle of it. Of a round that is broken off at the end nothing is pushed.
-lost     As in job_training.py, in rounds. Batches that the worker had leased are leased anew, but for those of a round
-         of which shards have had a part.
+time     In local:Ts a round ends with the first step after T seconds. Its difference is weighted by the steps made.
+early    A round ends before it has all its steps if this worker has no more data and others wait for it, or if the
+         place is lost in the middle of it. If the round is broken off at the end of training, nothing of it is pushed.
+lost     As in job_training.py, with a round in place of a step. Batches that the worker had leased are leased anew,
+         except for those of a round of which shards have had a part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads the rows of a job's tables from its shards, in whichever place the worker has.
+"""Reads the rows of a job's tables from its shards.
 
-Where the worker has lost its place it takes another, and reads rows as they are there.
+If the worker has lost its place, it takes the next one, and reads the rows as they are there.
 """
 
 from __future__ import annotations

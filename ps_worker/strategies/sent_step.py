@@ -1,4 +1,4 @@
-"""A step that is under way, of which it is not known yet whether it counts; and how one that is over is counted."""
+"""A step whose pushes are under way: it is not known yet whether it counts. `count_step` notes a step that is done."""
 
 from __future__ import annotations
 

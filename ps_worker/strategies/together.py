@@ -1,10 +1,10 @@
 """Steps of a group: all members make one, or none does.
 
-end    Each member ends the step at hand, and they compare before any of them pushes: what one refuses, all refuse, and
-       where one leaves the step out, because its gradient is not finite, all do. Whether the group's assignments count,
-       they decide here, too, and send them: what the servers refuse of these, all refuse before a push.
-push   Each pushes what it holds, and they compare again when all is through: where the place was lost for one of them,
-       all take the next one, and push the step again there.
+end    Each member ends the step at hand. The members compare before any of them pushes. If one raises an error, all
+       raise it. If one leaves the step out, because its gradient is not finite, all do. Here they also decide whether
+       the group's assignments count, and send them. If the servers refuse those of one member, no member pushes.
+push   Each member pushes what it holds. They compare again when all pushes are through. If one has lost the place, all
+       take the next one, and push the step again from there.
 """
 
 from __future__ import annotations

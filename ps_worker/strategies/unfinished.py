@@ -1,8 +1,8 @@
-"""A step that has ended on this worker, from its end until it counts; and what becomes of it where the place is lost.
+"""A step that has ended on this worker, until it counts; and what becomes of it if the worker loses its place.
 
-A place may be lost in the middle of a step: some shards have had it then, and others have not. The gradient is still
-here, so the step is pushed again from the next place, for the clock after the one that this begins at. Shards that have
-had it get a skip. So it counts as a whole, once, and the worker goes on.
+A worker may lose its place in the middle of a step, when some shards have had the gradient and others have not. It
+still has the gradient, so it pushes the step again from the next place. The step's clock is then the one after that at
+which the next place begins. Shards that have had the gradient get a skip instead. So the step counts as a whole, once.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ class ServerTables:
                 ) from error
 
     def assigned(self) -> dict[int, RowValues]:
-        """Returns the rows that the script has set and no step has taken along, by table."""
+        """Returns the rows that the script has set and that no step has sent yet, by the table's index in the job."""
         return {number: rows.assigned.rows for number, rows in enumerate(self._rows) if rows.assigned.rows is not None}
 
     def forget_assigned(self) -> None:

@@ -414,7 +414,7 @@ def test_an_sglang_that_was_started_again_is_given_the_newest_weights(
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def ask(app: Any, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes]]:
+def ask(app: Any, path: str, body: Any = None, method: str = "POST") -> tuple[int, dict[bytes, bytes]]:
     """A request to an ASGI application; the status and the headers of its answer."""
     sent: list[Any] = []
 
@@ -424,17 +424,18 @@ def ask(app: Any, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes]]
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(app({"type": "http", "path": path}, receive, send))
+    asyncio.run(app({"type": "http", "path": path, "method": method}, receive, send))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     return sent[0]["status"], dict(sent[0].get("headers", ()))
 
 
 def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     failing: set[str] = set()
+    refusing: set[str] = set()
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        status = 500 if scope["path"] in failing else 200
+        status = 500 if scope["path"] in failing else 401 if scope["path"] in refusing else 200
         await send({"type": "http.response.start", "status": status, "headers": [(b"own", b"1")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -453,6 +454,12 @@ def test_an_engine_answers_with_its_version_and_not_before_it_has_one() -> None:
     assert ask(app, "/v1/completions", {}) == (200, {b"own": b"1", b"x-model-version": b"7"})
     assert update({"update_info": {"version": 9}}) == 200
     assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9"
+    ask(app, "/update_weights", {}, "GET")
+    ask(app, "/x/finish_weight_update", {})
+    refusing.add("/update_weights")
+    ask(app, "/update_weights", {"update_info": {"version": 10}})
+    refusing.clear()
+    assert ask(app, "/v1/completions", {})[1][b"x-model-version"] == b"9", "none of these has given it weights"
     failing.add("/update_weights")
     update({"update_info": {"version": 11}})
     assert ask(app, "/v1/completions", {})[0] == 503, "nobody knows what it has now"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -129,6 +131,22 @@ def test_a_run_that_has_ended_is_told_as_that_until_the_next_has_an_edition(foll
     assert (here.run, here.lowest, here.ended, here.editions) == ("b", 0, False, (0,))
     with pytest.raises(RunEnded):
         job.describe(False, "a")
+
+
+def test_an_edition_that_waits_for_room_keeps_its_age_when_another_run_begins(followed: Followed) -> None:
+    first = followed.made[0]
+    for version in (1, 2):
+        first.has(followed.edition("a", version))
+        followed.job.newest.readers.add(str(version))  # type: ignore[union-attr, arg-type]
+    first.has(followed.edition("a", 3))
+    first.ends()
+    followed.job.follow_again()
+    followed.made[1].age = math.inf  # it has no edition yet
+    assert followed.job.newest.arrays.version == 2  # type: ignore[union-attr]
+    followed.job.newest.readers.clear()  # type: ignore[union-attr]
+    followed.job.tick(time.monotonic())
+    assert followed.job.newest.arrays.version == 3  # type: ignore[union-attr]
+    assert followed.job.newest.age() < 60  # type: ignore[union-attr]
 
 
 def test_those_who_find_together_that_another_run_has_begun_follow_it_once(followed: Followed) -> None:

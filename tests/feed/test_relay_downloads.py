@@ -80,7 +80,10 @@ def test_the_newest_edition_is_a_file_of_the_weights_to_the_bit(
     assert (headers["cache-control"], headers["x-model-run"], headers["x-model-behind"]) == ("no-cache", run, "0")
     status, again, nothing = ask(near, f"/jobs/{job}/latest.safetensors", "HEAD")
     assert (status, again["content-length"], again["etag"], nothing) == (200, str(len(body)), headers["etag"], b"")
-    narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")[2]
+    _, tags, narrow = ask(near, f"/jobs/{job}/latest.safetensors?wire=bfloat16")
+    name = tags["etag"].strip('"')
+    assert ask(near, f"/jobs/{job}/editions/{name}.safetensors?wire=bfloat16")[2] == narrow
+    assert ask(near, f"/jobs/{job}/latest.safetensors", if_none_match=tags["etag"])[0] == 200, "its bytes are others"
     assert len(narrow) < len(body)
 
 
@@ -252,7 +255,7 @@ def test_without_memory_for_an_edition_none_is_received(
     followed = near.relayed.followed()[0]
 
     def is_held() -> bool:
-        trainer.steps()  # one edition may be under way
+        trainer.step()  # one edition may be under way
         return isinstance(followed.trouble, LimitExceeded)
 
     until(is_held, "that no more is received", every=0.1)
@@ -260,7 +263,7 @@ def test_without_memory_for_an_edition_none_is_received(
     assert held[0] == 200, "the last one is there"
     assert trainer.has(load(held[2]), int(held[1]["x-model-version"]))
     monkeypatch.setattr(free, lambda: None)  # unknown
-    newest(near, job, trainer.steps())
+    newest(near, job, trainer.step())
 
 
 def test_an_answer_that_cannot_be_made_holds_nothing(

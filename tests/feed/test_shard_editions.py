@@ -335,6 +335,16 @@ def test_memory_holds_two_editions_however_many_readers_stand_still() -> None:
     assert slow[2].edition() == (1, [1.0] * CELLS)
 
 
+def test_a_slow_reader_keeps_its_edition_as_long_as_another_one_is_free() -> None:
+    feeding = Feeding().begin()
+    slow = feeding.pull(0)
+    for version in range(1, 5):
+        feeding.step()
+        feeding.pass_time(HELD_SECONDS / 2)
+        assert feeding.pull(version).edition() == (version, [float(version)] * CELLS)
+    assert slow.edition() == (0, [0.0] * CELLS)
+
+
 def test_an_edition_that_nobody_reads_is_forgotten() -> None:
     feeding = Feeding().begin()
     editions = feeding.shard.jobs()["job"].editions
@@ -583,3 +593,29 @@ def test_without_memory_no_edition_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no room for an edition of 256 bytes: 255 are free" in str(refused)
     feeding.step()
     assert feeding.describe().lowest == 1, "training goes on"
+
+
+def test_a_reader_for_whose_copies_there_is_no_memory_is_refused_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes to an edition that another one has already begun: of another type, or of more buckets."""
+    feeding = Feeding().begin()
+    there = feeding.pull(0, "bfloat16", (0, 1))
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    other = feeding.pull(0)
+    assert isinstance(other.error, LimitExceeded)
+    assert "no room for an edition of 256 bytes: 255 are free" in str(other.error)
+    assert feeding.pull(0, "bfloat16", (0, 1, 2)).edition("bfloat16") == (0, [0.0] * 48)
+    assert there.edition("bfloat16") == (0, [0.0] * 32)
+
+
+def test_memory_that_an_edition_has_begun_to_take_is_not_given_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeding = Feeding().begin()
+    ahead = feeding.pull(1)
+    feeding.step(range(2))  # half of it is copied
+    monkeypatch.setattr("ps_server.shard.editions.free_bytes", lambda: CELLS * 4 - 1)
+    refused = feeding.pull(0, buckets=(2, 3)).error
+    assert isinstance(refused, LimitExceeded)
+    assert "no room for an edition of 128 bytes: 255 are free" in str(refused)
+    feeding.push(-1.0, buckets=range(2, 4))
+    assert ahead.edition() == (1, [1.0] * CELLS)
