@@ -148,22 +148,21 @@ class Group:
         return None, highest
 
 
-def group_of(given: Any, launched: int = 0) -> Group | None:
-    """Returns the group that `prepare(..., group=...)` names, a DeviceMesh or a process group; None if it names none.
+def group_of(given: Any, launched: int = 0) -> Group:
+    """Returns the group that `prepare(..., group=...)` names: a DeviceMesh or a process group.
 
     launched: how many processes the launcher has started as this worker; 0: it does not say
 
     Raises InvalidRequest for anything else, where there is no process group, and where the launcher knows better.
     """
-    ranks = None if given is None else _ranks_of(given)
-    count = 1 if ranks is None else len(ranks)
-    if launched and count != launched:  # each of them would join as the same worker, and take the place of another
-        named = "no group" if ranks is None else f"a group of {count}"
+    ranks = [] if launched and given is None else _ranks_of(given)
+    if launched and len(ranks) != launched:  # each of them would join as the same worker, and take another's place
+        named = f"a group of {len(ranks)}" if ranks else "no group"
         raise InvalidRequest(
             f"the launcher has started {launched} processes as this worker (--group {launched}), and prepare got "
             f"{named}: give it prepare(..., group=mesh), the mesh of all of them"
         )
-    return None if ranks is None else Group(ranks)
+    return Group(ranks)
 
 
 def _ranks_of(given: Any) -> list[int]:

@@ -135,7 +135,8 @@ class ServerStrategy:
         the servers, or in local modes the script's own."""
         figures, metrics_address = self._metrics.figures, self._metrics.announced
         job = self._job
-        group = group_of(options.group, job.group_size)
+        is_one_process = options.group is None and job.group_size <= 1
+        group = None if is_one_process else group_of(options.group, job.group_size)
         if group is not None:
             group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
             if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
