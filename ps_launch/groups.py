@@ -95,6 +95,12 @@ class WorkerProcesses:
         return range(worker * self.size, (worker + 1) * self.size)
 
 
+def by_cause(ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns numbers and codes of processes that were seen to have ended at one time, causes first: where a signal has
+    ended a member of a group, the calls of its neighbours fail, and end them with a code."""
+    return sorted(ended, key=lambda each: each[1] >= 0)
+
+
 def _free_port(taken: set[int]) -> int:
     """Returns a port of this machine that is free, and that no other group is about to take."""
     while True:

@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 from ps_launch.children import Children, Program, Stopped, stop_on_signals
 from ps_launch.failures import Cause, Failure
-from ps_launch.groups import WorkerProcesses
+from ps_launch.groups import WorkerProcesses, by_cause
 from ps_launch.output import Console, Dropped, WorkerOutput, rank_prefix
 from ps_launch.own_servers import STOP_SECONDS as SERVERS_STOP_SECONDS
 from ps_launch.own_servers import OwnServers, ServersPlan
@@ -183,8 +183,7 @@ class _Workers:
             self._look_for_joins()
             look = time.monotonic() + LOOK_SECONDS if self._awaits_joins else None
             until = min((when for when in (look, self._processes.turn()) if when is not None), default=None)
-            # Of members that ended together, the one that a signal ended was the first: the others' calls have failed.
-            for number, code in sorted(self._children.wait(until), key=lambda ended: ended[1] >= 0):
+            for number, code in by_cause(self._children.wait(until)):
                 if number == SERVERS:
                     self._console.say(f"the servers ended with code {code}, so the workers are stopped")
                     self.code = self.code or 1

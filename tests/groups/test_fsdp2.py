@@ -51,6 +51,7 @@ class Groups:
                 TORCHELASTIC_RUN_ID=f"{directory}-{group}",
                 RANK=str(member),
                 WORLD_SIZE=str(options.members),
+                **({"PS_GROUP_SIZE": str(options.members)} if group else {}),  # a user may say it, or not
             )
             for group, member in self.each
         }

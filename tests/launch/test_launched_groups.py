@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ps_worker.cli
+from ps_launch.groups import by_cause
 from tests.tools.launching import Start, run, script
 
 GROUPS = ("--server", "127.0.0.1:1", "--mode", "sync", "--workers", "2", "--group", "2")
@@ -111,6 +112,10 @@ def test_the_group_of_a_member_that_fails_ends_and_starts_again_and_no_other_doe
         "started again in 0.5 s (restart 1 of 2)\n" in done.stderr
     )
     assert done.stderr.count("member 0 of group 1") == 0, "its end is that of the group"
+
+
+def test_of_members_that_ended_at_one_time_the_one_that_was_killed_is_the_cause() -> None:
+    assert by_cause([(0, 1), (1, -9), (2, 0), (3, -15)]) == [(1, -9), (3, -15), (0, 1), (2, 0)]
 
 
 def test_a_group_that_is_not_started_again_leaves_the_others_alone(tmp_path: Path) -> None:
