@@ -51,7 +51,7 @@ class Groups:
                 TORCHELASTIC_RUN_ID=f"{directory}-{group}",
                 RANK=str(member),
                 WORLD_SIZE=str(options.members),
-                **({"PS_GROUP_SIZE": str(options.members)} if group else {}),  # a user may say it, or not
+                **({"PS_GROUP_SIZE": str(options.members)} if options.told else {}),
             )
             for group, member in self.each
         }
@@ -107,7 +107,7 @@ def same(found: Tensors, expected: Tensors) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5)], ids=lambda each: each.optimizer
+    "options", [Options(), Options(optimizer="SGD", micro=2, clip=0.5, told=True)], ids=lambda each: each.optimizer
 )
 def test_two_groups_of_two_end_as_one_process_and_alike_to_the_bit(
     nursery: Nursery, shared: Cluster, job: str, tmp_path: Path, options: Options
