@@ -9,6 +9,7 @@ from ps_protocol.figures import WorkerFigures
 from ps_protocol.modes import Consistency
 from ps_server.core.agreement import Agreement
 from ps_server.core.data_leases import LoaderProgress
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.core.membership import Member
 from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFigures
 
@@ -42,6 +43,7 @@ class ShardJobStatistics:
     sharing, connected: ranks of workers that share memory with this shard, or have a data connection to it
     tables:  of rows
     agreement: how alike workers have moved in the last rounds of local:H; None: not known
+    feed:    how its weights are read; None: nobody follows them
     """
 
     bucket_count: int
@@ -60,6 +62,7 @@ class ShardJobStatistics:
     connected: tuple[int, ...] = ()
     tables: tuple[TableFigures, ...] = ()
     agreement: Agreement | None = None
+    feed: FeedFigures | None = None
 
     @property
     def table_bytes(self) -> int:

@@ -89,18 +89,50 @@ def job_lines(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
 
 
 def _feeds(status: dict[str, Any], job: dict[str, Any]) -> list[str]:
-    """Returns a line on each process from which the job's weights are read now."""
-    head = f"job {job['name']}: " if status["coordinator"].get("upstream") else "  weights are read: "
-    lines = []
-    for held in _held(status, job["name"]):
-        feed = held.get("feed")
-        if not feed:
-            continue
-        text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if feed["age_duration"] else ""
-        text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
-        text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
-        lines.append(head + text + (f"; {feed['trouble']}" if feed["trouble"] else ""))
-    return lines
+    """Returns how a job's weights are read now: a line on all shards together, or on each wire format of a relay."""
+    if status["coordinator"].get("upstream"):
+        feeds = [held["feed"] for held in _held(status, job["name"]) if held.get("feed")]
+        return [f"job {job['name']}: {_feed_text(feed)}" for feed in feeds]
+    feed = _of_all_shards(status, job["name"])
+    return [] if feed is None else [f"  weights are read: {_feed_text(feed)}"]
+
+
+def _of_all_shards(status: dict[str, Any], job: str) -> dict[str, Any] | None:
+    """Returns how a job's weights are read from the shards that answer; None: nobody reads them.
+
+    A reader asks all shards, and has an edition when it has the part of each.
+    """
+    feeds = {
+        shard["index"]: held["feed"]
+        for shard in status["shards"]
+        for held in shard["jobs"]
+        if held["job"] == job and held.get("feed")
+    }
+    if not feeds:
+        return None
+
+    def all_of(name: str) -> list[Any]:
+        return [feed[name] for feed in feeds.values() if feed[name] is not None]
+
+    troubles = [f"shard {index}: {feed['trouble']}" for index, feed in feeds.items() if feed["trouble"]]
+    return {
+        "reader_count": max(all_of("reader_count")),
+        "edition_version": min(all_of("edition_version"), default=None),
+        "age_duration": max(all_of("age_duration"), default=None),
+        "behind": max(all_of("behind")),
+        **{name: sum(all_of(name)) for name in ("size_bytes", "sent_bytes", "element_bytes")},
+        "trouble": troubles[0] if troubles else "",
+    }
+
+
+def _feed_text(feed: dict[str, Any]) -> str:
+    has_one = feed["edition_version"] is not None
+    text = f"edition {feed['edition_version']}, {feed['age_duration']:.1f} s old, " if has_one else ""
+    text += f"{counted(feed['behind'], 'update')} behind, {counted(feed['reader_count'], 'reader')}, "
+    text += f"{size_text(feed['size_bytes'])} in memory, {size_text(feed['sent_bytes'])} sent"
+    if feed["element_bytes"] > feed["sent_bytes"]:
+        text += f" in place of {size_text(feed['element_bytes'])}"
+    return text + (f"; {feed['trouble']}" if feed["trouble"] else "")
 
 
 def process_lines(status: dict[str, Any], width: int | None = None, workers: bool = False) -> list[str]:

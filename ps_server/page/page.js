@@ -175,8 +175,24 @@ function drawFigures(job, view, status) {
     [`bytes a step${less}`, steps ? `${bytes(sum(told, "sent_bytes") / steps)} + ${bytes(sum(told, "received_bytes") / steps)}` : "–"],
     ...(loader ? [["leased data", part]] : []),
     ["last checkpoint", age === null ? "none" : `${span(age)} ago`, age !== null && age > OLD_CHECKPOINT ? "bad" : ""],
+    ...readers(status, job.name),
   ];
   showFigures(figures);
+}
+
+// Who reads the job's weights. A reader asks all shards, and has an edition when it has the part of each.
+function readers(status, name) {
+  const feeds = status.shards.flatMap((shard) => shard.jobs.filter((held) => held.job === name && held.feed).map((held) => ({ ...held.feed, index: shard.index })));
+  if (feeds.length === 0) return [];
+  const most = (what) => Math.max(...feeds.map((feed) => feed[what]));
+  const versions = feeds.map((feed) => feed.edition_version).filter((version) => version !== null);
+  const edition = versions.length ? `, edition ${Math.min(...versions)} is ${plural(most("behind"), "update")} behind` : "";
+  const stopped = feeds.find((feed) => feed.trouble);
+  const why = stopped ? `; shard ${stopped.index}: ${stopped.trouble}` : "";
+  return [
+    [`readers of the weights${edition}${why}`, String(most("reader_count")), stopped ? "bad" : ""],
+    [`sent to readers; ${bytes(sum(feeds, "size_bytes"))} of editions in memory`, bytes(sum(feeds, "sent_bytes"))],
+  ];
 }
 
 function showFigures(figures) {

@@ -18,8 +18,9 @@ from ps_feed.subscription import Subscription
 from ps_protocol.errors import InvalidRequest, LimitExceeded, NotFound, OutOfOrder, PSError, RunEnded, TryLater, anew
 from ps_protocol.messages.editions import EditionCall, WeightsHere
 from ps_runtime.background import guarded
-from ps_runtime.memory import free_bytes
+from ps_server.core.feed_figures import FeedFigures
 from ps_server.relay.kept import KeptEdition, Reader
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.sending import RelaySender
 from ps_server.shard.outbox import Outbox
 from ps_server.shard.shared_changes import BucketChanges
@@ -32,6 +33,7 @@ class FollowedJob:
     """Follows a job until `close`. Methods may be called from any thread.
 
     subscribe: begins to follow it, given what to call when there is something new
+    room:      the relay's memory
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class FollowedJob:
         name: str,
         wire: str,
         subscribe: Callable[[Callable[[], None]], Subscription],
+        room: EditionRoom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.wire = name, wire
@@ -49,7 +52,7 @@ class FollowedJob:
         self.ended_at: float | None = None  # when the job was known to have ended
         self._ended_run = ""  # which has ended, also while the next one is followed
         self._is_closed = False
-        self._subscribe, self._clock = subscribe, clock
+        self._subscribe, self._room, self._clock = subscribe, room, clock
         self._kept: list[KeptEdition] = []  # the oldest first
         self._pending: EditionArrays | None = None  # waits until there is room among those
         self._pending_equal = 0.0  # when that was last known to be what the shards have
@@ -107,6 +110,15 @@ class FollowedJob:
         with self._lock:
             readers = {reader for kept in self._kept for reader in kept.readers}
             return [each.caller for each in (*self._waiting, *readers)]
+
+    @property
+    def figures(self) -> FeedFigures:
+        """How it is read, for people who watch."""
+        kept = self.newest
+        version, age = (None, 0.0) if kept is None else (kept.arrays.version, kept.age())
+        behind = 0 if version is None else max(0, self.latest - version)
+        sent = self.sent_bytes, self.sent_elements, str(self.trouble or "")
+        return FeedFigures(len(self.callers()), version, age, behind, self.nbytes, *sent)
 
     def describe(self, with_spec: bool, run: str = "") -> WeightsHere:
         """Returns what there is of the job. Raises TryLater, NotFound or RunEnded.
@@ -192,7 +204,7 @@ class FollowedJob:
                 self._changes_of, self._changes = kept.series, {}
             changes = self._changes.get(index)
             if changes is None:
-                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), _has_room)
+                changes = self._changes[index] = BucketChanges(contents.dtype(contents.buckets[index]), self._room.has)
             copies = [each.bucket(index) for each in self._kept if each.series == kept.series]
         return changes.between(base, kept.bucket(index), copies)
 
@@ -329,11 +341,6 @@ class FollowedJob:
         if gone is not None:
             self._kept.remove(gone)
         return gone is not None
-
-
-def _has_room(size: int) -> bool:
-    free = free_bytes()
-    return free is None or size < free
 
 
 def _end(readers: Mapping[Reader, PSError]) -> None:

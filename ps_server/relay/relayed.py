@@ -15,7 +15,7 @@ from ps_protocol.messages.editions import EditionCall, WeightsAsked, WeightsHere
 from ps_runtime.background import guarded, start
 from ps_server.core.limits import check_feeds
 from ps_server.relay.followed import FollowedJob
-from ps_server.relay.room import RoomySubscription
+from ps_server.relay.room import EditionRoom
 from ps_server.relay.upstream import Upstream
 from ps_server.shard.outbox import Outbox
 
@@ -42,6 +42,7 @@ class Relayed:
     ) -> None:
         self.upstream = upstream
         self._named, self._every, self._period, self._limit = frozenset(named), every, period, limit
+        self._room = EditionRoom()
         self._followed: dict[tuple[str, str], FollowedJob] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -116,16 +117,17 @@ class Relayed:
 
     def _follow(self, name: str, wire: str) -> FollowedJob:
         def subscribe(told: Callable[[], None]) -> Subscription:
-            return RoomySubscription(
+            return Subscription(
                 *(self.upstream.servers, name),
                 every=self._every,
                 wire=wire,
                 period=self._period,
                 access=self.upstream.access,
                 told=told,
+                room=self._room,
             )
 
-        return FollowedJob(name, wire, subscribe)
+        return FollowedJob(name, wire, subscribe, self._room)
 
     def _look_for(self, name: str, before: FollowedJob | None) -> None:
         """Raises NotFound where there is no such job. before: what has ended under that name, and may be read still"""

@@ -34,6 +34,8 @@ from ps_protocol.tensors import bytes_of
 from ps_runtime.background import guarded, note_error
 from ps_runtime.memory import free_bytes
 from ps_server.core.buckets import Bucket
+from ps_server.core.feed_figures import FeedFigures
+from ps_server.shard.feed_tally import FeedTally
 from ps_server.shard.shared_changes import BucketChanges
 
 MOST = 2
@@ -104,7 +106,8 @@ class TakenEdition:
         self.error: PSError | None = None
         self.began: float | None = None  # when the first bucket was copied
         self.used = 0.0
-        self.is_whole = False  # a reader has all that it wants
+        # Its lowest version, if an optimizer steps any of it, and when a reader had all that it wants:
+        self.completed: tuple[int | None, float] | None = None
         self.unchecked: set[Piece] = set()  # what is to be copied, and nobody has asked whether there is memory for
         self._copied: dict[Piece, CopiedBucket] = {}
         self._missing: dict[int, set[str]] = {}  # by bucket, the types in which somebody wants it
@@ -115,6 +118,11 @@ class TakenEdition:
     def is_waiting(self) -> bool:
         """Whether buckets are still to be copied."""
         return self.error is None and bool(self._missing)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a reader has all that it wants."""
+        return self.completed is not None
 
     @property
     def is_read(self) -> bool:
@@ -213,7 +221,9 @@ class TakenEdition:
             if left:
                 self._missing[index] = left
             calls = [over for pieces, over in self._readers.values() if copied.keys() & pieces and self.has(pieces)]
-            self.is_whole = self.is_whole or bool(calls)
+            if calls and self.completed is None:
+                trained = [each.version for each in self._copied.values() if each.is_trained]
+                self.completed = min(trained, default=None), now
         for over in calls:
             guarded("edition", partial(over, None))
 
@@ -259,6 +269,7 @@ class Editions:
     buckets:  of the job, by index
     promised: returns the bytes of what is free that training still takes
     waiting:  editions that wait for updates
+    tally:    what readers have had
     """
 
     def __init__(self, job: str, buckets: Mapping[int, Bucket], promised: Callable[[], int]) -> None:
@@ -271,6 +282,7 @@ class Editions:
         self._changes: dict[Piece, BucketChanges] = {}
         self._keeps_newest = False  # for changes
         self.waiting: tuple[TakenEdition, ...] = ()
+        self.tally = FeedTally()
 
     def versions(self) -> list[int]:
         """Returns the versions of editions of one version that somebody waits for, or that no bucket is past yet."""
@@ -329,7 +341,9 @@ class Editions:
             self.looked_at(edition)
 
     def looked_at(self, edition: TakenEdition) -> None:
-        """Forgets an edition that has failed, and notes whether it still waits."""
+        """Forgets an edition that has failed, and notes whether it still waits, and whether a reader has all of it."""
+        if edition.completed is not None:
+            self.tally.complete(*edition.completed)
         if not edition.is_waiting:
             with self._lock:
                 if edition.error is not None and edition in self._kept:
@@ -381,6 +395,15 @@ class Editions:
             is_followed = now - self._followed <= KEPT_SECONDS or any(each.is_read for each in self._kept)
             return frozenset(self._pieces) if is_followed else None
 
+    def figures(self, readers: int, lowest: int, now: float) -> FeedFigures | None:
+        """Returns how the job is read; None: nobody follows it.
+
+        readers: that have an edition or wait for one; lowest: the lowest version of the job's buckets now
+        """
+        if not self._kept and now - self._followed > KEPT_SECONDS:
+            return None
+        return self.tally.figures(readers, lowest, self.nbytes, now)
+
     def copied_now(
         self, pieces: frozenset[Piece], locked: Callable[[int], AbstractContextManager[Bucket]]
     ) -> TakenEdition:
@@ -422,6 +445,13 @@ class Editions:
         """
         if not edition.unchecked:
             return
+        try:
+            self._find_room(edition, now)
+        except PSError as error:
+            self.tally.refused(error)
+            raise
+
+    def _find_room(self, edition: TakenEdition, now: float) -> None:
         with self._lock:
             is_first = edition.began is None
             given_up = self._give_up(now) if is_first else []
@@ -435,6 +465,7 @@ class Editions:
         except LimitExceeded as error:
             if is_first:
                 raise
+            self.tally.refused(error)
             edition.refuse(added, error)
 
     def _give_up(self, now: float) -> list[TakenEdition]:

@@ -459,6 +459,7 @@ class HostedJob:
             low, high = self.state.reached.versions()
             clocks, departed = self.state.reached.clocks(), self.state.reached.departed_clocks()
             sharing, of_ranks = tuple(sorted(self.of_workers.segments)), {rank for rank, _ in self.of_workers.connected}
+            readers = len(self.readers)
         return ShardJobStatistics(
             bucket_count=len(self.buckets),
             parameter_bytes=self.state.parameter_bytes,
@@ -475,6 +476,7 @@ class HostedJob:
             connected=tuple(sorted(of_ranks)),
             tables=self.state.table_figures(),
             agreement=self.state.agreement(),
+            feed=self.editions.figures(readers, low, now),
         )
 
     def highest_incarnation(self) -> int:

@@ -73,6 +73,9 @@ class LastWeights:
         """Returns None: nothing older is here."""
         return None
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts nothing: the job is not here any more, and no status has it."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it."""
         self._heard = now

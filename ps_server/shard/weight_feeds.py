@@ -82,6 +82,9 @@ class EditionSource(Protocol):
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole."""
 
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it. None: it got none"""
 
@@ -128,6 +131,10 @@ class JobSource:
     def change(self, piece: Piece, base: int, new: CopiedBucket) -> bytes | None:
         """Returns what changed in a bucket since a version; None: it is to be sent whole."""
         return self.job.editions.change(piece, base, new)
+
+    def sent(self, size: int, whole: int) -> None:
+        """Counts bytes that left, and those of the elements that they stand for."""
+        self.job.editions.tally.sent(size, whole)
 
     def give_back(self, feed: Feed, edition: TakenEdition | None, now: float) -> None:
         """Ends what a reader has of it."""
@@ -178,7 +185,7 @@ class EditionSender:
                 return
             self._begun = True
         if error is not None:
-            self.outbox.fail(anew(error))
+            self._fail(anew(error))
         else:
             self._left = sorted(self._wanted.pieces, reverse=True)
             self.outbox.lend(partial(self._head, self._edition))
@@ -189,7 +196,7 @@ class EditionSender:
         try:
             trained = [each.version for each in map(edition.copy, self._left) if each.is_trained]
         except PSError as error:
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         begin = EditionBegin(min(trained, default=0), self._source.timeline, len(self._left))
@@ -211,7 +218,7 @@ class EditionSender:
         try:
             copied = edition.copy(piece)
         except PSError as error:  # it was given up meanwhile
-            self.outbox.fail(error)
+            self._fail(error)
             yield Lent(EditionPart(now), None)
             return
         base = self._bases.get(copied.index)
@@ -219,6 +226,7 @@ class EditionSender:
         about = copied.index, copied.version, copied.wire_format, copied.checksum
         sent = EditionBucket(*about, copied.payload) if change is None else EditionBucket(*about, change, base)
         yield Lent(EditionPart(now, bucket=sent), None)
+        self._source.sent(len(sent.payload), len(copied.payload))
         self._lend_next(edition)
 
     def tick(self, now: float) -> None:
@@ -231,6 +239,12 @@ class EditionSender:
         """Ends the feed with an error."""
         with self._lock:
             self._begun = True
+        self._fail(error)
+
+    def _fail(self, error: PSError) -> None:
+        """Ends the stream with an error. This call counts no more then: a reader that is told may ask again at once."""
+        # The outbox calls it, too, but later than that where the error comes before `pull` has returned.
+        self.forget()
         self.outbox.fail(error)
 
     def forget(self) -> None:

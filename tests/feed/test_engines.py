@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch import nn
 
 import ps_torch as ps
+from ps_feed.edition import Contents
 from ps_protocol.errors import InvalidRequest, Unreachable
 from ps_torch.engines.answers import TellsVersion
 from ps_torch.engines.sglang import DiskFollower
@@ -350,7 +351,7 @@ def test_sglang_loads_each_newest_version_and_says_it(
                 assert not follower.update(), "it has them"
                 feed.wait_for(trainer.step())
             assert engine.updates == 4
-            assert len([*folder.iterdir()]) == 2, "the one that it has, and the one before"
+            assert len([*(folder / job / "float32").iterdir()]) == 2, "the one that it has, and the one before"
             engine.refuses = "there is no room on the device"
             with pytest.raises(InvalidRequest, match=r"400 .*there is no room on the device"):
                 follower.update()
@@ -386,6 +387,36 @@ def test_an_sglang_has_a_label_for_each_run_and_timeline_whoever_follows(
             assert not follower.update(), "it has them"
     finally:
         engine.stop()
+
+
+def test_followers_of_other_jobs_and_wire_formats_may_have_one_folder(
+    shared: Cluster, job: str, trainer: RememberingTrainer[nn.Sequential], tmp_path: Path, base: Path
+) -> None:
+    engines, folder = [Engine(), Engine(), Engine()], tmp_path / "versions"
+    try:
+        with ps.subscribe(shared.address, job) as feed, ps.subscribe(shared.address, job, wire="bfloat16") as narrow:
+            arrays = feed.wait_for().arrays
+            zeros = {name: np.zeros_like(space) for name, space in arrays.spaces.items()}
+            spec = replace(arrays.contents.spec, name="other")
+            other = replace(arrays, contents=Contents(spec, None, "float32"), spaces=zeros)  # of another cluster, say
+            given = Edition(other, "other")
+            last = SimpleNamespace(wait_for=lambda timeout: given)
+            feeds: list[Any] = [feed, narrow, last]
+            for engine, followed in zip(engines, feeds, strict=True):
+                assert DiskFollower(followed, engine.address, folder, base).update()
+            assert trainer.has(engines[0].weights, 0)
+            assert {each.dtype for each in engines[1].weights.values()} == {torch.bfloat16}
+            assert not any(each.any() for each in engines[2].weights.values())
+            for _ in range(3):
+                feed.wait_for(trainer.step())
+                assert DiskFollower(feed, engines[0].address, folder, base).update()
+            for engine, followed in zip(engines[1:], feeds[1:], strict=True):
+                engine.weight_version = "default"  # as one that was started again
+                DiskFollower(followed, engine.address, folder, base).update()
+            assert not any(each.any() for each in engines[2].weights.values())
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 def test_an_sglang_that_was_started_again_is_given_the_newest_weights(

@@ -17,6 +17,7 @@ from ps_feed.edition import EditionArrays
 from ps_protocol.errors import InvalidRequest, NotFound, PSError, RunEnded, TryLater
 from ps_protocol.messages.editions import EditionCall, EditionPart
 from ps_server.relay.followed import FollowedJob
+from ps_server.relay.room import EditionRoom
 from tests.tools.cluster import Cluster
 from tests.tools.followed_trainer import FollowedTrainer
 
@@ -83,7 +84,7 @@ class Followed:
     def __init__(self, edition: EditionArrays) -> None:
         self._edition = edition
         self.made: list[Following] = []
-        self.job = FollowedJob("job", "float32", self._subscribe)  # type: ignore[arg-type]
+        self.job = FollowedJob("job", "float32", self._subscribe, EditionRoom())  # type: ignore[arg-type]
 
     def _subscribe(self, told: Callable[[], None]) -> Following:
         self.made.append(Following(told))

@@ -130,12 +130,12 @@ def replacements(world: World, network: Network) -> list[tuple[Any, Any]]:
         while not is_over():
             world.let_pass(LOOK_SECONDS / 10)
 
-    real = ps_feed.subscription
+    real = ps_feed.edition_client
     return [
         (real.ShardReader, lambda *arguments: SimulatedShardReader(network, *arguments)),
         (real.cluster, cluster),
         (real.wait, wait),
-        (real._RANDOM, world.random),
+        (ps_feed.subscription._RANDOM, world.random),
         (DaemonPool, lambda count, name: SimulatedPool(world, count, name)),
     ]
 
