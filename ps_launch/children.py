@@ -108,6 +108,10 @@ class Children:
         """Returns the process id that a child has, or had last."""
         return self._pids[number]
 
+    def is_running(self, number: int) -> bool:
+        """Whether a child runs; one that waits to be started again does not."""
+        return number in self._running
+
     def seconds_run(self, number: int) -> float:
         """Returns how long ago a child was started."""
         return time.monotonic() - self._begun[number]
@@ -159,6 +163,13 @@ class Children:
         if wanted & self._running.keys():
             self.kill(*wanted)
             self._await_end(wanted, _KILL_SECONDS)
+
+    def terminate(self, *numbers: int) -> None:
+        """Asks children to end, without waiting for it. Those that were to be started again are not."""
+        for number in numbers:
+            self._due.pop(number, None)
+            if number in self._running:
+                self._running[number].terminate()
 
     def kill(self, *numbers: int) -> None:
         """Kills children, all by default."""

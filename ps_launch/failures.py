@@ -59,13 +59,15 @@ class Cause:
 class Failure:
     """The end of a worker that failed.
 
-    code:  of its process; negative: the signal that ended it
-    cause: the last error that it wrote; empty: not known
+    code:   of its process; negative: the signal that ended it
+    cause:  the last error that it wrote; empty: not known
+    member: of the group that the worker is, whose end it was; None: the worker is one process
     """
 
     rank: int
     code: int
     cause: str = ""
+    member: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -75,7 +77,8 @@ class Failure:
     def __str__(self) -> str:
         """Returns it as in "worker 1 failed with code 1 (RuntimeError: no)"."""
         how = f"failed with code {self.code}" if self.code >= 0 else f"was ended by {_signal_name(-self.code)}"
-        return f"worker {self.rank} {how}" + (f" ({self.cause})" if self.cause else "")
+        who = f"worker {self.rank}" if self.member is None else f"member {self.member} of group {self.rank}"
+        return f"{who} {how}" + (f" ({self.cause})" if self.cause else "")
 
 
 def _signal_name(number: int) -> str:

@@ -132,12 +132,15 @@ class Dropped:
         """Drops the bytes."""
 
 
-def rank_prefix(rank: int, target: int) -> bytes:
+def rank_prefix(rank: int, target: int, member: int | None = None) -> bytes:
     """Returns what stands before a worker's lines: in a colour of its own if a terminal shows them.
 
-    target: the descriptor that they are written to. NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
+    target: the descriptor that they are written to
+    member: whose lines they are, where the worker is a group: [1.0] is the first member of group 1
+
+    NO_COLOR (https://no-color.org) and TERM=dumb turn colours off.
     """
-    text = f"[{rank}]"
+    text = f"[{rank}]" if member is None else f"[{rank}.{member}]"
     if os.isatty(target) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         text = f"\x1b[{_RANK_COLOURS[rank % len(_RANK_COLOURS)]}m{text}\x1b[0m"
     return f"{text} ".encode()

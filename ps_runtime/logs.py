@@ -41,12 +41,14 @@ class Speaker:
     role: coordinator, shard, worker, or the command that started these
     index: of a shard
     job, rank: of a worker; None before they are known
+    member: of the group that the worker is; None: it is one process
     """
 
     role: str
     index: int | None = None
     job: str | None = None
     rank: int | None = None
+    member: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """Returns the known fields."""

@@ -160,6 +160,7 @@ class CoordinatedJob:
             checkpoints=self.checkpoints.statistics() if self.checkpoints is not None else None,
             run=self.placed.run,
             trained_bytes=self.placed.trained_bytes,
+            group_size=self.spec.group_size,
             local_steps=0 if local is None or local.seconds is not None else local.steps,
             local_seconds=0.0 if local is None else local.seconds or 0.0,
             local_fragments=0 if local is None or local.fragments is None else local.fragments.count,

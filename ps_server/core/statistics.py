@@ -134,6 +134,7 @@ class JobStatistics:
     local_steps:  steps of a worker in a round of mode local:H; 0 in other modes
     local_seconds: seconds of a round of mode local:Ts; 0 in other modes
     local_fragments: of the model in mode local:H/F; 0 in other modes
+    group_size:   processes of each worker: more than one where workers are groups
     """
 
     name: str
@@ -159,6 +160,7 @@ class JobStatistics:
     local_fragments: int = 0
     trained_bytes: int = 0
     absent: tuple[int, ...] = ()
+    group_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,15 @@ def process_lines(status: dict[str, Any], width: int | None = None, workers: boo
     for job in status["jobs"] if workers else ():
         waiting = waits(status, job["name"])
         for worker in job["workers"]:
-            head = _process("worker", worker["rank"], {**worker, "address": worker["host"]})
+            head = _process(_role(job), worker["rank"], {**worker, "address": worker["host"]})
             reason = _wait(waiting.get(worker["rank"], []))
             rows.append((*head, job["name"], str(worker["clock"]), *_NOTHING[2:], reason))
     return lines_of([tuple(map(printable, row)) for row in rows], width, DROPPED)
+
+
+def _role(job: dict[str, Any]) -> str:
+    """Returns what a worker of a job is: a group of processes has one line, of the one that has joined for all."""
+    return f"group of {job['group_size']}" if job["group_size"] > 1 else "worker"
 
 
 def _process(role: str, index: int, process: dict[str, Any], restarts: str = "-") -> tuple[str, ...]:
@@ -215,6 +220,7 @@ def steps_text(job: dict[str, Any]) -> str:
 def _job_lines(job: dict[str, Any]) -> list[str]:
     ranks, size = [worker["rank"] for worker in job["workers"]], job["world_size"]
     workers = f"{len(ranks)} of {size} workers" if size else f"{len(ranks)} workers, elastic"
+    workers += f", each a {_role(job)} processes" if job["group_size"] > 1 else ""
     missing = sorted(set(range(size)) - set(ranks))
     waiting = f"; waits for ranks {ranges(missing)} to join" if missing and not job["started"] else ""
     if job["rejoining_ranks"]:

@@ -28,6 +28,7 @@ class JobOptions:
     busy_seconds:     so long a worker counts as live whose heartbeat thread has no turn, because C code keeps the GIL;
                       0: no longer than its lease
     launch:           what started this worker, and whether it takes over from another launch
+    group_size:       how many processes the launcher has started as this worker; 0: it does not say
     """
 
     server: str | None
@@ -42,6 +43,7 @@ class JobOptions:
     access: Access = PLAINTEXT
     launch: LaunchId = UNKNOWN
     busy_seconds: float = 0.0
+    group_size: int = 0
 
     @property
     def memory_place(self) -> str:

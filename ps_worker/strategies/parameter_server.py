@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import InvalidRequest, Unsupported
 from ps_protocol.layout import bucket_layout
+from ps_runtime.launch_id import is_launched
 from ps_worker.cluster.options import JobOptions
 from ps_worker.cluster.participation import Participation
 from ps_worker.cluster.shared_memory import check_transport
@@ -133,11 +134,13 @@ class ServerStrategy:
         """Joins the job; returns the models with rank 0's weights, and the optimizers to train with: those that step on
         the servers, or in local modes the script's own."""
         figures, metrics_address = self._metrics.figures, self._metrics.announced
-        job, group = self._job, None if options.group is None else group_of(options.group)
+        job = self._job
+        is_one_process = options.group is None and job.group_size <= 1
+        group = None if is_one_process else group_of(options.group, job.group_size)
         if group is not None:
             group.check_alike(f"rank {job.rank} of {job.world_size} in job {job.job!r}")
-            # What a launcher says that it starts are the processes of this group, and not the groups.
-            job = replace(job, launch=replace(job.launch, ranks=range(0)))
+            if not (job.group_size and is_launched()):  # another launcher starts the processes of this group alone
+                job = replace(job, launch=replace(job.launch, ranks=range(0)))
         self._joining = Participation(job, metrics_address, self._started, figures, self._timeline, group)
         training = join(self._joining, options, models, optimizers, self._metrics, self._device)
         self._training = training
@@ -254,7 +257,7 @@ def join(
         tables = ServerTables(named_tables(models), spec.non_finite)
         layout, timeline = bucket_layout(spec.parameters, spec.bucket_bytes), participation.timeline
         layout = layout if group is None else replace(layout, member=group.member)
-        timeline.describe(layout)
+        timeline.describe(layout, None if group is None else group.member)
         steps = StepMaker(
             *(spec, tensors, layout, named, tables, options.overlap, metrics),
             draft=lambda full: participation.connection.draft(full),

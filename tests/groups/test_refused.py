@@ -75,6 +75,21 @@ def test_a_group_that_is_none(shared: Cluster, job: str, mesh: Any, given: objec
         session.prepare(model, sgd(model), group=given)
 
 
+@pytest.mark.parametrize(("size", "said"), [("2", "a group of 1"), ("1", None)])
+def test_a_group_of_another_size_than_the_launcher_started(
+    shared: Cluster, job: str, mesh: Any, size: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PS_GROUP_SIZE", size)
+    model = sharded(mesh)
+    with shared.connect("sync", job=job) as session:
+        if said is None:
+            session.prepare(model, sgd(model), group=mesh)
+            return
+        with pytest.raises(InvalidRequest, match=rf"has started 2 processes .* \(--group 2\), and prepare got {said}:"):
+            session.prepare(model, sgd(model), group=mesh)
+    assert shared.coordinator.jobs().get(job) is None
+
+
 def test_a_group_without_a_process_group(shared: Cluster, job: str) -> None:
     model = nn.Linear(2, 1)
     with shared.connect("sync", job=job) as session, pytest.raises(InvalidRequest, match="init_process_group"):

@@ -84,6 +84,15 @@ def test_steps_time_left_and_how_long_it_runs_are_the_first_figures() -> None:
     assert "leased data" not in figures, "an ordinary loader leases none"
 
 
+def test_a_group_of_processes_is_one_runner() -> None:
+    groups = view(2)
+    groups.status.jobs[0].group_size = 4
+    [shown] = page(groups)["shown"]
+    assert {name: value for value, name in shown["figures"]}["groups of 4 processes"] == "2 of 2"
+    assert shown["race"] == 2
+    assert {"group 0", "group 1"} <= set(shown["raceTexts"])
+
+
 def test_curves_begin_with_the_job() -> None:
     """The servers may have been there for 15 minutes when it begins."""
     [shown] = page(view(4, samples=800))["shown"]
