@@ -1,7 +1,7 @@
 """A small GPT on two islands: each is two processes that hold one model in pieces, by `fully_shard` (FSDP2).
 
     python examples/islands.py                                       # islands, and HSDP by torch alone beside them
-    python examples/islands.py --mode sync --wire bfloat16 --steps 100
+    python examples/islands.py --mode local:8 --wire int4            # they meet every 8 steps, in 4 bits a number
 
 Within an island the processes reduce their gradients among themselves, in every step. Between islands is a parameter
 server: that level may be slow, far away, or gone for a while. HSDP (hybrid sharding) has the same shape, with

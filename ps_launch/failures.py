@@ -1,4 +1,4 @@
-"""How a worker failed, in a few words: its exit code or signal, and the last line of its traceback."""
+"""Describes how a worker failed: its exit code or signal, and the last line of its traceback."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell would show."""
+        """The exit code as a shell would show it."""
         return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:

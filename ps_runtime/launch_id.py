@@ -76,7 +76,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> str | None:
-    """Returns the rank that `ps-worker run` gave to this process; None where it gave none."""
+    """Returns the rank that `ps-worker run` gave to this process; None if it gave none."""
     return os.environ.get("PS_RANK")
 
 

@@ -15,10 +15,10 @@ from ps_protocol.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place.
+    """The environment variables in which a launcher tells a process its rank.
 
-    world_size, local_rank: None where the launcher does not say
-    within: a variable without which the others say nothing about this process
+    world_size, local_rank: None: the launcher has no such variable
+    within: a variable that must be set, too; otherwise the others are not about this process
     """
 
     rank: str
@@ -27,7 +27,7 @@ class Launcher:
     within: str | None = None
 
     def count_given(self) -> int:
-        """Returns how many of the two that matter are there: the rank, and the number of workers."""
+        """Returns how many of the variables for rank and world size are set: 0 to 2."""
         if self.within is not None and not os.environ.get(self.within):
             return 0
         return sum(bool(os.environ.get(name or "")) for name in (self.rank, self.world_size))
@@ -59,9 +59,9 @@ class Placement:
 
 
 def placement(rank: int | None, world_size: int | None, local_rank: int | None) -> Placement:
-    """Returns what the user gave, completed from a launcher: the first that says all, or otherwise anything.
+    """Completes what the user gave from the variables of one launcher: the one that has most of them.
 
-    Raises InvalidRequest for a launcher's variable that is no whole number.
+    Raises InvalidRequest if a launcher's variable is not a whole number.
     """
     launcher = max(LAUNCHERS, key=Launcher.count_given)  # of equals the first; torchrun's where none says anything
     missing = None
@@ -76,7 +76,7 @@ def placement(rank: int | None, world_size: int | None, local_rank: int | None) 
 
 
 def hide_launcher_variables(names: Iterable[str]) -> None:
-    """Takes variables out of this process' environment, for libraries that would follow them."""
+    """Removes variables from this process's environment, because libraries would use them."""
     for name in names:
         os.environ.pop(name, None)
 

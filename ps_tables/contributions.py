@@ -40,10 +40,10 @@ class RowValues:
 class RowGradients:
     """The contribution of one step of a worker, or of several steps, to a table.
 
-    ids: [n], distinct
-    counts: [n], the occurrences of each id in the step's data
+    ids:       [n], distinct
+    counts:    [n], the occurrences of each id in the step's data
     gradients: [n, dim] float32, contiguous, summed over the occurrences
-    ends: [shards], where the ids of each shard end, if they are sorted by shard; None: that is not known
+    ends:      [shards]: if the ids are sorted by shard, where the ids of each shard end; None: unknown
     """
 
     ids: Ids

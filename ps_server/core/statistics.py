@@ -16,9 +16,13 @@ from ps_server.core.server_figures import ShardFigures, ShardJobFigures, TableFi
 
 @dataclass(frozen=True)
 class Wait:
-    """What one worker waits for on a shard: so many buckets at a clock of its own, for these ranks, for so long.
+    """One worker's wait on a shard.
 
-    reason: why, in words, for one of the buckets
+    clock:        its clock at which it pulls
+    bucket_count: how many buckets it waits for
+    waiting_for:  the ranks that it waits for
+    reason:       why, in words, for one of the buckets
+    seconds:      how long it has waited
     """
 
     rank: int
@@ -72,13 +76,15 @@ class ShardJobStatistics:
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """A shard, by the names of its jobs. figures: what it has measured of itself; None: nothing is known"""
+    """A shard's jobs, by name. figures: the measurements of its process; None: unknown"""
 
     jobs: Mapping[str, ShardJobStatistics]
     figures: ShardFigures | None = None
 
     def progress(self, job: str, by_version: bool) -> int:
-        """Returns how far a job is here: its highest clock, or where all workers share a clock its highest version."""
+        """Returns how far a job is here; 0 if it is not here. by_version: its highest version (in sync); otherwise its
+        highest clock
+        """
         hosted = self.jobs.get(job)
         if hosted is None:
             return 0
@@ -94,13 +100,13 @@ class ShardStatistics:
 class CheckpointStatistics:
     """The checkpoints of a job since this coordinator coordinates it.
 
-    complete, failed: how many there were
-    incomplete:       how many of the complete ones lack a worker's own state
-    name, clock:      of the last one; None and 0 before the first
-    seconds:          how long it took
-    held_up_seconds:  for how long it held up the shard that it held up most
-    age_seconds:      since it was complete
-    without:          ranks of workers whose own state the last one lacks
+    complete, failed: how many were completed, and how many failed
+    incomplete:       how many of the complete ones lack a worker's state
+    name, clock:      those of the last one; None and 0 before the first
+    seconds:          how long the last one took
+    held_up_seconds:  for how long it kept updates from the shard that it held up most
+    age_seconds:      the time since it was complete
+    without:          ranks of workers whose state it lacks
     """
 
     complete: int
@@ -178,9 +184,9 @@ class RecoveryStatistics:
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:
-    """What a coordinator coordinates: how many shards have called in, and its jobs by name.
+    """The statistics of a coordinator: the number of shards that have called in, and its jobs by name.
 
-    recovery: None where there are no checkpoints
+    recovery: None if the servers make no checkpoints
     """
 
     shards: int

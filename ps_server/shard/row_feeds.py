@@ -76,9 +76,9 @@ SIGN_OF_LIFE_SECONDS = 10.0
 class ShardFeed:
     """One reader's feed of one table.
 
-    since:  the version up to which the reader has all changes; None: it has nothing to go on from
-    period: seconds from the beginning of a round to that of the next one, at least
-    caller: the principal that reads; empty: nobody in particular
+    since:  the version up to which the reader has all changes; None: it has none, and gets all rows
+    period: the least time from the beginning of a round to that of the next, in seconds
+    caller: the principal that reads; empty: unknown
     """
 
     def __init__(
@@ -101,14 +101,16 @@ class ShardFeed:
         self._due = self._sign_due = 0.0
 
     def begin(self) -> None:
-        """Sends the first round, once the table has begun."""
+        """Sends the first round, or waits for it until the table has its initial rows."""
         if self._hosted is not None and not self._hosted[1].rule.initialised:
             self._waits = True
             return
         self.outbox.lend(self._next)
 
     def tick(self, now: float) -> None:
-        """Begins a round where it is time to. For one thread."""
+        """Begins the next round if one is due: the table has changed, or the reader needs a sign of life. For one
+        thread.
+        """
         hosted = self._hosted
         if not self._waits or hosted is None or now < self._due or not hosted[1].rule.initialised:
             return
@@ -122,7 +124,7 @@ class ShardFeed:
         self.outbox.fail(error)
 
     def forget(self) -> None:
-        """Lets go of the table: the stream is over."""
+        """Removes the feed from its table, because the stream is over."""
         hosted, self._hosted, self._walk = self._hosted, None, None
         if hosted is not None:
             with hosted[0].lock:
@@ -174,9 +176,9 @@ class ShardFeed:
 
 
 class RowFeeds:
-    """The feeds of one shard. Methods may be called from any thread.
+    """The feeds of rows of one shard. Methods may be called from any thread.
 
-    limit: feeds of one job; of one principal half as many
+    limit: the largest number of feeds of one job; one principal may have half of it
     """
 
     def __init__(self, hosted: HostedJobs, clock: Callable[[], float], limit: float = math.inf) -> None:
@@ -185,9 +187,9 @@ class RowFeeds:
         self._lock = threading.Lock()
 
     def watch(self, call: RowsWatch, outbox: Outbox, caller: str = "") -> None:
-        """Sends what changes in a table on the outbox until it is closed. Returns at once.
+        """Begins a feed of a table's changes, which go to `outbox` until it is closed. Returns at once.
 
-        Raises NotFound, InvalidRequest for a cursor or a period that is none, LimitExceeded where too many watch.
+        Raises NotFound, InvalidRequest for an invalid cursor or period, LimitExceeded if there are too many feeds.
         """
         if not SHORTEST_PERIOD <= call.period <= LONGEST_PERIOD:
             raise InvalidRequest(
@@ -215,7 +217,7 @@ class RowFeeds:
             self._open.discard(feed)
 
     def tick(self, now: float) -> None:
-        """Begins rounds where it is time to. For one thread."""
+        """Begins the rounds that are due. For one thread."""
         if not self._open:
             return
         with self._lock:

@@ -33,7 +33,7 @@ _METHOD = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].method
 
 
 class HeartbeatProcess:
-    """The process beside one worker. For the heartbeat's thread, which starts it: `prepare` does not wait for it.
+    """The child process beside one worker. For the heartbeat's thread, which starts it with the first `turn`.
 
     pause: seconds between two turns of the thread
     """
@@ -44,7 +44,7 @@ class HeartbeatProcess:
         self._next = 0.0  # not started before
 
     def turn(self, message: bytes) -> None:
-        """Says that the thread has its turn. message: the heartbeat that it sends"""
+        """Tells the child that the thread is alive. message: the heartbeat that the thread is about to send"""
         options = self._options
         if not options.busy_seconds or not sys.executable or options.server is None:
             return

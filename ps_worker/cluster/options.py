@@ -47,5 +47,5 @@ class JobOptions:
 
     @property
     def memory_place(self) -> str:
-        """Where this worker can share memory with shards; empty if it shall not."""
+        """Names the memory that this worker can share with shards; empty: it shares none."""
         return memory_place(self.shared_directory) if self.transport in ("auto", "shm") else ""

@@ -59,8 +59,11 @@ NOTIFY_BYTES = 64 * 2**20
 
 
 def check_transport(spec: JobSpec, transport: str) -> None:
-    """Raises Unsupported for shared memory in a job whose wire formats have blocks: what travels as them is another
-    result than what keeps its type, and a result is not to depend on the way."""
+    """Raises Unsupported if a job cannot use shared memory and the transport is "shm".
+
+    A job whose wire formats have blocks cannot: blocks round, shared memory does not, and a job's result must not
+    depend on the transport. Nor can workers that are groups.
+    """
     wires = [wire for wire in (spec.gradient_wire, spec.weight_wire) if wire in BLOCK_WIRES]
     if transport == "shm" and wires:
         raise Unsupported(
@@ -77,9 +80,11 @@ def share_memory(
     transport: str,
     directory: Path,
 ) -> tuple[SegmentMap | None, set[int]]:
-    """Returns a segment shared with every shard that can see this worker's memory, and which shards those are.
+    """Returns a segment that this worker shares with shards, and the shards that have mapped it; (None, empty): none
+    has.
 
-    transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all can; "auto" takes what it gets.
+    transport: "grpc" and "tcp" share with none; "shm" raises NotShared unless all shards map it; "auto" shares with
+               those that do
     """
     if transport in ("grpc", "tcp") or not layout.trained:
         return None, set()
@@ -100,7 +105,7 @@ def share_memory(
 
 
 def attach_to(offer: SegmentOffer, calls: Mapping[int, ShardCalls], worker: Identity) -> dict[int, NotShared]:
-    """Asks each shard to map a segment; returns, by shard, why some do not."""
+    """Asks each shard to map a segment. Returns, by shard, the errors of those that did not."""
     request, refusals = Parts(data.write_attach(worker, offer)), {}
     for index, shard in calls.items():
         try:
@@ -148,7 +153,10 @@ class SharedTransport:
         buckets: Sequence[BucketSpec],
         drafted: Mapping[int, Future[PushResult]],
     ) -> ShardStep:
-        """Makes the pushes and the pull in one call, if gradients are made in the segment. `drafted` is empty then."""
+        """Makes the pushes and the pull in one call, if gradients are made in the segment; `drafted` is empty then.
+
+        Otherwise the pushes are returned as `rest`, to send one by one.
+        """
         step = self._timeline.step
         if not self._flat.in_segment:
             return ShardStep((), self._pull(clock, buckets, step), False, pushes)
@@ -193,7 +201,9 @@ class SharedTransport:
         return not self._flat.in_segment
 
     def draft(self, push: BucketPush, draft: Draft) -> Future[PushResult] | None:
-        """Copies the gradient into the segment, where that is needed: no shard looks at it before it counts."""
+        """Copies the gradient into the segment, if it is not made there. Returns None: the shard is told only with the
+        step.
+        """
         if self.has_drafts:
             self._flat.leaving(push.bucket)
             copying = self._copier.submit(lambda: self._flat.share_gradient(push.bucket))
@@ -201,7 +211,9 @@ class SharedTransport:
         return None
 
     def push(self, push: BucketPush) -> Future[PushResult]:
-        """Copies the gradient into the segment and tells the shard, with all that are pushed until it is their turn."""
+        """Copies the gradient into the segment and tells the shard. Pushes that are ready by then go in the same
+        message.
+        """
         if not push.empty:
             self._flat.leaving(push.bucket)
         with self._lock:
@@ -243,7 +255,7 @@ class SharedTransport:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def pull(self, clock: int, buckets: Sequence[BucketSpec], all_staged: bool = False) -> Future[PullResult]:
-        """Fetches buckets in one stream. all_staged: with every update that is staged on the shard"""
+        """Pulls buckets in one stream. all_staged: with every update that is staged on the shard when the call comes"""
         return self._pull(clock, buckets, UNRECORDED, all_staged)
 
     def _pull(
@@ -282,7 +294,7 @@ class SharedTransport:
 
 
 class _Together:
-    """Pushes of one clock that leave with one message, in the turn of the first. For one sending thread."""
+    """Pushes of one clock that share one message, which is sent when the first of them is. For one sending thread."""
 
     def __init__(self, clock: int, step: StepTimes) -> None:
         self.clock, self.step = clock, step
@@ -291,7 +303,7 @@ class _Together:
         self._error: BaseException | None = None
 
     def staged(self, send: Callable[[int, Sequence[BucketPush], StepTimes], None]) -> float:
-        """Returns when the shard had staged them, on the clock of time.perf_counter; the first call sends them.
+        """Returns when the shard had staged the pushes, on the clock of time.perf_counter. The first call sends them.
 
         Raises the error of `send`, in each call.
         """
@@ -316,7 +328,7 @@ FIRST_BYTES = 2**20
 def share_rows(
     spec: JobSpec, calls: Mapping[int, ShardCalls], worker: Identity, transport: str, directory: Path
 ) -> SharedRows | None:
-    """Returns memory for a job's rows, shared with every shard that can see this worker's; None: with none.
+    """Returns memory for a job's rows that this worker shares with shards; None: no shard has mapped it.
 
     transport: as in share_memory
     """
@@ -337,9 +349,9 @@ def share_rows(
 
 @dataclass
 class Room:
-    """A part of the segment, until the calls that use it are over.
+    """A part of the segment, which is in use until its calls are over.
 
-    calls: that use it
+    calls: the calls that use it
     """
 
     memory: RowMemory
@@ -347,18 +359,18 @@ class Room:
     _end: int = PAGE_BYTES
 
     def take(self, size: int) -> int:
-        """Takes so many bytes of the segment; returns where they begin."""
+        """Reserves `size` bytes of the segment; returns their offset."""
         place, self._end = self._end, self._end + aligned(size)
         return place
 
 
 class SharedRows:
-    """A segment for rows, and a larger one whenever a step needs that. For the training thread.
+    """A segment for rows. It is replaced by a larger one when a step needs more. For the training thread.
 
-    Raises NotShared if there is no memory, or no shard can see it.
+    shards:  the shards that have mapped it
+    refusal: why the other shards have not; None: all have
 
-    shards:  that see it
-    refusal: why others do not; None: all do
+    Raises NotShared if there is too little memory, or no shard can map it.
     """
 
     def __init__(self, calls: Mapping[int, ShardCalls], worker: Identity, directory: Path) -> None:
@@ -370,7 +382,9 @@ class SharedRows:
         self._memory = self._attached(FIRST_BYTES)
 
     def room(self, size: int) -> Room | None:
-        """Returns room for so many bytes of a step; None: there is none, or calls still use the last."""
+        """Returns memory for `size` bytes of a step; None: there is too little, or calls still use that of the last
+        step.
+        """
         if any(not call.done() for call in self._calls_of_room) or size > MAX_ROW_BYTES:
             return None
         if size > self._memory.size:

@@ -1,4 +1,4 @@
-"""One job out of what the members of a group hold."""
+"""Combines what the members of a group hold into one job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ps_worker.group import Group
 
 
 def check_group(spec: JobSpec) -> None:
-    """Raises Unsupported for what groups cannot do yet, with the way out."""
+    """Raises Unsupported for a job that groups cannot train yet, with what to use instead."""
     if spec.local is not None and (spec.local.fragments is not None or spec.local.seconds is not None):
         raise Unsupported(
             "a worker that is a group of processes trains in mode sync, ssp:K, async or local:H, and the mode is "
@@ -43,10 +43,11 @@ def check_group(spec: JobSpec) -> None:
 def described_together(
     group: Group, describe: Callable[[], tuple[JobSpec, list[torch.Tensor]]]
 ) -> tuple[JobSpec, list[torch.Tensor]]:
-    """Returns the job of a group, and its tensors as this member has them.
+    """Returns the job of a group, and this member's tensors for it.
 
-    describe: returns what this member has of it
-    Raises what `describe` raises in any member, Unsupported, or JobMismatch where members describe unlike jobs, on all.
+    describe: returns the job with only the pieces of this member, and their tensors
+    Raises what `describe` raises in any member; Unsupported; JobMismatch if members describe different jobs. All
+    members raise the same error.
     """
 
     def own() -> tuple[JobSpec, list[torch.Tensor]]:

@@ -213,7 +213,7 @@ class WorkerCheckpoint:
                 self._restore(target)
 
     def forget(self) -> None:
-        """Continues from an earlier clock without a saved state."""
+        """Continues from an earlier clock for which there is no saved state."""
         self._model.put_residual({})
 
     @property
@@ -223,7 +223,7 @@ class WorkerCheckpoint:
 
     @property
     def at_pass_begin(self) -> bool:
-        """Whether the current step is the first of a pass over the feeding loader, and not of the first pass."""
+        """Whether the current step is the first of a pass over the loader that feeds it, but not of the first pass."""
         return self._fed is not None and self.loaders[self._fed].is_at_begin
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -240,7 +240,9 @@ class WorkerCheckpoint:
         self._taken += 1
 
     def capture(self, loader: int | None = None) -> None:
-        """Captures the requested state, if there is a request. `loader`: whose loop is at this point"""
+        """Captures the requested state, if there is a request. loader: the loader whose loop is at this point; None:
+        none is
+        """
         if self._wanted is None:
             return
         clock, self._wanted = self._wanted, None
@@ -363,7 +365,7 @@ class WorkerCheckpoint:
 
     @property
     def has_unknown_scheduler(self) -> bool:
-        """Whether an optimizer has a scheduler, and `prepare` was given nothing whose state belongs to the job."""
+        """Whether an optimizer has a scheduler, but `prepare` was given no object whose state belongs to the job."""
         return not self.job.are_some and any(steers(optimizer) for optimizer, _ in self._optimizers)
 
     @property
@@ -405,7 +407,7 @@ class WorkerCheckpoint:
     def set_settings(self, settings: Settings) -> None:
         """Sets random states, hyper-parameters, and the state of schedulers and similar objects.
 
-        Settings of an earlier stage name the groups of other optimizers, and fewer things.
+        If the settings are of an earlier stage, hyper-parameters are not set, as the groups were other ones.
         """
         is_of_now = settings.stage == self.stage
         set_groups(self._groups(), settings.groups if is_of_now else [])

@@ -30,16 +30,16 @@ InnerState = list[dict[int, dict[str, Any]]]
 
 
 class Inner(Protocol):
-    """The interface of inner optimizer state for the worker's part of a checkpoint."""
+    """The interface of the state of optimizers that step on the worker, for the worker's part of a checkpoint."""
 
     def captured(self, clock: int) -> InnerState | None:
-        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
+        """Copies the present state, after `clock` rounds, into memory. Returns it if it is small, otherwise None."""
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the present state if it is small."""
+        """Returns a copy of the present state if it is small, otherwise None."""
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
+        """Restores the state after `clock` rounds, from memory or from `saved`, the state in the checkpoint."""
 
 
 class NoInner:
@@ -79,7 +79,7 @@ class InnerStates:
         self._kept.clear()
 
     def captured(self, clock: int) -> InnerState | None:
-        """Copies the present state, after `rounds` rounds, into memory. Returns it if it is small."""
+        """Copies the present state, after `clock` rounds, into memory. Returns it if it is small, otherwise None."""
         try:
             states = self._copied()
         except Unsupported as error:
@@ -93,7 +93,7 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def now(self) -> InnerState | None:
-        """Returns a copy of the present state if it is small."""
+        """Returns a copy of the present state if it is small, otherwise None."""
         try:
             states = self._copied()
         except Unsupported:
@@ -101,7 +101,10 @@ class InnerStates:
         return states if sum(tensor.nbytes for tensor in _tensors(states)) <= MOST_BYTES else None
 
     def restore(self, clock: int, saved: InnerState | None) -> None:
-        """Restores the state after `rounds` rounds. saved: the state in the checkpoint"""
+        """Restores the state after `clock` rounds, from memory or from `saved`, the state in the checkpoint.
+
+        If neither fits, the optimizers begin without state.
+        """
         states = self._kept.get(clock, saved)
         fits = states is not None and self._fits(states)
         if self._on_all(fits) and states is not None:  # pieces are of unlike sizes, and some may be too large to keep
@@ -208,24 +211,24 @@ KEY, AT = "weights", "round"
 
 
 class OwnWeights(Protocol):
-    """The weights of a worker, apart from the servers': see ps_worker/model/base.py."""
+    """A worker's own weights, which differ from the servers': see ps_worker/model/base.py."""
 
     def own(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of the optimizers' state, by parameter."""
+        """Returns a copy of the model's weights, by parameter."""
 
     def takes(self, own: dict[int, torch.Tensor]) -> bool:
-        """Whether weights fit."""
+        """Whether these weights fit the model."""
 
     def put(self, own: dict[int, torch.Tensor]) -> None:
-        """Sets the optimizers' state."""
+        """Sets the model's weights."""
 
 
 class InnerWithWeights(InnerStates):
     """The state of the script's own optimizers and, as one more entry after theirs, the weights that they step.
 
-    is_between: whether a round is over and the next one has not begun; the steps of an unfinished round are lost with a
-    worker that leaves, and so are their weights
-    rounds: the number of rounds that are over
+    is_between: returns whether a round is over and the next one has not begun. If a worker leaves within a round, the
+                steps of the round are lost, and so are their weights
+    rounds:     returns the number of rounds that are over
     """
 
     def __init__(

@@ -19,11 +19,11 @@ log = logging.getLogger("ps_worker")
 
 
 class LateScript:
-    """The script of a process that has come late, until it continues with the job's. For the training thread.
+    """Takes over what the job's script has set, in a process that has joined late. For the training thread.
 
-    clock:   returns this worker's
-    tell:    has other workers that join late hear what this script has set, from here on
-    is_late: it does not continue with the job's yet
+    clock:   returns this worker's clock
+    tell:    begins to answer requests of other late workers
+    is_late: this process has not taken it over yet
     """
 
     def __init__(
@@ -39,16 +39,18 @@ class LateScript:
         self._until = 0  # the stage of the script at which what the job has can be taken over
 
     def joins(self) -> None:
-        """The process joins a job that is under way."""
+        """Notes that the process joins a job that is under way."""
         self.is_late = True
         self._checkpoint.comes_late()
 
     def goes_back(self) -> None:
-        """The job was rolled back, and this worker has no state of its checkpoint."""
+        """Notes that the job was rolled back to a checkpoint that has no state of this worker."""
         self.is_late = self._goes_back = True
 
     def follow(self) -> None:
-        """Takes over what the job's script has set, once this script has got as far."""
+        """Takes over what the job's script has set, if this process is late and its script has reached the
+        same stage.
+        """
         if not self.is_late or self._checkpoint.stage < self._until:
             return
         if self._checkpoint.job.are_some:
