@@ -1,7 +1,7 @@
 """A small GPT on two islands: each is two processes that hold one model in pieces, by `fully_shard` (FSDP2).
 
     python examples/islands.py                                       # islands, and HSDP by torch alone beside them
-    python examples/islands.py --mode local:8 --wire int4            # they meet every 8 steps, in 4 bits a number
+    python examples/islands.py --mode local:8 --wire int4 --steps 200   # after 64 steps they meet every 8, in 4 bits
 
 Within an island the processes reduce their gradients among themselves, in every step. Between islands is a parameter
 server: that level may be slow, far away, or gone for a while. HSDP (hybrid sharding) has the same shape, with
@@ -64,6 +64,7 @@ def train(arguments: argparse.Namespace) -> None:
         session = ps.connect()  # (ps)
         model, optimizer = session.prepare(model, optimizer, group=mesh)  # (ps)
         own, count = session.rank * count + own, session.world_size * count  # (ps)
+        session.progress(total=arguments.steps)  # (ps) for those who watch
 
     windows = Windows(library_text(), arguments.block, arguments.seed)
     losses: list[float] = []
@@ -78,6 +79,8 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if session is not None:
+            session.log(loss=losses[-1])  # (ps) for those who watch
         seconds.append(time.perf_counter() - began)
         if own == 0 and (step + 1) % max(1, arguments.steps // 5) == 0:
             print(f"step {step + 1}/{arguments.steps}: loss {losses[-1]:.3f} on this process", flush=True)
