@@ -321,7 +321,7 @@ def test_what_is_read_may_lie_anyhow(loops: Loops) -> None:
         loops.add(sums, lies(places), lies(values))
         is_finite = loops.copy(lies(values), copy)
         assert is_finite == loops.are_finite(lies(values))
-        return [row_sums.view(np.int32), copy.view(np.int32), *loops.distinct(lies(ids), 0, 2)]
+        return [sums.view(np.int32), copy.view(np.int32), *loops.distinct(lies(ids), 0, 2)]
 
     assert not moved(values).flags.aligned
     for lies in (moved, lambda array: np.repeat(array, 2, axis=0)[::2]):
