@@ -43,8 +43,8 @@ SMALLEST = {
     "recovery": "--mib 1 --seconds 1 --every 0.5 --rounds 1",
     "launches": "--count 3 --transport tcp",
     "feed": "--mb 1 --turns 1 --editions 2 --copies 1 --pairs 1 --turn-seconds 0.5 --layers 1 --width 64 --batch 1"
-    " --changes-layers 1 --changes-width 64 --trained 5 --changes-warm-up 2 --updates 1 --readers 4 --relays 2 --relayed-mb 0.1"
-    " --seconds 1 --pause-ms 50 --shards 1 --nice 0",
+    " --changes-layers 1 --changes-width 64 --trained 5 --changes-warm-up 2 --updates 1 --readers 4 --relays 2"
+    " --relayed-mb 0.1 --seconds 1 --pause-ms 50 --shards 1 --nice 0",
 }
 QUICK = ("scale", "rows", "lowcomm", "crowd", "restore", "launches", "feed")  # which is made of rounds
 
